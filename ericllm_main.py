@@ -24,7 +24,7 @@ def main() -> int:
         return _refuse(problem, _FAILURE)
     if problem := _use_home():
         return _refuse(problem, _USAGE_ERROR)
-    from console.cli import main as run
+    from console.cli.main import main as run
 
     if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)

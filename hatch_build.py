@@ -15,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_BUILD = Path("engine", "backends", "torch", "native", "build.py")
+_BUILD = Path("engine", "backends", "common", "native_build.py")
 
 
 class KernelsHook(BuildHookInterface[Any]):

@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 
 if TYPE_CHECKING:
     from console.bench.benches import Benches
-    from console.runtime import LoopThread
+    from console.runtime.loops import LoopThread
 
 SIZE = (136, 42)
 CLIENTS = 24
@@ -35,10 +35,11 @@ KNOB_S = 20.0
 
 async def main() -> None:
     """Open the console, load it, and take a picture of each screen worth one."""
-    from console.app import EricApp
-    from console.local import LocalLink
-    from console.runtime import LoopThread, Runtime
-    from console.sources import load_settings
+    from console.link.local import LocalLink
+    from console.runtime.loops import LoopThread
+    from console.runtime.runtime import Runtime
+    from console.settings.sources import load_settings
+    from console.tui.app import EricApp
 
     flags = {"devices": "sim:24,24", "num_workers": 2, "max_prompts": 8, "gpu_balance": True, "port": 8000}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +84,7 @@ async def _take(pilot: Pilot[None]) -> None:
 
 
 async def _take_benches(pilot: Pilot[None], benches: Benches, loop: LoopThread) -> None:
-    from console.links.benches import BenchOrder
+    from console.link.benches import BenchOrder
 
     for bench in ("latency", "users"):
         await asyncio.wrap_future(loop.submit(benches.start(BenchOrder(bench=bench))))

@@ -3,32 +3,118 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
 from typing import Unpack
 
 import msgspec
 
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, PrefixSharing
-from engine.desk import Desk
 from engine.devices import DeviceProbe, new_probe
-from engine.entrance import Entrance
-from engine.errors import EngineClosed, EngineError, NoModelLoaded
-from engine.knobs import Knobs, changed_fields
-from engine.log import LogRing
-from engine.metrics import Metrics
+from engine.devices.sampler import DeviceSampler
+from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
+from engine.metrics.insight import InsightCollector
+from engine.metrics.meter import Metrics, ModelUsage
+from engine.metrics.publisher import SnapshotPublisher
+from engine.models.deployment import Deployment
+from engine.models.knobs import Knobs, changed_fields
 from engine.models.manager import ModelManager, Serving
-from engine.observer import Observer
-from engine.pulse import Pulse
-from engine.records import RequestDetail, RequestText, text_of
-from engine.request import GenerateRequest, Request
-from engine.sampler import DeviceSampler
+from engine.requests.admission import embedding_params, end_tokens, resolve_params, resolve_timeout
+from engine.requests.history import RequestDetail, RequestText, text_of
+from engine.requests.request import GenerateRequest, Request, compact_ids
+from engine.requests.stream import RequestStream, StreamDelta
+from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
-from engine.stream import RequestStream, StreamDelta
+from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
-from engine.usage import ModelUsage
 from engine.worker.hosts import BackendFactory, NewHost
+
+# Entrance: what is asked becomes a request of the model that is to answer it, or is refused.
+
+
+class RequestAdmission:
+    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
+
+    def __init__(self, models: ModelManager, desk: RequestTracker) -> None:
+        self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
+        self._models = models
+        self._desk = desk
+        self._orders = count(1)
+
+    def admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
+        """The request, which nothing has yet, and the model that is to have it.
+
+        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its prompt has to
+        be made again for that model, the latter two end the request later.
+        """
+        deployment, prompt_of = self._destination(asked)
+        model, tokenizer = deployment.require_ready()
+        if asked.adapter and asked.adapter not in deployment.adapters:
+            raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
+        config = self._models.defaults
+        request_id = asked.id or f"gen-{secrets.token_hex(8)}"
+        seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
+        params = msgspec.structs.replace(asked.params, seed=seed)
+        if prompt_of is not None:
+            params = resolve_params(asked.prompt_ids, params, deployment.spec, model, seed=seed)
+        if asked.embed:
+            params = embedding_params(params, model)
+        timeout_s = resolve_timeout(asked.timeout_s, config.timeout_s)
+        free = sum(slot.free for slot in deployment.slots())
+        self._desk.check_room(request_id, asked.client, deployment.lane, config.max_queue, free)
+        request = Request(
+            id=request_id,
+            source=asked.source,
+            priority=asked.priority,
+            order=next(self._orders),
+            prompt_ids=compact_ids(asked.prompt_ids),
+            prompt_of=prompt_of,
+            params=params,
+            asked=asked.params,
+            end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
+            timeout_s=timeout_s,
+            created=asyncio.get_running_loop().time(),
+            stream=RequestStream(request_id, len(asked.prompt_ids), lambda: self._cancel(request_id)),
+            lane=deployment.lane,
+            model=asked.model,
+            adapter=asked.adapter,
+            adapter_key=deployment.adapters.key(asked.adapter),
+            client=asked.client,
+            cache_scope=self._cache_scope(asked),
+            shared_tokens=asked.shared_tokens if self.prefix_sharing == "system" and not asked.cache_salt else 0,
+            encode=asked.encode,
+            choices=asked.choices,
+            continues=asked.continues,
+            embed=asked.embed,
+        )
+        return request, deployment
+
+    def _cache_scope(self, asked: GenerateRequest) -> str:
+        """Return the scope of its pages in the prefix cache. Never "": nothing but system prompts may lie where all
+        scopes look."""
+        tenant = "" if self.prefix_sharing == "all" else asked.tenant
+        return f"{len(tenant)}:{tenant}{asked.cache_salt}"
+
+    def _cancel(self, request_id: str) -> None:
+        self._desk.cancel(request_id)
+
+    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Path | None]:
+        """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
+        has been replaced since, and the prompt has to be made again."""
+        made_for = self._models.by_key(asked.key) if asked.key else None
+        if made_for is not None and made_for.state in ("ready", "draining"):
+            return made_for, made_for.spec.path
+        deployment, _ = self._models.named(asked.model)
+        if not asked.key:
+            return deployment, deployment.spec.path
+        if asked.encode is None or deployment.tokenizer is None:
+            raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
+        return deployment, None
+
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
 
@@ -52,8 +138,8 @@ class Engine:
         self.log = LogRing()
         self._metrics = Metrics()
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
-        self._observer = Observer(config, self._sampler)
-        self._desk = Desk(self._metrics, self._left, self._text_of, self._observer.session)
+        self._observer = InsightCollector(config, self._sampler)
+        self._desk = RequestTracker(self._metrics, self._left, self._text_of, self._observer.session)
         self._models = ModelManager(
             config.validate(),
             backend_factory=backend_factory,
@@ -63,8 +149,8 @@ class Engine:
             sampler=self._sampler,
             on_change=self._changed,
         )
-        self._entrance = Entrance(self._models, self._desk)
-        self._pulse = Pulse(
+        self._entrance = RequestAdmission(self._models, self._desk)
+        self._pulse = SnapshotPublisher(
             self._models,
             self._desk,
             metrics=self._metrics,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine.pauses import collect_rarely
+from engine.system.runtime import reduce_gc_pauses
 
 # No deadlines: machines differ and tests share them. CI draws the same examples each time; here they are new ones.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,13 +46,13 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         _compile_kernels()
     gc.collect()
-    collect_rarely()
+    reduce_gc_pauses()
 
 
 def _compile_kernels() -> None:
     """A load waits for the compiler; a test's time limit must not hold for that."""
-    from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
-    from engine.backends.torch.native.kernels import native_isa
+    from engine.backends.common.native_build import CannotBuild, build_library, cache_folder
+    from engine.backends.torch.native.library import native_isa
 
     with contextlib.suppress(CannotBuild):
         if (isa := native_isa()) is not None:

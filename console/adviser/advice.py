@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from console.knobs import KnobName
-from console.modes import MODES
+from console.tui.modes import MODES
+from console.tuning.knobs import KnobName
 
 Code = Literal[
     "preempted",
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Go to the screen where it can be changed. mode: its name in console.modes."""
+    """Go to the screen where it can be changed. mode: its name in console.tui.modes."""
 
     mode: str
 

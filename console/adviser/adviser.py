@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from console.adviser import answer_rules, load_rules, machine_rules
+from console.adviser import rules
 from console.adviser.advice import Advice, Code, Turn
 from console.adviser.evidence import Counts, Evidence
 from console.adviser.thresholds import HUSH_S, LINGER_S, SETTLE_S, WINDOW_S
@@ -29,17 +29,17 @@ class Rule:
 
 
 RULES = (
-    Rule(load_rules.preempted),
-    Rule(answer_rules.truncated),
-    Rule(load_rules.queue),
-    Rule(load_rules.itl_over_slo, SETTLE_S),
-    Rule(machine_rules.device_hot, SETTLE_S),
-    Rule(machine_rules.slow_worker, SETTLE_S),
-    Rule(answer_rules.drafts_rejected),
-    Rule(load_rules.memory_unused),
-    Rule(machine_rules.power_limit, SETTLE_S),
-    Rule(answer_rules.context_unused),
-    Rule(answer_rules.prefix_useless),
+    Rule(rules.preempted),
+    Rule(rules.truncated),
+    Rule(rules.queue),
+    Rule(rules.itl_over_slo, SETTLE_S),
+    Rule(rules.device_hot, SETTLE_S),
+    Rule(rules.slow_worker, SETTLE_S),
+    Rule(rules.drafts_rejected),
+    Rule(rules.memory_unused),
+    Rule(rules.power_limit, SETTLE_S),
+    Rule(rules.context_unused),
+    Rule(rules.prefix_useless),
 )
 """Most urgent first."""
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from console.adviser.thresholds import WORKER_MARGIN
-from console.in_view import workers_of
-from console.widgets.names import reading_name
+from console.text import reading_name
+from console.tui.in_view import workers_of
 from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
 
 

@@ -4,30 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import structs
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from console.api.authorizing import client_of, tenant_of
-from console.api.failing import call_of
-from console.api.generation import Generation
-from console.api.json_bounds import MAX_VALUES, JsonBounds
-from console.api.observing import add_work
-from console.api.operator import Operator
-from console.api.prompts import Prompt
-from console.api.received import release_bytes
-from console.api.sampling import ModelFields, SamplingFields
-from console.api.serial_thread import SerialThread
-from console.api.served import ServedModel, served_model
+from console.api.admin.operator import Operator
+from console.api.http.auth import client_of, tenant_of
+from console.api.http.json_bounds import MAX_VALUES, JsonBounds
+from console.api.http.observability import AccessLog, HttpMetrics, RequestObserver, add_work
+from console.api.http.request_body import release_bytes
+from console.api.http.serial_thread import SerialThread
+from console.api.http.tracing import Tracing, open_tracing
+from console.api.http.traffic import Traffic, call_of
+from console.api.requests.generation import Generation
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampling import ModelFields, SamplingFields
+from console.api.requests.served_model import ServedModel, served_model
 from console.api.settings import ApiSettings
-from console.api.traffic import Traffic
-from console.api.watching import Watchers
-from engine.config import SamplingParams, shown
+from engine.config import SamplingParams, format_number
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
+
+# Watchers: who is told of every request, as the settings say.
+
+
+class RequestObservers(Collector):
+    """HTTP's metrics always; the access log and traces from `open` to `close`, where they are wanted."""
+
+    def __init__(self) -> None:
+        self._http = HttpMetrics()
+        self._log: AccessLog | None = None
+        self._tracing: Tracing | None = None
+        self._lost = 0
+
+    def __iter__(self) -> Iterator[RequestObserver]:
+        return (watcher for watcher in (self._http, self._log, self._tracing) if watcher is not None)
+
+    async def open(self, settings: ApiSettings) -> None:
+        """Begin. Raises CannotLog, TracingUnavailable with nothing begun."""
+        tracing, log = None, None
+        if settings.otlp_traces_endpoint is not None:
+            tracing = await asyncio.to_thread(open_tracing, settings.otlp_traces_endpoint)
+        try:
+            if settings.access_log is not None:
+                log = AccessLog(
+                    settings.access_log, owns_stdout=settings.owns_stdout, max_bytes=settings.access_log_bytes
+                )
+                await asyncio.to_thread(log.open)
+        except BaseException:
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
+            raise
+        self._tracing, self._log = tracing, log
+
+    async def close(self) -> None:
+        """Write and send what is left. Idempotent."""
+        log, tracing = self._log, self._tracing
+        self._log = self._tracing = None
+        if log is not None:
+            await asyncio.to_thread(log.close)
+            self._lost += log.lost
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+    def collect(self) -> Iterator[Metric]:
+        """What they counted, for /metrics."""
+        yield from self._http.collect()
+        lost = self._lost + (self._log.lost if self._log is not None else 0)
+        yield CounterMetricFamily("ericllm_access_log_lost_lines", "Lines that could not be written", value=lost)
+
 
 MAX_PROMPT_LOGPROBS = 2**17
 """Log-probabilities of the tokens of prompts in all answers to a request, alternatives counted: 8 MB of JSON. A prompt
@@ -49,7 +99,7 @@ class ApiContext:
     settings: ApiSettings
     operator: Operator | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    watchers: Watchers = field(default_factory=Watchers)
+    watchers: RequestObservers = field(default_factory=RequestObservers)
     body_thread: SerialThread = field(default_factory=lambda: SerialThread("bodies"))
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
@@ -213,7 +263,7 @@ def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
         return params
     if params.max_tokens is not None and params.max_tokens > limit:
         raise InvalidRequest(
-            f"max_tokens is {shown(params.max_tokens)}; an answer may have {limit} here", param="max_tokens"
+            f"max_tokens is {format_number(params.max_tokens)}; an answer may have {limit} here", param="max_tokens"
         )
     return structs.replace(params, max_tokens=limit) if params.max_tokens is None else params
 

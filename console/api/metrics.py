@@ -3,17 +3,248 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from console.api.insight_metrics import insight_families
-from console.api.vllm_metrics import ModelNow, models_of, vllm_families
-from engine.snapshot import ModelState, Snapshot, WorkerReading
+from engine.backends.base import BackendStats, LoadedModel
+from engine.config import ModelSpec
+from engine.metrics.meter import ITL, ModelUsage
+from engine.snapshot import DeviceWork, Histogram, Insight, ModelState, Snapshot, WorkerReading
 from engine.text.printable import printable
-from engine.usage import ModelUsage
+
+# What vLLM's metrics tell, under its names, with its labels and buckets, so that its dashboards and tools work as
+# they are. What we cannot measure is left out. engine: vLLM's label for who schedules; all workers of a model share
+# one queue, so each model is one engine, "0".
+
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "Time from submission to the first token",
+    ITL: "Time between tokens",
+    "request_time_per_output_token_seconds": "Time between the tokens of a request, on average",
+    "e2e_request_latency_seconds": "Time from submission to the last token",
+    "request_queue_time_seconds": "Time until a worker took the request",
+    "request_inference_time_seconds": "Time from there to the last token",
+    "request_prefill_time_seconds": "Time from there to the first token",
+    "request_decode_time_seconds": "Time from the first token to the last",
+    "request_prompt_tokens": "Prompt tokens of a request",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that the prefix cache did not have",
+    "request_generation_tokens": "Generated tokens of a request",
+    "request_max_num_generation_tokens": "Generated tokens of the longest answer to a prompt",
+    "request_params_max_tokens": "Tokens that a request might generate",
+    "request_params_n": "Answers that were asked for to a prompt",
+    "iteration_tokens_total": "Tokens of a step, of prompts and answers",
+}
+_FORMER_HISTOGRAMS = {"time_per_output_token_seconds": ITL}
+"""Names that older dashboards have, and what they mean now."""
+
+_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("prompt_tokens", "Prompt tokens taken", "prompt_tokens"),
+    ("prompt_tokens_cached", "Prompt tokens that the prefix cache had", "cached_tokens"),
+    ("generation_tokens", "Tokens generated", "output_tokens"),
+    ("num_preemptions", "Requests put back for want of KV pages", "preemptions"),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    ("gpu_prefix_cache_queries", "As prefix_cache_queries, for older dashboards", "prefix_query_tokens"),
+    ("gpu_prefix_cache_hits", "As prefix_cache_hits, for older dashboards", "prefix_hit_tokens"),
+    ("spec_decode_num_drafts", "Times that tokens were guessed ahead", "drafts"),
+    ("spec_decode_num_draft_tokens", "Tokens guessed ahead", "draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Guesses that held", "draft_accepted"),
+)
+_REASONS = {"cancelled": "abort"}
+"""vLLM's words for finish reasons where they differ from ours."""
+
+_KNOWN_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(slots=True)
+class ModelNow:
+    """All that goes by one name: while a model is replaced by itself there are two."""
+
+    name: str
+    state: ModelState
+    running: int = 0
+    queued: int = 0
+    workers_wanted: int = 0
+    max_prompts: int = 0
+    spec: ModelSpec | None = None
+    stats: list[BackendStats] = field(default_factory=list)
+    loaded: list[LoadedModel] = field(default_factory=list)
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of its KV pages that live requests hold, 0..1."""
+        total = sum(stats.pages_total for stats in self.stats)
+        return 1 - sum(stats.pages_free for stats in self.stats) / total if total else 0.0
+
+
+def models_of(snapshot: Snapshot) -> list[ModelNow]:
+    """By name, the first model first. It has what waits for a model that is on its way; without any model, one without
+    a name stands for it, so that the families are there."""
+    first = ModelNow(snapshot.status.spec.name if snapshot.status.spec is not None else "", snapshot.status.state)
+    found = {first.name: first}
+    for reading in snapshot.models:
+        model = found.setdefault(reading.name, ModelNow(reading.name, reading.status.state))
+        model.running += reading.running
+        model.queued += reading.queued
+        model.workers_wanted = max(model.workers_wanted, reading.target_workers)
+        model.max_prompts = max(model.max_prompts, reading.max_prompts)
+        model.spec = reading.status.spec or model.spec
+        if reading.status.model is not None:
+            workers = sum(each.model == reading.name and each.kv_tokens > 0 for each in snapshot.workers)
+            model.loaded += [reading.status.model] * max(1, workers)
+    first.queued += snapshot.queued - sum(model.queued for model in found.values())
+    for worker in snapshot.workers:
+        if worker.model in found:
+            found[worker.model].stats.append(worker.stats)
+    return list(found.values())
+
+
+def vllm_families(models: list[ModelNow], usage: Iterable[ModelUsage]) -> Iterator[Metric]:
+    """All of vLLM's families. usage: of every model that there is or was."""
+    used = list(usage) or [ModelUsage(name=model.name) for model in models]
+    yield from _vllm_gauges(models)
+    yield from _vllm_counters(used)
+    yield from _histograms(used)
+
+
+def _vllm_gauges(models: list[ModelNow]) -> Iterator[Metric]:
+    for name, text, values in (
+        ("num_requests_running", "Requests that workers work on", [float(model.running) for model in models]),
+        ("num_requests_waiting", "Requests in the queue", [float(model.queued) for model in models]),
+        ("kv_cache_usage_perc", "KV pages in use; 1 is all of them", [model.kv_usage for model in models]),
+        ("gpu_cache_usage_perc", "As kv_cache_usage_perc, for older dashboards", [model.kv_usage for model in models]),
+    ):
+        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for model, value in zip(models, values, strict=True):
+            gauge.add_metric([model.name, ENGINE], value)
+        yield gauge
+    yield _cache_config(models)
+
+
+def _cache_config(models: list[ModelNow]) -> Metric:
+    """How KV is kept by each loaded model, over its workers, in labels; the value is always 1."""
+    told = ("block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching")
+    gauge = GaugeMetricFamily("vllm:cache_config_info", "How KV is kept", labels=[*LABELS, *told])
+    for model in models:
+        if not model.loaded or model.spec is None:
+            continue
+        page_tokens = model.loaded[0].page_tokens
+        blocks = sum(each.kv_tokens // each.page_tokens for each in model.loaded)
+        dtype = "auto" if model.spec.cache_bits == 16 else f"int{model.spec.cache_bits}"
+        kv_bytes = sum(each.kv_bytes for each in model.loaded)
+        values = (page_tokens, blocks, dtype, kv_bytes, True)
+        gauge.add_metric([model.name, ENGINE, *map(str, values)], 1)
+    return gauge
+
+
+def _vllm_counters(usage: list[ModelUsage]) -> Iterator[Metric]:
+    for name, text, field_name in _COUNTERS:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for model in usage:
+            if (value := getattr(model, field_name)) is not None:
+                family.add_metric([model.name, ENGINE], value)
+        yield family
+    sources = CounterMetricFamily(
+        "vllm:prompt_tokens_by_source", "Where prompt tokens' KV is from", labels=[*LABELS, "source"]
+    )
+    held = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Guesses that held, by how far ahead they were",
+        labels=[*LABELS, "position"],
+    )
+    finished = CounterMetricFamily(
+        "vllm:request_success", "Requests finished, by reason", labels=[*LABELS, "finished_reason"]
+    )
+    for model in usage:
+        own = [model.name, ENGINE]
+        sources.add_metric([*own, "local_compute"], model.computed_tokens)
+        sources.add_metric([*own, "local_cache_hit"], model.cached_tokens)
+        for position, count in enumerate(model.held_by_position):
+            held.add_metric([*own, str(position)], count)
+        reasons = {_REASONS.get(reason, reason): count for reason, count in model.finished.items()}
+        for reason, count in sorted({**dict.fromkeys(_KNOWN_REASONS, 0), **reasons}.items()):
+            finished.add_metric([*own, reason], count)
+    yield from (sources, held, finished)
+
+
+def _histograms(usage: list[ModelUsage]) -> Iterator[Metric]:
+    for name, text in _HISTOGRAMS.items():
+        yield _histogram(name, text, name, usage)
+    for name, now in _FORMER_HISTOGRAMS.items():
+        yield _histogram(name, f"As {now}, for older dashboards", now, usage)
+
+
+def _histogram(name: str, text: str, of: str, usage: list[ModelUsage]) -> Metric:
+    family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+    for model in usage:
+        if (histogram := model.histograms.get(of)) is not None:
+            family.add_metric([model.name, ENGINE], _buckets(histogram), histogram.sum)
+    return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    bounds = [repr(bound) for bound in histogram.bounds]
+    return [*zip(bounds, map(float, histogram.counts), strict=True), ("+Inf", float(histogram.count))]
+
+
+# Insight as Prometheus metrics. Counters are those of the session: when an operator counts anew they begin at 0,
+# which Prometheus takes as a restart. A family of what is not known has no samples.
+
+
+def insight_families(insight: Insight) -> Iterator[Metric]:
+    """Goodput, busy time, context, energy and work."""
+    yield from _session(insight)
+    yield from _energy(insight)
+    yield from _work(insight.work)
+
+
+def _session(insight: Insight) -> Iterator[Metric]:
+    session, goodput = insight.session, insight.goodput
+    for name, text, value in (
+        ("ericllm_busy_seconds", "Time in which a worker computed", session.busy_s),
+        ("ericllm_judged_requests", "Requests that ended, without those that were cancelled", goodput.judged),
+        ("ericllm_goodput_requests", "Those of them that kept the SLO", goodput.kept),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
+    longest = "Prompt and answer of the longest request that ended"
+    yield GaugeMetricFamily("ericllm_longest_context_tokens", longest, value=insight.longest_context_tokens)
+    batch = GaugeMetricFamily("ericllm_mean_batch", "Requests in a step, on average")
+    if session.batch is not None:
+        batch.add_metric([], session.batch)
+    yield batch
+
+
+def _energy(insight: Insight) -> Iterator[Metric]:
+    energy = insight.energy
+    drawn = "Energy that the devices in use drew"
+    session = CounterMetricFamily("ericllm_energy_joules", drawn)
+    busy = CounterMetricFamily("ericllm_busy_energy_joules", f"{drawn} while a worker computed")
+    today = GaugeMetricFamily("ericllm_energy_today_joules", f"{drawn} since midnight")
+    if energy.power_w is not None or energy.today_joules:
+        session.add_metric([], energy.session_joules)
+        busy.add_metric([], energy.busy_joules)
+        today.add_metric([], energy.today_joules)
+    yield from (session, busy, today)
+
+
+def _work(work: tuple[DeviceWork, ...]) -> Iterator[Metric]:
+    for name, text, attribute in (
+        ("ericllm_device_flops_per_second", "Operations that models ask of a device", "flops_per_s"),
+        ("ericllm_device_flops_limit_per_second", "The most that it can", "flops_limit_per_s"),
+        ("ericllm_device_read_bytes_per_second", "Weights and KV that models read of its memory", "bytes_per_s"),
+        ("ericllm_device_read_limit_bytes_per_second", "The most that it can read", "bytes_limit_per_s"),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["device"])
+        for each in work:
+            if (value := getattr(each, attribute)) is not None:
+                family.add_metric([each.device], value)
+        yield family
+
 
 _MODEL_STATES: tuple[ModelState, ...] = get_args(ModelState)
 

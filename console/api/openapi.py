@@ -15,13 +15,12 @@ from aiohttp import web
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from console.api.body_schema import JsonSchema
-from console.api.described import Described, described_of, describes
-from console.api.dialects import Dialects
-from console.api.errors import Tells, envelope
-from console.api.scopes import is_open, scope_needed
-from console.api.stream import SSE
-from console.api.versions import product_version
+from console.api.dialects.registry import DialectRegistry
+from console.api.http.errors import ErrorFormatter, envelope
+from console.api.http.scopes import is_open, scope_needed
+from console.api.requests.schemas import EndpointSpec, JsonSchema, describes, endpoint_specs
+from console.api.requests.stream import SSE
+from console.api.version import product_version
 
 _SCHEMAS = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -48,9 +47,9 @@ class Place:
 
     method: str
     path: str
-    described: Sequence[Described]
+    described: Sequence[EndpointSpec]
     groups: Sequence[str]
-    tells: Sequence[Tells]
+    tells: Sequence[ErrorFormatter]
 
     @property
     def name(self) -> str:
@@ -61,7 +60,7 @@ class Place:
 class OpenApi:
     """The endpoint."""
 
-    def __init__(self, dialects: Dialects) -> None:
+    def __init__(self, dialects: DialectRegistry) -> None:
         self._dialects = dialects
         self._made: dict[tuple[str, ...], bytes] = {}
         self._making = asyncio.Lock()
@@ -81,7 +80,7 @@ class OpenApi:
         return web.Response(body=self._made[key], content_type="application/json")
 
 
-def places_of(app: web.Application, dialects: Dialects) -> Iterator[Place]:
+def places_of(app: web.Application, dialects: DialectRegistry) -> Iterator[Place]:
     """Every place that is answered, by path."""
     for route in sorted(app.router.routes(), key=lambda route: route.resource.canonical if route.resource else ""):
         if route.resource is None or route.method == "HEAD":
@@ -90,7 +89,7 @@ def places_of(app: web.Application, dialects: Dialects) -> Iterator[Place]:
         on = [dialect for dialect in here if dialects.is_on(dialect)]
         if here and not on:
             continue
-        described = described_of(route.handler)
+        described = endpoint_specs(route.handler)
         groups = [dialect.title for dialect in on] or list(dict.fromkeys(each.group or "server" for each in described))
         yield Place(route.method, path, described, groups, [dialect.tells for dialect in on] or [envelope])
 
@@ -147,10 +146,10 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
     return operation
 
 
-def _successes(described: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+def _successes(described: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str, Any]:
     """What is answered where nothing is wrong, by status."""
-    found: dict[int, list[Described]] = {}
-    for each in described or (Described(summary=""),):
+    found: dict[int, list[EndpointSpec]] = {}
+    for each in described or (EndpointSpec(summary=""),):
         if each.success is not None:
             found.setdefault(each.success, []).append(each)
     return {
@@ -167,7 +166,7 @@ def _parameters(place: Place) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "query", "description": meaning, **text}
 
 
-def _request_body(bodies: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+def _request_body(bodies: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {"schema": _any_of(schemas.body(each) for each in bodies)}
     examples = [each.example for each in bodies if each.example is not None]
     if len(examples) == 1:
@@ -177,7 +176,7 @@ def _request_body(bodies: Sequence[Described], schemas: _Schemas) -> dict[str, A
     return {"required": not all(each.optional for each in bodies), "content": {"application/json": content}}
 
 
-def _answers(described: Sequence[Described], schemas: _Schemas) -> dict[str, Any]:
+def _answers(described: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str, Any]:
     """What is told, by media type."""
     found: dict[str, list[JsonSchema]] = {}
     streams: dict[str, list[JsonSchema]] = {}
@@ -232,7 +231,7 @@ class _Schemas:
             for name, each in components.items()
         }
 
-    def body(self, described: Described) -> JsonSchema:
+    def body(self, described: EndpointSpec) -> JsonSchema:
         """What a body holds."""
         assert described.body is not None
         return self._bodies[described.body]
@@ -242,7 +241,7 @@ class _Schemas:
         schema: JsonSchema = self._answers[repr(shape)]
         return schema
 
-    def error(self, tells: Tells) -> JsonSchema:
+    def error(self, tells: ErrorFormatter) -> JsonSchema:
         """What a dialect's error holds."""
         return self.answer(_told(tells))
 
@@ -262,7 +261,7 @@ def _unknown(kind: type) -> JsonSchema:
     return {"description": "Anything"} if kind is object else {"type": "string"}
 
 
-def _told(tells: Tells) -> Any:
+def _told(tells: ErrorFormatter) -> Any:
     """The type of a dialect's errors."""
     return get_type_hints(tells).get("return", object)
 

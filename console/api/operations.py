@@ -12,11 +12,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from console.api.context import ApiContext
-from console.api.described import describes
-from console.api.errors import json_response
+from console.api.http.errors import json_response
 from console.api.metrics import SnapshotCollector
-from console.api.served import not_ready
-from console.api.versions import product_version
+from console.api.requests.schemas import describes
+from console.api.requests.served_model import not_ready
+from console.api.version import product_version
 from engine.errors import EngineClosed, NoModelLoaded
 from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 

@@ -10,24 +10,23 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from console.addresses import checked_host, is_loopback
-from console.api.application import application
-from console.api.authorizing import Door
-from console.api.certificates import Certificate, certificate_of
-from console.api.connections import Runner
+from console.api.admin.operator import Operator
+from console.api.app import application
 from console.api.context import ApiContext
-from console.api.dialects import Dialects
-from console.api.errors import CannotListen, Unprotected
-from console.api.key_file import KeysUnavailable
-from console.api.keys import Keys
-from console.api.listening import Address, Listener
-from console.api.open_files import max_connections, raise_file_limit
+from console.api.dialects.registry import DialectRegistry
+from console.api.http.auth import Authenticator
+from console.api.http.connections import Runner
+from console.api.http.errors import CannotListen, Unprotected
+from console.api.http.key_file import KeysUnavailable
+from console.api.http.keys import Keys
+from console.api.http.listening import Address, Listener, max_connections, raise_file_limit
+from console.api.http.scopes import in_words
+from console.api.http.tls import Certificate, certificate_of
 from console.api.openapi import Place, places_of
-from console.api.operator import Operator
-from console.api.scopes import in_words
 from console.api.settings import ApiSettings
-from console.link import ApiStatus, EngineLink
-from console.links.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
+from console.link.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
+from console.link.protocol import ApiStatus, EngineLink
+from console.settings.addresses import checked_host, is_loopback
 from engine.engine import Engine
 from engine.errors import EngineError, ErrorInfo, InvalidRequest
 
@@ -66,9 +65,9 @@ class ApiServer:
         self._context = ApiContext(engine, settings, operator)
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
-        self._door = Door(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
+        self._door = Authenticator(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
         self._certificate: Certificate | None = None
-        self._dialects = Dialects(self._context)
+        self._dialects = DialectRegistry(self._context)
         self._runner: Runner | None = None
         self._listener: Listener | None = None
         self._saving: asyncio.Task[None] | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from console.api.client_address import Network
-from console.api.json_bounds import MAX_DEPTH
+from console.api.http.client_address import Network
+from console.api.http.json_bounds import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-MEASURES: Mapping[str, str] = {
+BENCH_DESCRIPTIONS: Mapping[str, str] = {
     "latency": "How fast one answer is where nobody else asks: prompts one after the other.",
     "users": "How much longer one user waits for the others: each asks again once answered.",
     "threads": "Whether more clients at once get the same inputs done sooner.",
@@ -16,7 +16,7 @@ MEASURES: Mapping[str, str] = {
 }
 """By the names of the benches, in the order of the command line."""
 
-ASKED: Mapping[str, str] = {
+DIALECT_DESCRIPTIONS: Mapping[str, str] = {
     "openai": "/v1/completions (vLLM, others)",
     "chat": "/v1/chat/completions",
     "anthropic": "/v1/messages (Anthropic)",

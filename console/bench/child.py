@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from engine.child_process import python_command
 from engine.errors import WorkerFailed
+from engine.system.child_process import python_command
 from engine.worker.process import worker_environment
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from console.bench.result import BenchResult, Column, Key, Row, Setting
+from console.bench.result import BenchResult, Column, Key, Row, Setting, said
+from console.bench.text import figure as number
+from console.bench.text import key_text
 from engine.errors import InvalidRequest
 
 _LEAST_REPEATS = 2
@@ -202,3 +205,91 @@ def _said(value: Setting) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)
+
+
+# A result in a few words, for a list of results. Pure.
+
+_BEST_COUNTS = ("threads", "grid")
+"""Benches that look for the best row; of the others the last one, which asks the most, is what they are about."""
+
+
+def headline(result: BenchResult) -> str:
+    """The figure that one looks for first: "1,420.0 tok/s, workers 2, max prompts 16"; "" where there is none."""
+    column = next((each for each in result.columns if each.shown and each.better), None)
+    row = main_row(result, column) if column is not None else None
+    if column is None or row is None:
+        return ""
+    which = ", ".join(f"{key.title} {key_text(row.keys[key.name])}" for key in result.keys if key.name in row.keys)
+    figure = f"{number(row.median(column.name) or 0.0, column)} {column.unit}".rstrip()
+    return ", ".join(filter(None, (f"{figure} {column.title}", which if len(result.rows) > 1 else "")))
+
+
+def main_row(result: BenchResult, column: Column) -> Row | None:
+    """The row that a bench is about, of those that have the number; None where none has."""
+    rows = [row for row in result.rows if row.known(column.name)]
+    if not rows:
+        return None
+    return _best(rows, column) if result.name in _BEST_COUNTS else rows[-1]
+
+
+def settings_text(result: BenchResult) -> str:
+    """What it was measured with: "1×16, 4 requests, 128+32 tokens, 3 repeats"."""
+    told = result.settings
+    workers, max_prompts = told.get("num_workers"), told.get("max_prompts")
+    places = f"{workers}×{max_prompts}" if isinstance(workers, int) and isinstance(max_prompts, int) else ""
+    requests = f"{told['requests']} requests" if "requests" in told else ""
+    tokens = f"{told['prompt_tokens']}+{told['output_tokens']} tokens" if "output_tokens" in told else ""
+    repeats = f"{result.repeats} repeats" if result.repeats > 1 else ""
+    return ", ".join(filter(None, (places, requests, tokens, repeats)))
+
+
+def _best(rows: list[Row], column: Column) -> Row:
+    choose = max if column.better == "higher" else min
+    return choose(rows, key=lambda row: row.median(column.name) or 0.0)
+
+
+# One row of a bench over the results that have it: what became of it from run to run. Pure.
+
+_KEYS = (Column(name="number", title="#", digits=0), Column(name="started", title="started (UTC)"))
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """row: which one of the results it is, for a person.  found: a row for each result that has it.
+
+    left_out: how many have it of other work, whose numbers tell nothing of this one.
+    """
+
+    row: str
+    found: BenchResult
+    left_out: int
+
+    @property
+    def about(self) -> str:
+        """What the title of its plot says beside the number."""
+        others = f", {self.left_out} result{'s' * (self.left_out != 1)} of other work left out" if self.left_out else ""
+        return f" of {self.row}, over time{others}"
+
+
+def trend(shown: BenchResult, column: Column, results: Mapping[int, BenchResult]) -> Trend:
+    """What became of the row that `shown` is about, in the results by their numbers, in their order."""
+    about = main_row(shown, column)
+    having = {
+        number: (result, row)
+        for number, result in results.items()
+        for row in result.rows
+        if about is not None and row.keys == about.keys and row.known(column.name)
+    }
+    rows = [
+        Row(
+            keys={"number": number, "started": f"{result.started[:10]} {result.started[11:16]}"},
+            values={column.name: row.values[column.name]},
+        )
+        for number, (result, row) in having.items()
+        if same_work(shown, result, column.name)
+    ]
+    return Trend(
+        row=said(about.keys) if about is not None else "",
+        found=msgspec.structs.replace(shown, keys=_KEYS, columns=(column,), rows=tuple(rows)),
+        left_out=len(having) - len(rows),
+    )

@@ -6,10 +6,9 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from console.bench.engines import all_ready
-from console.bench.prompts import Fresh, Material, TokenIds
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, Counters, TargetFailed
-from console.bench.workload import Item
+from console.bench.workload import Fresh, Item, Material, TokenIds
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest

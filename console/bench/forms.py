@@ -5,11 +5,11 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping, Sequence
 
-from console.bench.about import MEASURES
+from console.bench.about import BENCH_DESCRIPTIONS
 from console.bench.flags import description, plan_from, written
 from console.bench.kinds import PLANS, Plan
-from console.bench.kinds.base import Part
-from console.links.benches import BenchField, BenchForm, BenchOrder
+from console.bench.kinds.base import BenchPart
+from console.link.benches import BenchField, BenchForm, BenchOrder
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
 from engine.simulation.lengths import TRACE
@@ -65,7 +65,7 @@ def _form(name: str, plan: type[Plan]) -> BenchForm:
     )
     return BenchForm(
         bench=name,
-        measures=MEASURES[name],
+        measures=BENCH_DESCRIPTIONS[name],
         fields=fields,
         refused=REFUSED.get(name, ""),
         no_server=NO_SERVER.get(name, ""),
@@ -85,7 +85,7 @@ def ordered(order: BenchOrder) -> Plan:
     return plan_from(PLANS[order.bench], order.settings, quick=order.quick)
 
 
-def check_size(plan: Plan, parts: Sequence[Part], prompt_tokens: int, max_queue: int) -> None:
+def check_size(plan: Plan, parts: Sequence[BenchPart], prompt_tokens: int, max_queue: int) -> None:
     """Raise InvalidRequest where others could not be served for it. prompt_tokens: of one request, at most."""
     at_once = _at_once(plan)
     if at_once > max_queue:

@@ -13,7 +13,7 @@ import msgspec
 
 from console.bench.result import BenchResult, decoded, encoded
 from engine.errors import EngineError, InvalidRequest
-from engine.files import make_private_file, make_private_folder
+from engine.system.files import make_private_file, make_private_folder
 
 FILE = "benches.sqlite"
 VERSION = 1

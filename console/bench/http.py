@@ -14,7 +14,7 @@ from console.bench.http_clients import Seen, ask
 from console.bench.http_server import Order, Pace, ServerProcess
 from console.bench.plan import Spread
 from console.bench.progress import Show
-from console.bench.table import table
+from console.bench.text import table
 
 SHORT_GOAL = 1500
 STREAM_GOAL = 20_000

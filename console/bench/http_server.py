@@ -23,11 +23,11 @@ from console.bench.child import Child, say
 from console.bench.engines import all_ready
 from console.bench.instant import InstantWorkers
 from console.bench.plan import Plan, plan_for
-from console.logs import logging_to
+from console.runtime.logs import logging_to
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.pauses import collect_rarely
+from engine.system.runtime import reduce_gc_pauses
 
 _CONTEXT_TOKENS = 1 << 16
 _MAX_PROMPTS = 1024
@@ -98,7 +98,7 @@ async def _serve(order: Order, folder: Path) -> None:
         try:
             await _load(engine, plan)
             await server.start()
-            collect_rarely()
+            reduce_gc_pauses()
             say(b"%d" % server.status().port)
             await _obey(workers)
         finally:

@@ -17,12 +17,10 @@ from aiohttp.http import HttpProcessingError
 
 from console.bench.dialects import DIALECTS, Dialect
 from console.bench.dialects.base import UNREADABLE, first_model
-from console.bench.prompts import Material, TokenIds, Words
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, TargetFailed
-from console.bench.workload import Item
-from console.remote.http import read_start
-from console.unreached import reason
+from console.bench.workload import Item, Material, TokenIds, Words
+from console.link.remote.http import connect_error_reason, read_start
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
@@ -111,7 +109,7 @@ class HttpTarget:
                 async for chunk in chunks:
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TargetFailed(f"{self._url} cannot be asked: {reason(error)}", param="url") from error
+            raise TargetFailed(f"{self._url} cannot be asked: {connect_error_reason(error)}", param="url") from error
         except HttpProcessingError as error:
             raise TargetFailed(f"{self._where} answered a line without an end", param="dialect") from error
         except UNREADABLE as error:

@@ -87,7 +87,7 @@ class Run:
         return self
 
 
-class Crowd:
+class ClientPool:
     """The clients of a target. done: told of each request that ended.  cancelled: asked now and then."""
 
     def __init__(

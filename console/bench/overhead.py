@@ -11,7 +11,7 @@ from console.bench.bare import BareLoop
 from console.bench.engines import run_round, running
 from console.bench.plan import Plan, Spread, Timing
 from console.bench.progress import Show
-from console.bench.table import table
+from console.bench.text import table
 from console.bench.waiting import WaitingReport, measure_waiting
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from console.loading import model_spec
-from console.sources import load_settings
+from console.runtime.loading import model_spec
+from console.settings.sources import load_settings
 from engine.backends.base import BackendRequest
 from engine.config import ModelSpec, SamplingParams
 from engine.devices import usable_cores

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.files import replace_file
+from engine.system.files import replace_file
 
 SCHEMA_VERSION = 1
 Key = str | int | float
@@ -225,3 +225,25 @@ def read_result(file: Path) -> BenchResult:
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}", param="file") from error
     return decoded(content, str(file))
+
+
+# How far a bench is: what it tells while it runs. Light, for whoever only shows it.
+
+
+class BenchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a bench is. doing: the part that is being measured, in words.  done, total: requests of all parts.
+
+    left_s: seconds to go, None while nothing is known of it.  rows: those that have a repeat at least.
+    """
+
+    bench: str
+    doing: str
+    repeat: int
+    repeats: int
+    done: int
+    total: int
+    elapsed_s: float
+    left_s: float | None
+    keys: tuple[Column, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from typing import TypeVar
 
 import msgspec
+import psutil
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, refuse_server
-from console.bench.machine import these_versions, this_machine
+from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart, refuse_server
 from console.bench.measure import BenchCancelled, Record, unless_cancelled
-from console.bench.news import BenchProgress
-from console.bench.result import BenchResult, Row, Sample, TargetInfo, merged
+from console.bench.result import (
+    BenchProgress,
+    BenchResult,
+    DeviceInfo,
+    MachineInfo,
+    Row,
+    Sample,
+    TargetInfo,
+    Versions,
+    merged,
+)
 from console.bench.target import EngineHere, Target
+from engine.devices import MachineProbe, cpu_name, usable_cores
 from engine.errors import EngineError
+
+# The machine and the software that a bench runs on, as results tell it.
+
+
+def this_machine() -> MachineInfo:
+    """What there is here."""
+    return MachineInfo(
+        cpu=cpu_name(),
+        cores=usable_cores(),
+        ram_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+        devices=tuple(
+            DeviceInfo(id=device.id, name=device.name, kind=device.kind, total_bytes=device.total_bytes)
+            for device in MachineProbe().read()
+            if device.kind != "cpu"
+        ),
+    )
+
+
+def these_versions() -> Versions:
+    """What is installed; torch is not imported for it."""
+    return Versions(ericllm=_version("ericllm"), python=platform.python_version(), torch=_version("torch"))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
 
 Report = Callable[[BenchProgress], None]
 _T = TypeVar("_T")
@@ -76,7 +118,7 @@ class _Running:
 
     async def go(self) -> None:
         """Measure all. Raises EngineError where there is nothing to show for it."""
-        lab = Lab(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
+        lab = BenchContext(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
         try:
             self._tell()
             await self._unless_cancelled(self._plan.prepare(lab))
@@ -109,7 +151,7 @@ class _Running:
         """Whatever it waits for: workers that drain, loads, answers."""
         return await unless_cancelled(work, self._cancelled)
 
-    async def _measure(self, part: Part, lab: Lab) -> None:
+    async def _measure(self, part: BenchPart, lab: BenchContext) -> None:
         self._doing = part.said
         self._records.clear()
         self._tell()

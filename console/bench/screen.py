@@ -19,11 +19,11 @@ import psutil
 from console.bench.progress import Show
 from console.bench.pty_child import PtyChild
 from console.bench.screen_report import Goal, ScreenReport
-from console.chats.kept import ChatSettings
+from console.chats.records import ChatSettings
 from console.chats.store import ChatStore
-from console.settings import APP_NAME
-from engine.child_process import child_environment, python_command
+from console.settings.schema import APP_NAME
 from engine.errors import WorkerFailed
+from engine.system.child_process import child_environment, python_command
 
 FIRST_FRAME = "Dashboard"
 PAST_REQUESTS = 10_000
@@ -128,7 +128,7 @@ class _Console:
         flags = ("--model", model, "--port", str(self._port), "--max-prompts", "64")
         homes = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
         self.terminal = PtyChild(
-            python_command("-m", "console.probe", str(self._report), str(past_requests), *flags),
+            python_command("-m", "console.tui.probe", str(self._report), str(past_requests), *flags),
             columns=120,
             rows=40,
             env={**child_environment(), **homes, "TERM": "xterm-256color"},

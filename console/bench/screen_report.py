@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from console.bench.table import table
+from console.bench.text import table
 
 
 class Goal(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def summarised(run: Run, slo: Slo | None = None) -> Values:
+def summarize(run: Run, slo: Slo | None = None) -> Values:
     """All that is told of a run. What no request gives is None."""
     slo, done, seconds = slo or Slo(), run.answered, run.seconds
     asked, came = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)

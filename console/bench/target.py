@@ -7,9 +7,8 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
-from console.bench.prompts import Material
 from console.bench.result import Setting, TargetInfo
-from console.bench.workload import Item
+from console.bench.workload import Item, Material
 from engine.errors import EngineError
 
 

@@ -10,7 +10,7 @@ import msgspec
 from console.bench.engines import all_ready, run_round, running, worker_processes
 from console.bench.plan import Plan, Spread
 from console.bench.progress import Show
-from console.bench.table import table
+from console.bench.text import table
 from engine.engine import Engine
 from engine.errors import InvalidRequest
 

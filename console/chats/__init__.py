@@ -1,9 +1,8 @@
 """Conversations: trees of turns in one SQLite file, worked on without a screen."""
 
-from console.chats.kept import Beside, ChatSettings, Conversation, Preset, Turn, TurnNote
-from console.chats.open_chat import Branch, OpenChat
+from console.chats.conversation import Branch, OpenChat
+from console.chats.records import Beside, ChatSettings, Conversation, Preset, Tree, Turn, TurnNote
 from console.chats.store import ChatStore, ChatStoreError
-from console.chats.tree import Tree
 
 __all__ = [
     "Beside",

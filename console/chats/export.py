@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from markdown_it import MarkdownIt
 
-from console.chats.kept import ChatSettings, Conversation, Role, Turn, TurnNote
+from console.chats.records import ChatSettings, Conversation, Role, Tree, Turn, TurnNote
 from console.chats.store import ChatStore
-from console.chats.tree import Tree
-from engine.config import quoted
+from engine.config import quote_value
 from engine.errors import InvalidRequest
-from engine.files import private_opener
+from engine.system.files import private_opener
+
+# The code blocks of an answer, from its source: no border, no wrapped line, no blank that a screen added. Pure.
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The text of each block, in order; one that has not ended yet is among them."""
+    return [token.content for token in MarkdownIt().parse(markdown) if token.type in ("fence", "code_block")]
+
 
 Kind = Literal["md", "json"]
 _NAME_LENGTH = 40
@@ -75,7 +83,7 @@ def from_json(data: bytes) -> Export:
     except RecursionError:
         raise InvalidRequest("this is no exported conversation: it is nested too deeply") from None
     except ValueError as error:  # msgspec's errors are ValueErrors
-        raise InvalidRequest(f"this is no exported conversation: {quoted(str(error), _SHOWN)}") from None
+        raise InvalidRequest(f"this is no exported conversation: {quote_value(str(error), _SHOWN)}") from None
     known: set[int] = set()
     for turn in exported.turns:
         if turn.id in known or (turn.parent is not None and turn.parent not in known):

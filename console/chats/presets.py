@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from console.chats.kept import ChatSettings, Preset
+from console.chats.records import ChatSettings, Preset
 
 BUILTIN: tuple[Preset, ...] = (
     Preset(name="Model's own", settings=ChatSettings(), builtin=True),

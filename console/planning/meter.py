@@ -12,8 +12,7 @@ import msgspec
 
 from console.bench.child import say
 from console.bench.plan import plan_for
-from console.planning.measuring import MeterOrder
-from console.planning.steps import Loaded, StepMeter, loaded
+from console.planning.measuring import Loaded, MeterOrder, StepMeter, loaded
 from engine.errors import EngineError
 
 

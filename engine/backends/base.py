@@ -221,7 +221,8 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Full KV pages that became findable, and that ceased to be, since the last time. A page is known by the first 8
-    bytes of its key: `engine.backends.prefix.page_keys` gives the same for a prompt, the salt being the same."""
+    bytes of its key: `engine.backends.common.page_keys.page_keys` gives the same for a prompt, the salt being the
+    same."""
 
     added: tuple[bytes, ...] = ()
     dropped: tuple[bytes, ...] = ()

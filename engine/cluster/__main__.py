@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 
-from engine.child_process import ignore_stop_signals
 from engine.cluster.driver import Driver
+from engine.system.child_process import ignore_stop_signals
 
 
 def main() -> int:

@@ -16,9 +16,9 @@ from typing import IO
 
 import msgspec
 
-from engine.child_process import HUB_SECRETS, ROOT, python_command, stop_signals_blocked
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
+from engine.system.child_process import HUB_SECRETS, ROOT, python_command, stop_signals_blocked
 from engine.worker.channel import socket_pair
 from engine.worker.process import signal_name, worker_environment
 from engine.worker.protocol import split_frames

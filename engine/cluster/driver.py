@@ -7,22 +7,347 @@ the engine goes away it leaves the cluster, and its actors end with it.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from engine.cluster import messages
-from engine.cluster.agents import Agents
-from engine.cluster.library import Ray
-from engine.cluster.node import Output, WorkerActor
+from engine.cluster.messages import NodeSight, Sight
+from engine.cluster.node import NodeAgent, Output, WorkerActor, own_version
 from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone
+from engine.snapshot import DeviceReading
+from engine.system.files import distrust, tighten_folder
+from engine.system.install_command import install_extra
 from engine.worker.protocol import split_frames
+
+# All that is used of Ray, behind a face with types. For the driver process alone; imports Ray when it joins.
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Of a cluster that is started here: nothing is kept in it but actors' replies."""
+ANSWER_S = 5.0
+_NODE_ID_LABEL = "ray.io/node-id"
+_PROCESSES = ("raylet", "gcs_server")
+_TOKEN_RESOURCE = {"memory": 2**20}
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A living node as Ray lists it."""
+
+    id: str
+    label: str
+    hostname: str
+    address: str
+
+
+class Ray:
+    """A connection to one cluster. Every method blocks, and may be called from any thread."""
+
+    def __init__(self, address: str) -> None:
+        """Join; see `engine.cluster.open_cluster`. Raises ClusterUnavailable."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anybody
+        if importlib.util.find_spec("ray") is None:
+            raise ClusterUnavailable(
+                f"--cluster needs Ray, which is not installed; `{install_extra('ray')}` brings it", lacks="ray"
+            )
+        self._ray: Any = importlib.import_module("ray")
+        logging.getLogger("ray").setLevel(logging.ERROR)  # not before: the import sets it
+        self._groups: Any = importlib.import_module("ray.util.placement_group")
+        self._strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+        self._errors: Any = importlib.import_module("ray.exceptions")
+        wanted = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+        self._by_client = wanted.startswith("ray://")
+        self._folder = ""
+        try:
+            self._join(wanted)
+        except Exception as error:  # Ray raises whatever its parts do
+            raise unavailable(wanted, error) from error
+
+    def _join(self, wanted: str) -> None:
+        """Join the cluster at `wanted`; without one, that of this machine, which is started if need be."""
+        settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "ericllm"}
+        tighten_folder(Path.home() / ".ray")  # whoever reads Ray's token may run programs as this user
+        if wanted:
+            _require_answer(wanted)
+            self._ray.init(wanted, **settings)
+            return
+        with suppress(ConnectionError):
+            if _finds_only_ours():
+                self._ray.init("auto", **settings)
+                return
+        # Ray lets everybody write into its folder, and would into /tmp/ray: one that nobody else can reach holds it.
+        self._folder = tempfile.mkdtemp(prefix="ericllm-ray-", dir="/tmp")
+        local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        self._ray.init("local", _temp_dir=f"{self._folder}/ray", **local, **settings)
+
+    def leave(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        self._ray.shutdown()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- nodes --------------------------------------------------------------------------------------------------
+
+    def own_node(self) -> str:
+        """The id of the node that is this machine; "" where it is none."""
+        return "" if self._by_client else str(self._ray.get_runtime_context().get_node_id())
+
+    def nodes(self) -> list[Node]:
+        """The living nodes."""
+        return [
+            Node(
+                id=node["NodeID"],
+                label=node.get("NodeName") or "",
+                hostname=node.get("NodeManagerHostname") or "",
+                address=node["NodeManagerAddress"],
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    # -- actors -------------------------------------------------------------------------------------------------
+
+    def actor_on(self, node_id: str, kind: type, *arguments: object) -> Any:
+        """An actor on that node that takes none of its resources."""
+        strategy = self._strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return self._ray.remote(kind).options(num_cpus=0, scheduling_strategy=strategy).remote(*arguments)
+
+    def actor_in(self, group: Any, cpus: int, kind: type, *arguments: object, calls: int, **named: object) -> Any:
+        """An actor in the first bundle of a placement group, which takes up to `calls` calls at once.
+
+        It asks for no GPU itself, so that Ray hides none from it: its group holds them.
+        """
+        strategy = self._strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        options = {"num_cpus": cpus, "max_concurrency": calls, "scheduling_strategy": strategy, "max_restarts": 0}
+        return self._ray.remote(kind).options(**options).remote(*arguments, **named)
+
+    def get(self, reference: Any, patience_s: float) -> Any:
+        """The value; raises what the call raised, or TimeoutError."""
+        return self._ray.get(reference, timeout=patience_s)
+
+    def wait(self, references: Sequence[Any], patience_s: float) -> set[Any]:
+        """Those that are done, all of them or as many as are after `patience_s`."""
+        if not references:
+            return set()
+        done, _ = self._ray.wait(list(references), num_returns=len(references), timeout=patience_s)
+        return set(done)
+
+    def when_done(self, reference: Any, then: Callable[[Future[Any]], None]) -> None:
+        """Call `then`, on some thread, with the finished future."""
+        reference.future().add_done_callback(then)
+
+    def kill(self, actor: Any) -> None:
+        """End an actor's process."""
+        self._ray.kill(actor)
+
+    def is_passing(self, error: BaseException) -> bool:
+        """Whether an actor's failure may be none: it is out of reach, but not known to be dead."""
+        return isinstance(error, self._errors.ActorUnavailableError)
+
+    # -- placement groups ---------------------------------------------------------------------------------------
+
+    def reserve(self, node_id: str, gpus: Mapping[str, float], cpus: int, patience_s: float) -> Any:
+        """A placement group on that node: `cpus`, and a bundle for each further GPU; None if there is no room now.
+
+        One bundle cannot hold parts of two GPUs: Ray takes numbers above 1 for whole ones.
+        """
+        shares = list(gpus.values())
+        first: dict[str, float] = {"CPU": cpus} if cpus else dict(_TOKEN_RESOURCE)
+        bundles = [{**first, **({"GPU": shares[0]} if shares else {})}, *({"GPU": share} for share in shares[1:])]
+        where = [{_NODE_ID_LABEL: node_id}] * len(bundles)
+        group = self._groups.placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=where)
+        if group.wait(patience_s):
+            return group
+        self.release(group)
+        return None
+
+    def release(self, group: Any) -> None:
+        """Give a placement group back."""
+        self._groups.remove_placement_group(group)
+
+
+def _finds_only_ours() -> bool:
+    """Return whether Ray, left to find a cluster on this machine, would find ours or none.
+
+    It joins any cluster whose processes it sees, else the one that a file in /tmp names: another user's would be handed
+    models and prompts. Raises PermissionError where there are both, as only a person can say which is meant.
+    """
+    uids = {
+        each.info["uids"].real
+        for each in psutil.process_iter(["name", "uids"])
+        if each.info["name"] in _PROCESSES and each.info["uids"]
+    }
+    ours = uids & {0, os.geteuid()}
+    file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    foreign = uids - ours or (file.exists() and distrust(file))
+    if foreign and ours:
+        raise PermissionError("other users have clusters on this machine too; name yours with RAY_ADDRESS=HOST:PORT")
+    return not foreign
+
+
+def _require_answer(address: str) -> None:
+    """Raise ConnectionError where nothing listens at HOST:PORT: Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # Ray knows other forms of addresses, and says what is wrong with them
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {host}:{port} ({error})") from error
+
+
+def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
+    """Why a cluster cannot be joined, in one sentence."""
+    text = " ".join(str(error).split())
+    where = f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
+    if isinstance(error, ImportError) and "grpc" in text.lower():
+        why = f"the package grpcio is not installed, which ray:// needs; `{install_extra('ray')}` brings it"
+    elif "client connection timeout" in text:
+        why = f"{text}; a cluster that asks for a token needs RAY_AUTH_MODE=token and the token on this machine too"
+    elif "ersion mismatch" in text:
+        why = f"its Ray or Python is not the one of this machine: {text}"
+    else:
+        why = (text[:300] or type(error).__name__).rstrip(".")
+    return ClusterUnavailable(f"{where} cannot be joined: {why}", address=address)
+
+
+# The nodes of a cluster and what their agents say, asked again with every look and never waited for long.
+
+LOOK_S = 0.5
+_ANSWERED_S = 5.0
+_SILENCE_S = 10.0
+_SECOND_CHANCE_S = 30.0
+
+
+class _Agent:
+    """One node's agent: its last reading, and the question that it has not answered yet."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.about: Any = actor.about.remote()
+        self.asked: Any = None
+        self.asked_at = 0.0
+        self.version = ""
+        self.cores = 1
+        self.devices: tuple[DeviceReading, ...] | None = None
+        self.problem = ""
+        self.failed_at: float | None = None
+
+    @property
+    def questions(self) -> list[Any]:
+        """What it has not answered."""
+        return [question for question in (self.about, self.asked) if question is not None]
+
+    def ask(self, pids: Sequence[int], now: float) -> None:
+        """Ask for a reading, unless it owes one."""
+        if self.asked is None:
+            self.asked, self.asked_at = self.actor.read.remote(tuple(pids)), now
+
+
+class Agents:
+    """Looks at the nodes. A node whose agent has failed is taken for gone before Ray itself finds out."""
+
+    def __init__(self, ray: Ray, gib: Sequence[float]) -> None:
+        self._ray = ray
+        self._gib = tuple(gib)
+        self._own = ray.own_node()
+        self._version = own_version()
+        self._agents: dict[str, _Agent] = {}
+        self._nodes: dict[str, Node] = {}
+        self._looking = threading.Lock()
+
+    def look(self, pids: Mapping[str, Sequence[int]], patience_s: float = LOOK_S) -> Sight:
+        """The living nodes with readings no older than the last look, where they answered within `patience_s`."""
+        with self._looking:
+            nodes = {node.id: node for node in self._ray.nodes()}
+            self._meet(nodes)
+            self._ask(pids, patience_s)
+            self._nodes = {node_id: node for node_id, node in nodes.items() if self._agents[node_id].failed_at is None}
+            sights = tuple(self._sight(node) for node in self._nodes.values() if self._known(node.id))
+            return Sight(nodes=sights, unready=len(self._nodes) - len(sights))
+
+    def lives(self, node_id: str) -> bool:
+        """Whether the node was there at the last look."""
+        return node_id in self._nodes
+
+    def require(self, node_id: str) -> Node:
+        """The node; raises NodeGone."""
+        self.look({})
+        node = self._nodes.get(node_id)
+        if node is None:
+            raise NodeGone("its node has left the cluster", node=node_id)
+        return node
+
+    def _known(self, node_id: str) -> bool:
+        agent = self._agents[node_id]
+        return bool(agent.problem or (agent.version and (agent.devices is not None or node_id == self._own)))
+
+    def _meet(self, nodes: Mapping[str, Node]) -> None:
+        """An agent for each node; a new one where Ray still lists the node long after its agent failed."""
+        now = time.monotonic()
+        for node_id, agent in list(self._agents.items()):
+            if node_id not in nodes or (agent.failed_at is not None and now - agent.failed_at > _SECOND_CHANCE_S):
+                del self._agents[node_id]
+        for node_id in nodes.keys() - self._agents.keys():
+            self._agents[node_id] = _Agent(self._ray.actor_on(node_id, NodeAgent, self._gib))
+
+    def _ask(self, pids: Mapping[str, Sequence[int]], patience_s: float) -> None:
+        now = time.monotonic()
+        agents = {id_: agent for id_, agent in self._agents.items() if not agent.problem and agent.failed_at is None}
+        for node_id, agent in agents.items():
+            if node_id != self._own:
+                agent.ask(pids.get(node_id, ()), now)
+        questions = [question for agent in agents.values() for question in agent.questions]
+        answered = self._ray.wait(questions, patience_s)
+        for agent in agents.values():
+            self._take(agent, answered)
+            if agent.version and agent.asked is not None and now - agent.asked_at > _SILENCE_S:
+                agent.failed_at = now
+
+    def _take(self, agent: _Agent, answered: set[Any]) -> None:
+        """Take an agent's answers; one that fails after it has ever answered went with its node."""
+        try:
+            if agent.about in answered:
+                agent.version, agent.cores = self._ray.get(agent.about, _ANSWERED_S)
+                agent.about = None
+            if agent.asked in answered:
+                agent.devices = self._ray.get(agent.asked, _ANSWERED_S)
+                agent.asked = None
+        except Exception as error:
+            if agent.version or self._ray.is_passing(error):
+                agent.failed_at = time.monotonic()
+            else:
+                agent.problem = f"EricLLM does not run there: {' '.join(str(error).split())[-200:]}"
+
+    def _sight(self, node: Node) -> NodeSight:
+        agent = self._agents[node.id]
+        problem = agent.problem
+        if not problem and agent.version != self._version:
+            problem = f"it has EricLLM {agent.version}, and this machine {self._version}: install the same on both"
+        return NodeSight(
+            id=node.id,
+            label=node.label,
+            hostname=node.hostname,
+            address=node.address,
+            here=node.id == self._own,
+            cores=agent.cores,
+            devices=agent.devices or (),
+            problem=problem,
+        )
+
 
 FIRST_LOOK_S = 20.0
 RESERVE_CPU_S = 1.0

@@ -4,30 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
+import platform
 import socket
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
+from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
+from engine import config, errors, snapshot
+from engine.backends import base
 from engine.backends.base import LoadProgress
+from engine.cluster import messages
 from engine.cluster.messages import ModelPlace, Started
 from engine.cluster.models import fetch, lacks, path_on_node, require
 from engine.cluster.names import visible_gpus
-from engine.cluster.version import own_version
 from engine.cluster.wire import Listener
 from engine.devices import DeviceProbe, computable, new_probe, usable_cores
 from engine.errors import EngineError
 from engine.snapshot import DeviceReading
+from engine.worker import protocol
 from engine.worker.hosts import WorkerExit
 from engine.worker.loading import ProgressThrottle
-from engine.worker.native import NativeOutput
+from engine.worker.logs import NativeOutput
 from engine.worker.process import reap, signal_name, spawn
 from engine.worker.protocol import Codec, Event, Hello, LoadFailed, LogLine, Progress
+
+# What must be the same on every node: the package's version, and the messages it speaks.
+
+
+def own_version() -> str:
+    """For instance "0.1.0 (messages 3f2a91c0), Python 3.11": equal on machines that understand each other."""
+    digest = hashlib.blake2b(digest_size=4)
+    for module in (base, config, errors, messages, protocol, snapshot):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"{_package_version()} (messages {digest.hexdigest()}), Python {python}"
+
+
+def _package_version() -> str:
+    try:
+        return metadata.version("ericllm")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
 
 ENGINE_PATIENCE_S = 30.0
 _MAX_LINES = 10_000

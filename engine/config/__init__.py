@@ -24,7 +24,7 @@ from engine.config.sampling import (
     Grammar,
     SamplingParams,
 )
-from engine.config.shown import quoted, shown
+from engine.text.printable import format_number, quote_value
 
 __all__ = [
     "MAX_BANNED_CHARACTERS",
@@ -51,6 +51,6 @@ __all__ = [
     "PrefixSharing",
     "SamplingParams",
     "WeightsName",
-    "quoted",
-    "shown",
+    "format_number",
+    "quote_value",
 ]

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.config.shown import shown
 from engine.errors import InvalidRequest
+from engine.text.printable import format_number
 
 WorkerHostName = Literal["process", "thread"]
 PrefixSharing = Literal["key", "system", "all"]
@@ -85,5 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             value = getattr(self, param)
             if value is not None and not low <= value <= high:
-                raise InvalidRequest(f"{param} is {shown(value)}; it must be between {low} and {high}", param=param)
+                raise InvalidRequest(
+                    f"{param} is {format_number(value)}; it must be between {low} and {high}", param=param
+                )
         return self

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.config.shown import shown
 from engine.errors import InvalidRequest
+from engine.text.printable import format_number
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, param)
             if value is not None and not (low <= value <= high):
                 lowest = "more than 0 and at most" if low == TINY else f"between {low} and"
-                raise InvalidRequest(f"{param} is {shown(value)}; it must be {lowest} {high}", param=param)
+                raise InvalidRequest(f"{param} is {format_number(value)}; it must be {lowest} {high}", param=param)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", param="min_tokens"
@@ -140,7 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -100 <= bias <= 100:
                 raise InvalidRequest(
-                    f"logit_bias of token {token_id} is {shown(bias)}; biases lie between -100 and 100",
+                    f"logit_bias of token {token_id} is {format_number(bias)}; biases lie between -100 and 100",
                     param="logit_bias",
                 )
         self._validate_samplers()
@@ -152,16 +152,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self.grammar.refuse_longer(MAX_GRAMMAR_BYTES)
         if (self.min_temp > 0 or self.max_temp > 0) and self.max_temp <= self.min_temp:
             raise InvalidRequest(
-                f"max_temp is {shown(self.max_temp)}; it must be more than min_temp, {shown(self.min_temp)}",
+                f"max_temp is {format_number(self.max_temp)}; it must be more than min_temp, "
+                f"{format_number(self.min_temp)}",
                 param="max_temp",
             )
         if self.mirostat not in (0, 2):
             raise InvalidRequest(
-                f"mirostat is {shown(self.mirostat)}; it must be 0 (off) or 2 (Mirostat 2.0)", param="mirostat"
+                f"mirostat is {format_number(self.mirostat)}; it must be 0 (off) or 2 (Mirostat 2.0)", param="mirostat"
             )
         if self.cfg_scale != 1 and not self.negative_prompt_ids:
             raise InvalidRequest(
-                f"cfg_scale is {shown(self.cfg_scale)}, with no negative_prompt_ids to be guided away from",
+                f"cfg_scale is {format_number(self.cfg_scale)}, with no negative_prompt_ids to be guided away from",
                 param="cfg_scale",
             )
         longest = max(map(len, self.banned_strings), default=0)

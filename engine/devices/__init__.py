@@ -5,13 +5,24 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from engine.devices.accounts import BusyTime, Claim, account, claim_of, shares_of, split_memory
 from engine.devices.host import HostProbe, cpu_name, usable_cores
 from engine.devices.nvml import NvmlProbe, visible_devices
-from engine.devices.probe import DeviceProbe
 from engine.devices.simulated import SimulatedProbe, parse_devices, simulated_readings
 from engine.snapshot import DeviceReading
+
+# The face of whatever reads devices.
+
+
+class DeviceProbe(Protocol):
+    """Reads devices. Blocking; called on a thread of its own, never twice at once."""
+
+    def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
+        """Every device now. work_bytes is all that the processes `pids` hold there, weights and KV pages included;
+        the rest in use is others_bytes."""
+
 
 __all__ = [
     "BusyTime",

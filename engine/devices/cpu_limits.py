@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from engine.devices.host import cpu_name, usable_cores
-from engine.doctor.child import ProbeFailed, ask
+from engine.doctor.probe_process import ProbeFailed, ask
 from engine.errors import EngineError
-from engine.files import replace_file
 from engine.snapshot import DeviceLimits
+from engine.system.files import replace_file
 
 MEASURE_TIMEOUT_S = 120.0
 _FILE = "limits.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.config import shown
+from engine.config import format_number
 from engine.devices.host import HostProbe
 from engine.errors import InvalidRequest
 from engine.snapshot import DeviceReading
@@ -64,7 +64,7 @@ def _gib(size: str, text: str) -> float:
         raise _refused(f"devices is {text!r}, where {what}; {_FORM}", text) from None
     if not (0 < gib <= MAX_GIB and int(gib * 2**30)):
         raise _refused(
-            f"devices gives a device {shown(gib)} GiB; it must be more than 0 and at most {MAX_GIB:,.0f}", text
+            f"devices gives a device {format_number(gib)} GiB; it must be more than 0 and at most {MAX_GIB:,.0f}", text
         )
     return gib
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.torch.native.available import Native
+from engine.backends.common.native_kernels import Native
 
 Version = tuple[int, ...]
 PackageManager = Literal["apt", "dnf", "pacman", "zypper", ""]

@@ -2,34 +2,256 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import platformdirs
 
+from engine.backends.common.native_kernels import read_native
 from engine.backends.paged_attention.choose import AttentionFacts, choose
-from engine.backends.torch.native.available import read_native
 from engine.config import AttentionName
-from engine.devices import cpu_name, usable_cores
-from engine.doctor.child import ProbeFailed, ask
-from engine.doctor.facts import Attention, Cpu, Exllama, Facts, Package, Torch
-from engine.doctor.gpus import read_gpus
-from engine.doctor.native import native_attention_problem
-from engine.doctor.toolchain import package_manager, read_toolchain
-from engine.doctor.wheels import numbers
+from engine.devices import cpu_name, usable_cores, visible_devices
+from engine.doctor.examine import native_attention_problem
+from engine.doctor.facts import (
+    Attention,
+    Cpu,
+    Driver,
+    DriverState,
+    Exllama,
+    Facts,
+    Gpu,
+    Package,
+    PackageManager,
+    Toolchain,
+    Torch,
+)
+from engine.doctor.install import version_numbers
+from engine.doctor.probe_process import ProbeFailed, ask
 from engine.errors import InvalidRequest
-from engine.processor import cpu_flags
-from engine.ram import read_ram
+from engine.system.child_process import child_environment
+from engine.system.memory import read_ram
+from engine.system.processor import cpu_flags
+
+# The NVIDIA driver and its GPUs, as NVML tells: no CUDA context is made and torch is not needed.
+
+T = TypeVar("T")
+NVIDIA_VENDOR = "0x10de"
+DISPLAY_CLASS = "0x03"
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
+
+
+def read_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[Driver, tuple[Gpu, ...]]:
+    """The driver, and the GPUs that CUDA may use in its order. nvml: the pynvml module; None imports it."""
+    nvml = nvml if nvml is not None else importlib.import_module("pynvml")
+    place = Driver(card=has_card(), container=any(mark.exists() for mark in CONTAINER_MARKS))
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return msgspec.structs.replace(place, state=_state(nvml, error), detail=str(error)), ()
+    handles = _handles(nvml)
+    visible = _visible(nvml, handles, environ.get("CUDA_VISIBLE_DEVICES"))
+    driver = msgspec.structs.replace(
+        place,
+        state="ok",
+        version=_text(_ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""),
+        cuda=_cuda(_ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0),
+        hidden=0 if visible else len(handles),
+    )
+    gpus = tuple(gpu for gpu in (_gpu(nvml, handle) for handle in visible) if gpu is not None)
+    return driver, gpus
+
+
+def has_card(folder: Path = PCI_DEVICES) -> bool:
+    """Whether the PCI bus holds an NVIDIA display adapter."""
+    try:
+        devices = list(folder.iterdir())
+    except OSError:
+        return False
+    return any(
+        _content(device / "vendor") == NVIDIA_VENDOR and _content(device / "class").startswith(DISPLAY_CLASS)
+        for device in devices
+    )
+
+
+def _state(nvml: Any, error: Any) -> DriverState:
+    """Which of NVML's ways to fail this is."""
+    states: dict[int, DriverState] = {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "absent",
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "not loaded",
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "mismatched",
+    }
+    return states.get(error.value, "failing")
+
+
+def _handles(nvml: Any) -> list[Any]:
+    count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
+    handles = (_ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count))
+    return [handle for handle in handles if handle is not None]
+
+
+def _visible(nvml: Any, handles: list[Any], setting: str | None) -> list[Any]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, or the slices of a MIG GPU that it names."""
+    if setting is not None and "MIG-" in setting:
+        slices = (_ask(nvml, nvml.nvmlDeviceGetHandleByUUID, name.strip()) for name in setting.split(","))
+        return [handle for handle in slices if handle is not None]
+    uuids = [_text(_ask(nvml, nvml.nvmlDeviceGetUUID, handle) or "") for handle in handles]
+    return [handles[index] for index in visible_devices(setting, uuids)]
+
+
+def _gpu(nvml: Any, handle: Any) -> Gpu | None:
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        return None
+    capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return Gpu(
+        name=_text(_ask(nvml, nvml.nvmlDeviceGetName, handle) or "NVIDIA GPU"),
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+    )
+
+
+def _ask(nvml: Any, question: Callable[..., T], *arguments: Any) -> T | None:
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _cuda(number: int) -> str:
+    """13020 -> "13.2"; 0 -> ""."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+# What is here to compile CUDA extensions with, looked for where torch.utils.cpp_extension looks.
+
+HEADERS = ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "cusparse.h", "cusolverDn.h", "curand.h")
+DEFAULT_CUDA = Path("/usr/local/cuda")
+TIMEOUT_S = 20.0
+_RELEASE = re.compile(r"release (\d+\.\d+)")
+_VERSION = re.compile(r"(\d+\.\d+(?:\.\d+)?)")
+_MANAGERS: tuple[tuple[str, PackageManager], ...] = (
+    ("apt-get", "apt"),
+    ("dnf", "dnf"),
+    ("zypper", "zypper"),
+    ("pacman", "pacman"),
+)
+
+
+def read_toolchain(environ: Mapping[str, str] = os.environ) -> Toolchain:
+    """All of it. Runs `nvcc --version` and the compiler's."""
+    nvcc = find_nvcc(environ)
+    compiler = shutil.which(environ.get("CXX") or "c++", path=environ.get("PATH")) or ""
+    said, complaint = _output_of(nvcc)
+    release = _RELEASE.search(said)
+    missing = missing_headers(nvcc, environ) if nvcc else ()
+    return Toolchain(
+        nvcc=nvcc,
+        nvcc_version=release.group(1) if release else "",
+        nvcc_error="" if release or not nvcc else complaint or "it does not say its version",
+        compiler=compiler,
+        compiler_version=compiler_version(_output_of(compiler)[0]),
+        ninja=shutil.which("ninja", path=environ.get("PATH")) or "",
+        ninja_off_path=shutil.which("ninja", path=_scripts()) or "",
+        python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        missing_headers=missing,
+        other_toolkit=other_toolkit(missing) if missing else "",
+    )
+
+
+def find_nvcc(environ: Mapping[str, str]) -> str:
+    """CUDA_HOME's (or CUDA_PATH's), that of PATH, or that of /usr/local/cuda; "" where none is."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if home:
+        return shutil.which(str(Path(home, "bin", "nvcc"))) or ""
+    return shutil.which("nvcc", path=environ.get("PATH")) or shutil.which(str(DEFAULT_CUDA / "bin" / "nvcc")) or ""
+
+
+def compiler_version(said: str) -> str:
+    """ "g++ 12.2.0" or "clang++ 18.1" from what `c++ --version` says; "" from nothing."""
+    first = said.partition("\n")[0]
+    found = _VERSION.findall(first)
+    return f"{'clang++' if 'clang' in first else 'g++'} {found[-1]}" if found else ""
+
+
+def missing_headers(nvcc: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of HEADERS that the build would find neither in the toolkit nor in the nvidia-* packages of torch."""
+    folders = list(_searched(nvcc, environ))
+    return tuple(header for header in HEADERS if not any((folder / header).is_file() for folder in folders))
+
+
+def other_toolkit(headers: Sequence[str], parent: Path = DEFAULT_CUDA.parent) -> str:
+    """The newest toolkit beside the default one that has all of `headers`, "" where none does."""
+    toolkits = sorted(parent.glob("cuda*"), reverse=True)
+    return next((str(kit) for kit in toolkits if all((kit / "include" / name).is_file() for name in headers)), "")
+
+
+def package_manager() -> PackageManager:
+    """The system's, "" where it has none that we know."""
+    return next((name for program, name in _MANAGERS if shutil.which(program)), "")
+
+
+def _searched(nvcc: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    home = Path(environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or Path(nvcc).parent.parent)
+    yield home / "include"
+    yield from home.glob("targets/*/include")
+    yield from Path(sysconfig.get_path("purelib"), "nvidia").glob("*/include")
+    yield Path(environ.get("CUDA_INC_PATH") or "/usr/include")
+    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        yield from (Path(entry) for entry in environ.get(variable, "").split(os.pathsep) if entry)
+
+
+def _scripts() -> str:
+    """Where programs of this interpreter's packages lie, on PATH or not."""
+    return str(Path(sys.executable).parent)
+
+
+def _output_of(program: str) -> tuple[str, str]:
+    """What `program --version` says on stdout, and the last line of its complaint."""
+    if not program:
+        return "", ""
+    command = [program, "--version"]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+            env=child_environment(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return done.stdout, (done.stderr.strip().splitlines() or [""])[-1]
+
 
 IMPORT_TIMEOUT_S = 90.0
 """For one library: importing torch from a cold network disk takes most of a minute."""
@@ -149,7 +371,7 @@ def _attention(wanted: AttentionName, native_problem: str, torch: Future[Torch],
     try:
         if torch.result().gpus:
             return asking(Attention, "attention", wanted)
-        version = numbers(torch.result().version)
+        version = version_numbers(torch.result().version)
         choice = choose(wanted, AttentionFacts(capability=None, torch=version, native_problem=native_problem))
     except ProbeFailed as failure:
         return Attention(error=f"trying it on the GPUs: {failure}")

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from engine.backends.exllama.import_faults import VERSION, reinstall
+from engine.backends.exllamav2.errors import VERSION, reinstall
 from engine.doctor.facts import Facts
-from engine.doctor.install import system_command, torch_command
+from engine.doctor.install import (
+    NEWEST_CUDA,
+    NEWEST_TORCH,
+    system_command,
+    torch_command,
+    version_numbers,
+    wheel_for,
+    wheel_url,
+)
 from engine.doctor.report import Finding, State
-from engine.doctor.wheels import NEWEST_CUDA, NEWEST_TORCH, numbers, url, wheel_for
-from engine.installing import install_extra, pip_install
+from engine.system.install_command import install_extra, pip_install
 
 _AREA = "ExLlamaV2"
 _WAYS = "Ways to its kernels"
@@ -64,12 +71,12 @@ def ways_to_kernels(facts: Facts) -> Iterator[Finding]:
     """The three ways, each with its command."""
     wheel = wheel_for(facts.python, facts.machine, facts.torch.version, facts.torch.cuda)
     if wheel:
-        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(url(wheel))}`.")
+        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(wheel_url(wheel))}`.")
     else:
         yield Finding(_WAYS, "1 prebuilt", "note", _no_wheel(facts), f"Take a torch that has one: {torch_command()}.")
     lacking = toolchain_lacks(facts)
     ready = f"{facts.toolchain.compiler_version} and nvcc {facts.toolchain.nvcc_version} are here"
-    value = f"lacks {listed(lacking)}" if lacking else ready
+    value = f"lacks {join_names(lacking)}" if lacking else ready
     advice = "" if lacking else "Nothing to do: loading the first EXL2 model compiles them."
     yield Finding(_WAYS, "2 compiled", "note", value, advice)
     yield _kept_way(facts)
@@ -114,9 +121,11 @@ def _kernels_finding(facts: Facts) -> Finding:
         )
     if exllama.kernels == "kept":
         advice = f"Put them where Python finds them by itself: `cp {exllama.kept_at} {facts.site_packages}/`."
-        return Finding(_AREA, "kernels", "missing", f"compiled here, but loading them lacks {listed(lacking)}", advice)
+        return Finding(
+            _AREA, "kernels", "missing", f"compiled here, but loading them lacks {join_names(lacking)}", advice
+        )
     if lacking:
-        return Finding(_AREA, "kernels", "missing", f"not compiled, and compiling them lacks {listed(lacking)}")
+        return Finding(_AREA, "kernels", "missing", f"not compiled, and compiling them lacks {join_names(lacking)}")
     return Finding(_AREA, "kernels", "note", "compiled at the first load: a minute on 16 cores, seven on 2")
 
 
@@ -163,7 +172,7 @@ def _nvcc_finding(facts: Facts) -> Finding:
 def _mismatch(facts: Facts) -> str:
     """Why this nvcc cannot compile for this torch; torch refuses another major version, a minor one it accepts."""
     compiled, wanted = facts.toolchain.nvcc_version, facts.torch.cuda
-    if not compiled or not wanted or numbers(compiled)[:1] == numbers(wanted)[:1]:
+    if not compiled or not wanted or version_numbers(compiled)[:1] == version_numbers(wanted)[:1]:
         return ""
     return f"but torch is built for CUDA {wanted}"
 
@@ -196,6 +205,6 @@ def _shortened(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def listed(names: tuple[str, ...]) -> str:
+def join_names(names: tuple[str, ...]) -> str:
     """ "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

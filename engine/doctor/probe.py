@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from engine.backends.exllama.kernels import EXTENSION
+from engine.backends.exllamav2.library import EXTENSION
 from engine.config import AttentionName
 from engine.doctor.facts import Attention, Exllama, Package, Torch
 
@@ -52,7 +52,7 @@ def probe_exllama() -> Exllama:
     os.environ["EXLLAMA_NO_FLASH_ATTN"] = "1"
     found = Exllama(installed=True)
     try:
-        from engine.backends.exllama.library import planned_build
+        from engine.backends.exllamav2.library import planned_build
 
         kept_at = planned_build().workspace / f"{EXTENSION}.so"
         found = msgspec.structs.replace(found, kept_at=str(kept_at))

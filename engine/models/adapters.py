@@ -9,19 +9,106 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
-from engine.config import AdapterSpec, quoted
+from engine.config import AdapterSpec, quote_value
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.discover import find_folders
 from engine.models.files import open_file, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_header
-from engine.models.module_patterns import ModulePatterns
+
+# Which of an adapter's patterns a module's name matches: PEFT's `rank_pattern` and `alpha_pattern`, in linear time.
+# PEFT takes each for a regular expression of Python, which can take time with the power of a name's length, and
+# matches it against the end of a name from a dot on. Most patterns are names, or ends of names, and are looked up.
+# Any other is matched by Rust's regex engine, which knows no expression that it would take long for.
+
+MAX_EXPRESSIONS = 64
+"""Patterns that are more than a name, in one adapter. Hand-written ones are a handful."""
+
+MAX_CHARACTERS = 1024
+"""Of these together: each may take a quarter of a millisecond to compile, and 30 KiB."""
+
+_NAME = re.compile(r"(?P<start>\^?)(?P<name>(?:[\w-]|\\?\.)+)\$?")
+
+PatternValue = TypeVar("PatternValue")
+
+
+class ModulePatterns(Generic[PatternValue]):
+    """Values by pattern; the first pattern that matches a module decides.
+
+    A dot in a pattern that is a name is a dot. Raises UnsupportedModel for a pattern that is no regular expression, one
+    with look-around, back references or counted repetitions, and too many of them.
+    """
+
+    def __init__(self, values: Mapping[str, PatternValue]) -> None:
+        self._by_end: dict[str, tuple[int, PatternValue]] = {}
+        self._by_name: dict[str, tuple[int, PatternValue]] = {}
+        expressions: list[tuple[int, str, PatternValue]] = []
+        for position, (pattern, value) in enumerate(values.items()):
+            found = _NAME.fullmatch(pattern)
+            if found is None:
+                expressions.append((position, pattern, value))
+            else:
+                names = self._by_name if found["start"] else self._by_end
+                names.setdefault(found["name"].replace("\\", ""), (position, value))
+        characters = sum(len(pattern) for _, pattern, _ in expressions)
+        if len(expressions) > MAX_EXPRESSIONS or characters > MAX_CHARACTERS:
+            raise UnsupportedModel(
+                f"the adapter has {len(expressions)} patterns of {characters} characters that are more than names of "
+                f"modules; {MAX_EXPRESSIONS} of {MAX_CHARACTERS} together are supported"
+            )
+        self._expressions = [(position, _Expression(pattern), value) for position, pattern, value in expressions]
+
+    def value_of(self, module: str, otherwise: PatternValue) -> PatternValue:
+        """The value of the first pattern that matches a module's name, `otherwise` where none does."""
+        named = [self._by_name[module]] if module in self._by_name else []
+        named += [self._by_end[end] for end in _ends(module) if end in self._by_end]
+        before, value = min(named, key=lambda found: found[0], default=(None, otherwise))
+        for position, expression, its_value in self._expressions:
+            if before is not None and position > before:
+                break
+            if expression.matches(module):
+                return its_value
+        return value
+
+
+class _Expression:
+    """A regular expression over the end of a name from a dot on."""
+
+    def __init__(self, pattern: str) -> None:
+        from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+        if "{" in pattern:
+            raise UnsupportedModel(
+                f"the adapter has a pattern with a counted repetition or class: {quote_value(pattern)}"
+            )
+        try:
+            re.compile(pattern)  # Rust takes some that Python does not, and PEFT does not either then
+            for whole in (pattern, rf"^(?:.*\.)?(?:{pattern})$"):
+                schema = core_schema.str_schema(pattern=whole, regex_engine="rust-regex")
+                self._validator = SchemaValidator(schema)
+        except (SchemaError, re.error, RecursionError, OverflowError):
+            raise UnsupportedModel(
+                f"the adapter has a pattern that makes no sense, or looks around or back: {quote_value(pattern)}"
+            ) from None
+
+    def matches(self, name: str) -> bool:
+        return self._validator.isinstance_python(name)
+
+
+def _ends(module: str) -> Iterator[str]:
+    """The name, and what is behind each of its dots."""
+    yield module
+    at = module.find(".")
+    while at >= 0:
+        yield module[at + 1 :]
+        at = module.find(".", at + 1)
+
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -145,7 +232,7 @@ def describe_adapter(folder: Path) -> AdapterEntry:
     entry = AdapterEntry(name=folder.name, path=folder, origin=str(folder.parent))
     try:
         config = read_adapter_config(folder)
-        entry = msgspec.structs.replace(entry, rank=config.rank, base_model=quoted(config.base_model or ""))
+        entry = msgspec.structs.replace(entry, rank=config.rank, base_model=quote_value(config.base_model or ""))
         file = adapter_file(folder)
         entry = msgspec.structs.replace(entry, weights_bytes=file.stat().st_size)
         factors = read_factor_headers(file)
@@ -155,7 +242,7 @@ def describe_adapter(folder: Path) -> AdapterEntry:
     return msgspec.structs.replace(
         entry,
         rank=max(factor.rank for factor in factors.values()),
-        targets=tuple(map(quoted, targets[:MAX_TARGETS])),
+        targets=tuple(map(quote_value, targets[:MAX_TARGETS])),
     )
 
 
@@ -170,7 +257,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
         raise UnsupportedModel(
-            f"{CONFIG} in {folder} has a setting that makes no sense: {quoted(str(error))}"
+            f"{CONFIG} in {folder} has a setting that makes no sense: {quote_value(str(error))}"
         ) from None
     _ = config.ranks, config.alphas  # raises for a pattern that is not supported
     return config
@@ -201,12 +288,13 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
         match = _FACTOR.fullmatch(name)
         if match is None:
             raise UnsupportedModel(
-                f"the tensor {quoted(name)} in {file.name} is no plain LoRA factor", tensor=quoted(name)
+                f"the tensor {quote_value(name)} in {file.name} is no plain LoRA factor", tensor=quote_value(name)
             )
         if header.dtype not in _FLOATS:
             raise UnsupportedModel(
-                f"the tensor {quoted(name)} in {file.name} is stored as {header.dtype}; {', '.join(_FLOATS)} are read",
-                tensor=quoted(name),
+                f"the tensor {quote_value(name)} in {file.name} is stored as {header.dtype}; {', '.join(_FLOATS)} "
+                "are read",
+                tensor=quote_value(name),
             )
         halves.setdefault(match["module"], {})[match["half"]] = name, header
     if not halves:
@@ -231,11 +319,11 @@ def version_of(spec: AdapterSpec) -> str:
 def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> FactorHeaders:
     if found.keys() != {"A", "B"}:
         lacking: Literal["A", "B"] = "A" if "B" in found else "B"
-        raise UnsupportedModel(f"the adapter of {quoted(module)} lacks its lora_{lacking}")
+        raise UnsupportedModel(f"the adapter of {quote_value(module)} lacks its lora_{lacking}")
     (a_name, a), (b_name, b) = found["A"], found["B"]
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise UnsupportedModel(
-            f"the adapter of {quoted(module)} has factors of shapes {list(a.shape)} and {list(b.shape)}, which "
+            f"the adapter of {quote_value(module)} has factors of shapes {list(a.shape)} and {list(b.shape)}, which "
             "share no rank"
         )
     return FactorHeaders(a_name=a_name, a=a, b_name=b_name, b=b)
@@ -244,18 +332,18 @@ def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> Facto
 def _refuse_other_kinds(raw: Mapping[str, object]) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"the adapter is of the kind {quoted(kind)}; LORA is the one that can be used")
+        raise UnsupportedModel(f"the adapter is of the kind {quote_value(kind)}; LORA is the one that can be used")
     for key, says in _REFUSED.items():
         if raw.get(key):
             raise UnsupportedModel(f"the adapter {says} ({key}), which is not supported")
     bias = raw.get("bias", "none")
     if bias != "none":
         raise UnsupportedModel(
-            f"the adapter was trained together with biases (bias is {quoted(bias)}), which is not supported"
+            f"the adapter was trained together with biases (bias is {quote_value(bias)}), which is not supported"
         )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise UnsupportedModel(
-            f"the adapter belongs to changed base weights (init_lora_weights is {quoted(start)}); convert it to a "
+            f"the adapter belongs to changed base weights (init_lora_weights is {quote_value(start)}); convert it to a "
             "plain LoRA"
         )

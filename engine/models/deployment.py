@@ -16,12 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from engine.admission import end_tokens, resolve_params, to_embed
-from engine.attachments import Attachments
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
-from engine.context import EngineContext
-from engine.dispatcher import Dispatcher, Slot
 from engine.errors import (
     ContextLengthExceeded,
     EngineError,
@@ -33,17 +29,20 @@ from engine.errors import (
     ModelNotFound,
     NoModelLoaded,
 )
-from engine.fitting import Fitting
-from engine.knobs import turns
-from engine.lane import Lane
+from engine.models.attached_adapters import ModelAdapters
+from engine.models.engine_context import EngineContext
 from engine.models.handover import Handover
-from engine.plan import Placement
-from engine.pool import Pool
-from engine.replica import Replica
-from engine.request import Encode, Request, compact
+from engine.models.knobs import knob_changes
+from engine.placement.load_history import PlacementPlanner
+from engine.placement.plan import Placement
+from engine.requests.admission import embedding_params, end_tokens, resolve_params
+from engine.requests.request import Encode, Request, compact_ids
+from engine.scheduling.queue import Dispatcher, ModelQueue, Slot
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
-from engine.tasks import detached
+from engine.system.runtime import run_detached
 from engine.text.tokenizer import Tokenizer
+from engine.workers.pool import Pool
+from engine.workers.replica import Replica
 
 _RETRY_AFTER_S = 5
 _WARM_UP_S = 1.0
@@ -87,14 +86,14 @@ class Deployment:
         self.tokenizer: Tokenizer | None = None
         self._salt = secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
-        self.lane = Lane(queue, context.metrics.meter(spec.name), _now())
-        self.adapters = Attachments()
+        self.lane = ModelQueue(queue, context.metrics.meter(spec.name), _now())
+        self.adapters = ModelAdapters()
         self.gone = asyncio.Event()
         self.handover: Handover | None = None
         self.successor: Deployment | None = None
         self.retired_by: Handover | None = None
         self._context = context
-        self._fitting = Fitting(spec, context.ledger)
+        self._fitting = PlacementPlanner(spec, context.ledger)
         self._pool: Pool | None = None
         self._status = ModelStatus(since_s=time.time())
         self._desired: Desired = "serving"
@@ -198,7 +197,7 @@ class Deployment:
         self._desired, self._wants_memory_of = "serving", wants_memory_of
         if self.owner is None:
             self._go("loading")
-            self.owner = detached(self._own())
+            self.owner = run_detached(self._own())
         self._signal.set()
         return self.arrival()
 
@@ -326,7 +325,7 @@ class Deployment:
         if self.state == "idle":
             self._slept = True
             self._go("loading")
-        work = self._work = detached(self._bring_up())
+        work = self._work = run_detached(self._bring_up())
         work.add_done_callback(lambda _: self._signal.set())
         while not work.done() and self._desired == "serving":
             await self._signal.wait()
@@ -496,14 +495,14 @@ class Deployment:
             request.lane = self.lane
             self._context.desk.requeue(request)
         else:
-            self.lane.prepare(request, detached(self._prepare(request, request.encode)), _now())
+            self.lane.prepare(request, run_detached(self._prepare(request, request.encode)), _now())
 
     async def _prepare(self, request: Request, encode: Encode) -> None:
         """Make its prompt with this model's tokenizer. Cancelled where the request ends or goes elsewhere."""
         name = self.spec.name
         try:
             _, tokenizer = self.require_ready()
-            request.prompt_ids = compact(await encode(tokenizer))
+            request.prompt_ids = compact_ids(await encode(tokenizer))
             request.prompt_of, request.shared_tokens = self.spec.path, 0
             request.stream.prompt_tokens = len(request.prompt_ids)
             self.fit(request)
@@ -527,7 +526,7 @@ class Deployment:
         model, tokenizer = self.require_ready()
         params = resolve_params(request.prompt_ids, request.asked, self.spec, model, seed=request.params.seed or 0)
         if request.embed:
-            params = to_embed(params, model)
+            params = embedding_params(params, model)
         if request.generated and len(request.generated) >= (params.max_tokens or 0):
             raise ContextLengthExceeded("the answer has all the tokens that there is room for")
         request.params = params
@@ -610,7 +609,7 @@ class Deployment:
         return self._fitting.anew(spec, self.config, self._context.devices())
 
     def _loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
-        detached(self._fitting.note(placement, used, resident_bytes))
+        run_detached(self._fitting.note(placement, used, resident_bytes))
 
     # -- workers and knobs --------------------------------------------------------------------------------------
 
@@ -671,7 +670,7 @@ class Deployment:
     def _mark(self, before: EngineConfig) -> None:
         """A mark for each knob that was turned."""
         metrics, model = self._context.metrics, self.spec.name
-        for turn in turns(before, self.config):
+        for turn in knob_changes(before, self.config):
             metrics.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
             _log.info("%s: %s", model, turn)
 

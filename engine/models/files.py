@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.config import quoted
+from engine.config import quote_value
 from engine.errors import EngineError, UnsupportedModel
 
 MAX_JSON_BYTES = 4 << 20
@@ -90,9 +90,9 @@ def open_file(file: Path, folder: Path | None = None) -> BufferedReader:
             raise _not_plain(file)
         if not _may_be_read(_path_of(descriptor), folder or file.parent):
             raise UnsupportedModel(
-                f"{quoted(file.name)} in {file.parent} is a link that leads out of the folder, which is not followed; "
-                "put the file itself there",
-                file=quoted(file.name),
+                f"{quote_value(file.name)} in {file.parent} is a link that leads out of the folder, which is not "
+                "followed; put the file itself there",
+                file=quote_value(file.name),
             )
     except BaseException:
         stream.close()
@@ -120,11 +120,11 @@ def read_file(file: Path, max_bytes: int, folder: Path | None = None) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} cannot be read: {error.strerror}") from error
+        raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
         raise UnsupportedModel(
-            f"{quoted(file.name)} in {file.parent} is larger than {max_bytes / 2**20:g} MiB, which is the most that is "
-            "read of such a file",
+            f"{quote_value(file.name)} in {file.parent} is larger than {max_bytes / 2**20:g} MiB, which is the most "
+            "that is read of such a file",
             limit=max_bytes,
         )
     return content
@@ -149,7 +149,7 @@ def read_json_object(file: Path) -> dict[str, object]:
 def decode_values(content: bytes, kind: type[T], file: Path, max_values: int = MAX_JSON_VALUES) -> T:
     """JSON decoded as `kind`, of so few values that they take little memory. Raises UnsupportedModel, naming `file`."""
     if sum(map(content.count, _BEFORE_VALUES)) > max_values:
-        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} holds more than {max_values:,} values")
+        raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} holds more than {max_values:,} values")
     refuse_wide_text(content, file)
     return decode_json(content, kind, file)
 
@@ -159,7 +159,8 @@ def refuse_wide_text(content: bytes, file: Path) -> None:
     make a text take four times the memory."""
     if len(content) > MAX_JSON_BYTES and (b"\\u" in content or not content.isascii()):
         raise UnsupportedModel(
-            f"{quoted(file.name)} in {file.parent} is larger than {MAX_JSON_BYTES / 2**20:g} MiB and not in ASCII alone"
+            f"{quote_value(file.name)} in {file.parent} is larger than {MAX_JSON_BYTES / 2**20:g} MiB and not in "
+            "ASCII alone"
         )
 
 
@@ -168,11 +169,11 @@ def decode_json(content: bytes, kind: type[T], file: Path) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        wrong = f"does not hold what it should: {quoted(str(error), 200)}"
-        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} {wrong}") from error
+        wrong = f"does not hold what it should: {quote_value(str(error), 200)}"
+        raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} {wrong}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        wrong = "nested too deeply" if isinstance(error, RecursionError) else quoted(str(error), 200)
-        raise UnsupportedModel(f"{quoted(file.name)} in {file.parent} is not valid JSON: {wrong}") from error
+        wrong = "nested too deeply" if isinstance(error, RecursionError) else quote_value(str(error), 200)
+        raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} is not valid JSON: {wrong}") from error
 
 
 def problem_with(folder: Path, error: Exception) -> str:
@@ -180,12 +181,12 @@ def problem_with(folder: Path, error: Exception) -> str:
     and what they bring about is a problem of that folder alone."""
     if isinstance(error, EngineError):
         return error.message
-    reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {quoted(str(error))}"
+    reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {quote_value(str(error))}"
     return f"{folder} cannot be read: {reason}"
 
 
 def _not_plain(file: Path) -> UnsupportedModel:
-    return UnsupportedModel(f"{quoted(file.name)} in {file.parent} is no plain file", file=quoted(file.name))
+    return UnsupportedModel(f"{quote_value(file.name)} in {file.parent} is no plain file", file=quote_value(file.name))
 
 
 def _path_of(descriptor: int) -> Path:

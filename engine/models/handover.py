@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from engine.desk import Desk
 from engine.errors import ContextLengthExceeded, EngineError, NoModelLoaded
-from engine.request import Request
+from engine.requests.request import Request
+from engine.requests.tracker import RequestTracker
 
 if TYPE_CHECKING:
     from engine.models.deployment import Deployment
@@ -24,7 +24,7 @@ class Handover:
     """From `old` to `new`, from the order to load until `complete` or `abandon`. `held` waits for the new model and is
     in no queue."""
 
-    def __init__(self, old: Deployment, new: Deployment, desk: Desk) -> None:
+    def __init__(self, old: Deployment, new: Deployment, desk: RequestTracker) -> None:
         self.old, self.new = old, new
         self._desk = desk
         self._held: list[Request] = []

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from engine.config import quoted
+from engine.config import quote_value
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.files import file_names, open_file, read_json, refuse_wide_text
 
@@ -92,8 +92,8 @@ def weight_files(folder: Path) -> list[Path]:
     pickle = next((name for name in names if Path(name).suffix in _PICKLES), None)
     if pickle is not None:
         raise UnsafeWeights(
-            f"{quoted(pickle)} is a pickle, which can run code when read; convert the model to safetensors",
-            file=quoted(pickle),
+            f"{quote_value(pickle)} is a pickle, which can run code when read; convert the model to safetensors",
+            file=quote_value(pickle),
         )
     raise UnsupportedModel("the folder holds no weights: it has no *.safetensors file")
 
@@ -126,12 +126,12 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         tensors = _HEADER.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(file, f"its header is not valid: {quoted(str(error), 200)}") from error
+        raise _damaged(file, f"its header is not valid: {quote_value(str(error), 200)}") from error
     tensors.pop("__metadata__", None)
     promised = _LENGTH_BYTES + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if promised != size:
         raise ModelLoadFailed(
-            f"{quoted(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
+            f"{quote_value(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
             file_bytes=size,
             promised_bytes=promised,
         )
@@ -149,11 +149,11 @@ def _indexed(folder: Path, present: list[str]) -> list[str]:
         raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
     for name in needed:
         if "/" in name or not name.endswith(_WEIGHTS):
-            raise ModelLoadFailed(f"{_INDEX} names {quoted(name)}, which is no safetensors file beside it")
+            raise ModelLoadFailed(f"{_INDEX} names {quote_value(name)}, which is no safetensors file beside it")
     if missing := sorted(set(needed) - set(present)):
         raise ModelLoadFailed(
-            f"{len(missing)} of {len(needed)} weight files are missing, {quoted(missing[0])} first",
-            file=quoted(missing[0]),
+            f"{len(missing)} of {len(needed)} weight files are missing, {quote_value(missing[0])} first",
+            file=quote_value(missing[0]),
         )
     return needed
 
@@ -169,21 +169,21 @@ def _read_bytes(file: Path, stream: BufferedReader) -> tuple[int, bytes]:
     start = stream.read(_LENGTH_BYTES)
     if start == b"version ":
         raise ModelLoadFailed(
-            f"{quoted(file.name)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
+            f"{quote_value(file.name)} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
         )
     length = int.from_bytes(start, "little")
     if len(start) < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
         raise _damaged(file, "it does not begin with a safetensors header")
     if length > _MAX_HEADER_BYTES:
         raise UnsupportedModel(
-            f"{quoted(file.name)} has a header of {length} bytes; more than {_MAX_HEADER_BYTES} are not supported",
+            f"{quote_value(file.name)} has a header of {length} bytes; more than {_MAX_HEADER_BYTES} are not supported",
             limit=_MAX_HEADER_BYTES,
         )
     header = stream.read(length)
     # A tensor is an object, and has a comma for each of its dimensions and three more.
     if header.count(b"{") > _MAX_FILE_TENSORS or header.count(b",") > _MAX_FILE_TENSORS * (_MAX_DIMENSIONS + 4):
         raise UnsupportedModel(
-            f"{quoted(file.name)} holds more than {_MAX_FILE_TENSORS:,} tensors, which is not supported",
+            f"{quote_value(file.name)} holds more than {_MAX_FILE_TENSORS:,} tensors, which is not supported",
             limit=_MAX_FILE_TENSORS,
         )
     refuse_wide_text(header, file)
@@ -208,12 +208,12 @@ def _check_places(file: Path, tensors: Mapping[str, TensorHeader]) -> None:
 
 def _mismatch(name: str, tensor: TensorHeader) -> str:
     if tensor.dtype not in _BITS:
-        return f"its tensor {quoted(name)} is of a dtype that there is not, {quoted(tensor.dtype)}"
+        return f"its tensor {quote_value(name)} is of a dtype that there is not, {quote_value(tensor.dtype)}"
     return (
-        f"its tensor {quoted(name)} of {tensor.dtype} and shape {list(tensor.shape)} is said to take "
+        f"its tensor {quote_value(name)} of {tensor.dtype} and shape {list(tensor.shape)} is said to take "
         f"{tensor.stored_bytes} bytes"
     )
 
 
 def _damaged(file: Path, why: str) -> ModelLoadFailed:
-    return ModelLoadFailed(f"{quoted(file.name)} is damaged: {why}", file=quoted(file.name))
+    return ModelLoadFailed(f"{quote_value(file.name)} is damaged: {why}", file=quote_value(file.name))

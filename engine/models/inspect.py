@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,17 +10,165 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.exllama.folder import read_folder
-from engine.backends.torch.archs.reading import MAX_TOKENS
-from engine.backends.torch.model_config import read_model_config
-from engine.backends.torch.quant.declared import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
-from engine.config import BackendKind, quoted
+from engine.backends.common.config_values import MAX_TOKENS
+from engine.backends.common.exllamav2_checkpoint import read_folder
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
+from engine.config import BackendKind, quote_value
 from engine.errors import UnsupportedModel
 from engine.models.catalog import MAX_COUNT, ModelEntry, is_count
 from engine.models.files import file_names, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
-from engine.models.parts import elements
-from engine.models.templates import chat_template_form
+from engine.text.tokenizer_config import TokenizerFolder
+
+# Which form of chat template a model folder has, told by the control tokens that its template writes.
+
+CUSTOM_TEMPLATE = "own"
+"""A template of a form that has no name here."""
+
+_FORMS = (
+    ("<|im_start|>", "ChatML"),
+    ("<|start_header_id|>", "Llama 3"),
+    ("<|header_start|>", "Llama 4"),
+    ("<start_of_turn>", "Gemma"),
+    ("<|START_OF_TURN_TOKEN|>", "Command R"),
+    ("<|channel|>", "Harmony"),
+    ("<｜Assistant｜>", "DeepSeek"),
+    ("<<SYS>>", "Llama 2"),
+    ("[INST]", "Mistral"),
+    ("<|end|>", "Phi 3"),
+    ("<|assistant|>", "Zephyr"),
+    ("### Instruction", "Alpaca"),
+    ("USER:", "Vicuna"),
+)
+
+
+def chat_template_form(path: Path) -> str:
+    """ "ChatML", "Llama 3", ..., "own"; "" where the folder has no template. Raises UnsupportedModel for files that
+    cannot be read."""
+    templates = TokenizerFolder.read(path).chat_templates()
+    source = templates.get("default") or next(iter(templates.values()), "")
+    return form_of(source) if source else ""
+
+
+def form_of(source: str) -> str:
+    """The form of a template's source."""
+    return next((form for token, form in _FORMS if token in source), CUSTOM_TEMPLATE)
+
+
+# How a model's weights are spread over its parts, from the headers of its files: embedding, each layer, head. Pure.
+
+MAX_LAYERS = 10_000
+"""The largest models have some hundred; each is counted on its own."""
+
+_LAYER_DIGITS = len(str(MAX_LAYERS))
+
+_EMBEDDING = r"embed_tokens|embed_positions|wte|wpe|tok_embeddings|word_embeddings|embed_in"
+_EMBEDDING_OR_LAYER = re.compile(rf"(?:^|\.)(?:{_EMBEDDING}|(?:layers|layer|h|blocks)\.(\d+))\.")
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|embed_out)\.")
+_WIDE = ("F64", "F32")
+_NOT_WEIGHTS = frozenset(
+    (
+        *("q_scale", "q_scale_max", "q_groups", "q_group_map", "q_perm", "q_invperm"),  # exl2
+        *("qzeros", "scales", "g_idx"),  # gptq, awq
+        *("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "k_scale", "v_scale"),  # fp8
+        *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),  # bitsandbytes
+    )
+)
+_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"})
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Some of a model's tensors. elements: weights that they stand for, packed ones unpacked.
+
+    packed_bytes: what they take as the files have them, floats wider than 16 bits cut to those.
+    """
+
+    elements: int = 0
+    packed_bytes: int = 0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(elements=self.elements + other.elements, packed_bytes=self.packed_bytes + other.packed_bytes)
+
+
+class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
+    """All parts. embedding: and what else comes before the layers; norm: and what else comes after them, but for the
+    head.  packed_head: whether the head is quantised."""
+
+    embedding: Part = Part()
+    layers: tuple[Part, ...] = ()
+    norm: Part = Part()
+    head: Part = Part()
+    packed_head: bool = False
+
+
+def split_into_parts(tensors: Mapping[str, TensorHeader], layers: int, bits: float | None) -> ModelParts:
+    """Give each tensor to its part; one of a layer beyond `layers` (guessing ahead, say) comes after them. Those for
+    images and sound are of no part: no backend loads them.
+
+    bits: of the quantised weights, as config.json has it.
+    """
+    elements_of, packed_of = [0] * (layers + 3), [0] * (layers + 3)
+    packed_head = False
+    for name, tensor in tensors.items():
+        place = _place(name, layers)
+        if place is not None:
+            elements_of[place] += elements(name, tensors, bits)
+            packed_of[place] += _packed_bytes(tensor)
+            packed_head = packed_head or (place == _AT_HEAD and _is_packed(name, tensor))
+    parts = [Part(elements=each, packed_bytes=packed) for each, packed in zip(elements_of, packed_of, strict=True)]
+    return ModelParts(
+        embedding=parts[_AT_EMBEDDING],
+        layers=tuple(parts[:layers]),
+        norm=parts[_AT_NORM],
+        head=parts[_AT_HEAD],
+        packed_head=packed_head,
+    )
+
+
+_AT_EMBEDDING, _AT_NORM, _AT_HEAD = -3, -2, -1
+
+
+def _place(name: str, layers: int) -> int | None:
+    """The layer that a tensor belongs to, else one of the other parts; None for neither."""
+    if "vision" in name or "visual" in name or "image" in name or "audio" in name:
+        return None
+    if "multi_modal" in name or "mm_projector" in name:
+        return None
+    found = _EMBEDDING_OR_LAYER.search(name)
+    if found is None:
+        return _AT_HEAD if _HEAD.search(name) else _AT_NORM
+    number = found[1]
+    if number is None:
+        return _AT_EMBEDDING
+    if len(number) <= _LAYER_DIGITS and int(number) < layers:
+        return int(number)
+    return _AT_NORM
+
+
+def elements(name: str, tensors: Mapping[str, TensorHeader], bits: float | None) -> int:
+    """How many weights of the model a stored tensor stands for; packed ones stand for more than their elements."""
+    tensor = tensors[name]
+    stem, _, kind = name.rpartition(".")
+    if kind == "q_weight":  # exl2: [packed rows, columns, padded to 32]; its permutation has one entry per row
+        rows = tensors.get(f"{stem}.q_invperm") or tensors.get(f"{stem}.q_perm")
+        return min(rows.elements * tensor.shape[-1], 8 * tensor.stored_bytes) if rows and tensor.shape else 0
+    if kind == "qweight":  # gptq and awq: 32-bit words full of values
+        return int(tensor.elements * 32 / (bits or 4))
+    if kind in _NOT_WEIGHTS or ".quant_state." in name:
+        return 0
+    if tensor.dtype == "U8":  # bitsandbytes: two 4-bit values a byte
+        return tensor.elements * 2
+    return tensor.elements if tensor.dtype in _NUMBERS else 0
+
+
+def _is_packed(name: str, tensor: TensorHeader) -> bool:
+    return name.endswith((".q_weight", ".qweight")) or tensor.dtype in FP8_KINDS
+
+
+def _packed_bytes(tensor: TensorHeader) -> int:
+    return tensor.elements * 2 if tensor.dtype in _WIDE else tensor.stored_bytes
+
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FLOATS |= {"F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2"}
@@ -77,7 +226,7 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
         origin=str(path.parent),
         architecture=named_architecture(config),
         quantisation=quantisation,
-        dtype=weights.dtype or quoted(config.get("torch_dtype") or config.get("dtype") or ""),
+        dtype=weights.dtype or quote_value(config.get("torch_dtype") or config.get("dtype") or ""),
         parameters=weights.parameters,
         weights_bytes=weights_bytes,
         context_tokens=context_tokens,
@@ -145,7 +294,7 @@ def _refuse_unreadable(path: Path, weights: _Weights) -> None:
 def named_architecture(config: Mapping[str, object]) -> str:
     """The architecture that config.json names, else its kind of model; "" for neither."""
     names = config.get("architectures")
-    return quoted(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
+    return quote_value(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
 
 
 def read_context(config: Mapping[str, object]) -> int:
@@ -164,8 +313,8 @@ def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     method = _method(config) or weights.packing
     bits = quantised_bits(config)
     if not method or bits is None:
-        return quoted(method)
-    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{quoted(method)} {bits:g}-bit"
+        return quote_value(method)
+    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{quote_value(method)} {bits:g}-bit"
 
 
 def _method(config: Mapping[str, object]) -> object:

@@ -17,9 +17,8 @@ import msgspec
 
 from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.context import EngineContext
-from engine.desk import Desk
 from engine.devices import BusyTime
+from engine.devices.sampler import DeviceSampler
 from engine.errors import (
     EngineBusy,
     EngineClosed,
@@ -31,19 +30,20 @@ from engine.errors import (
     QueueFull,
     RequestTimeout,
 )
-from engine.lane import Lane
-from engine.ledger import LedgerFile
-from engine.metrics import Metrics
+from engine.metrics.meter import Metrics
 from engine.models.deployment import Deployment
+from engine.models.engine_context import EngineContext
 from engine.models.handover import Handover
-from engine.occupancy import occupied
-from engine.plan import Placement
-from engine.replica import Replica
-from engine.request import Request
-from engine.sampler import DeviceSampler
+from engine.placement.load_history import LoadHistoryFile
+from engine.placement.occupancy import with_reservations
+from engine.placement.plan import Placement
+from engine.requests.request import Request
+from engine.requests.tracker import RequestTracker
+from engine.scheduling.queue import ModelQueue
 from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import BackendFactory, NewHost, host_factory
+from engine.workers.replica import Replica
 
 _MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")
 """States, the best first, in which a deployment is what its name means."""
@@ -77,7 +77,7 @@ class ModelManager:
         *,
         backend_factory: BackendFactory | None,
         new_host: NewHost | None = None,
-        desk: Desk,
+        desk: RequestTracker,
         metrics: Metrics,
         sampler: DeviceSampler,
         on_change: Callable[[], None],
@@ -99,7 +99,7 @@ class ModelManager:
             desk=desk,
             metrics=metrics,
             busy=self.busy_time,
-            ledger=LedgerFile(config.state_dir) if config.state_dir is not None else None,
+            ledger=LoadHistoryFile(config.state_dir) if config.state_dir is not None else None,
             new_host=new_host or host_factory(config, backend_factory),
             devices=self.devices,
             sample=self._sample,
@@ -146,7 +146,7 @@ class ModelManager:
         """The deployment of that key, where it still is."""
         return next((deployment for deployment in self if deployment.key == key), None)
 
-    def of_lane(self, lane: Lane) -> Deployment | None:
+    def of_lane(self, lane: ModelQueue) -> Deployment | None:
         """The deployment whose queue this is."""
         return next((deployment for deployment in self if deployment.lane is lane), None)
 
@@ -162,7 +162,7 @@ class ModelManager:
 
     def devices(self, gone: Collection[Replica] = ()) -> list[DeviceReading]:
         """The devices as placement must see them: with what workers were promised set aside, and without those gone."""
-        return occupied(self._sampler.latest, self.replicas(), gone)
+        return with_reservations(self._sampler.latest, self.replicas(), gone)
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """See Engine.devices."""

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import platformdirs
 
 from engine.backends.base import LoadProgress
-from engine.config import quoted
+from engine.config import quote_value
 from engine.errors import ModelLoadFailed, ModelNotFound
 from engine.models.discover import DEMO, demo_path, find_models
 from engine.models.files import home_expanded, is_file, is_folder
 from engine.models.hub_cache import is_commit, is_complete, repo_folder, snapshot_of
+
+# What is left of models whose making was ended half-way: gigabytes that nothing uses.
+
+
+@contextmanager
+def exclusive_making(root: Path) -> Iterator[None]:
+    """Around the making of a model in a folder of `root`: folders there that were never finished are removed first,
+    unless a process makes a model there now. Raises OSError where `root` cannot be written."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as lock:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while another holds it shared
+            _remove_unfinished(root)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # the kernel lets go of it when its holder dies
+        yield
+
+
+def _remove_unfinished(root: Path) -> None:
+    for folder in root.iterdir():
+        if folder.is_dir() and not (folder / "config.json").is_file():  # config.json is written last
+            shutil.rmtree(folder, ignore_errors=True)
+
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _PATH_STARTS = ("/", "./", "../", "~")
@@ -88,7 +111,7 @@ def is_synthetic(name: str) -> bool:
 def sketched(name: str) -> Iterator[Path]:
     """A folder that tells of a synthetic model what the made one would, its weights a hole in a file; removed
     afterwards. Raises InvalidRequest where there is no such shape, ModelLoadFailed where the disk refuses."""
-    from engine.models.synthetic_sketch import sketch_synthetic
+    from engine.models.synthetic import sketch_synthetic
 
     with TemporaryDirectory(prefix="ericllm-sketch-") as folder:
         try:
@@ -111,11 +134,10 @@ def _synthetic_folder(name: str) -> Path:
 
 def _made(name: str, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Path:
     from engine.models.synthetic import make_synthetic
-    from engine.models.unfinished import making_in
 
     folder = _synthetic_folder(name)
     try:
-        with making_in(folder.parent):
+        with exclusive_making(folder.parent):
             return make_synthetic(name.removeprefix(_SYNTHETIC), folder, report=report, cancelled=cancelled)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -159,7 +181,7 @@ def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     searched = ", ".join(map(str, folders)) or "no folders"
     hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {listed or 'none'}"
     return ModelNotFound(
-        f"no model is called {quoted(name)}; {hint} (searched: {searched} and the hub cache)",
+        f"no model is called {quote_value(name)}; {hint} (searched: {searched} and the hub cache)",
         model=name,
         available=", ".join(available),
     )

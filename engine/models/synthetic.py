@@ -9,17 +9,159 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import chain, islice, product
 from pathlib import Path
+from string import ascii_lowercase
 from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.torch.quant.bit_allocation import WIDTHS, MatrixShape
 from engine.errors import InvalidRequest, LoadCancelled
-from engine.models.synthetic_exl2 import HEAD_BITS, LEAST_BITS, MOST_BITS, declaration, random_linear, stored_linear
-from engine.models.synthetic_tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, write_tokenizer
+
+# Random EXL2 matrices, packed without quantising anything: every int32 is a valid word of every bit width.
+
+HEAD_BITS = 6
+LEAST_BITS, MOST_BITS = 2.2, 8.0
+_GROUP_ROWS = 128
+_FIRST_CODE, _CODES = 8, 16
+_CODES_PER_WORD = 8
+_MEAN_SQUARE = sum((code + 1) ** 2 for code in range(_FIRST_CODE, _CODES)) / (_CODES - _FIRST_CODE)
+
+
+def declaration(bits: float) -> dict[str, object]:
+    """quantization_config of a model that was packed so."""
+    calibration = {"rows": 0, "length": 0, "dataset": "none, random weights"}
+    return {
+        "quant_method": "exl2",
+        "version": "0.2.4",
+        "bits": bits,
+        "head_bits": HEAD_BITS,
+        "calibration": calibration,
+    }
+
+
+def random_linear(rows: int, columns: int, bits: float, generator: torch.Generator) -> dict[str, Tensor]:
+    """The stored tensors of a layer of `rows` inputs and `columns` outputs by the last part of their names, with about
+    `bits` bits for each weight, all counted; weights deviate by 1 / sqrt(rows)."""
+    shape = MatrixShape(rows, columns, _GROUP_ROWS)
+    heights, widths = shape.group_rows(), group_widths(shape, bits)
+    words = [height * width // 32 for height, width in zip(heights, widths, strict=True)]
+    starts = [sum(words[:place]) for place in range(len(words))]
+    spread = torch.tensor([2**width / math.sqrt(12) for width in widths])
+    return {
+        "q_weight": _random_words(sum(words), shape.stored_columns, generator),
+        "q_invperm": torch.randperm(rows, generator=generator).to(torch.int32),
+        "q_scale": _random_codes(len(widths), shape.stored_columns, generator),
+        "q_scale_max": (256 * rows**-0.5 / _MEAN_SQUARE / spread).half(),
+        "q_groups": torch.tensor([each for pair in zip(widths, starts, strict=True) for each in pair]).to(torch.int16),
+    }
+
+
+@cache
+def stored_linear(rows: int, columns: int, bits: float) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype in safetensors' words and shape of what `random_linear` makes."""
+    shape = MatrixShape(rows, columns, _GROUP_ROWS)
+    heights, widths = shape.group_rows(), group_widths(shape, bits)
+    words = sum(height * width // 32 for height, width in zip(heights, widths, strict=True))
+    return {
+        "q_weight": ("I32", (words, shape.stored_columns)),
+        "q_invperm": ("I32", (rows,)),
+        "q_scale": ("I32", (len(widths), shape.stored_columns // _CODES_PER_WORD)),
+        "q_scale_max": ("F16", (len(widths),)),
+        "q_groups": ("I16", (2 * len(widths),)),
+    }
+
+
+def group_widths(shape: MatrixShape, bits: float) -> list[int]:
+    """A width for each group, falling, such that the whole comes near to `bits` for each weight and not above it where
+    the narrowest can be kept."""
+    widths = [WIDTHS[0]] * len(shape.group_rows())
+    for wider in WIDTHS[1:]:
+        for place in range(len(widths)):
+            tried = [*widths[:place], wider, *widths[place + 1 :]]
+            if shape.stored_bits(tried) > bits * shape.elements:
+                return widths
+            widths = tried
+    return widths
+
+
+def _random_words(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Uniform over all int32."""
+    halves = torch.randint(-(2**15), 2**15, (rows, columns * 2), generator=generator, dtype=torch.int16)
+    return halves.view(torch.int32)
+
+
+def _random_codes(groups: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Scale codes from the upper half, eight in a word."""
+    lanes = torch.randint(
+        _FIRST_CODE, _CODES, (groups, columns // _CODES_PER_WORD, _CODES_PER_WORD), generator=generator
+    )
+    return (lanes << 4 * torch.arange(_CODES_PER_WORD)).sum(dim=2).to(torch.int32)
+
+
+# A tokenizer of any size with nothing to learn from: bytes, and merges of letters in alphabetical order.
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1 and 2; a turn and an answer end with <|im_end|>."""
+
+PAD_TOKEN_ID = 0
+EOS_TOKEN_IDS = (2, 0)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_SPACE = "Ġ"  # how byte-level vocabularies write one
+_PAIRS = tuple(product((_SPACE, *ascii_lowercase), ascii_lowercase))
+_INNER_PAIRS = tuple(product(ascii_lowercase, repeat=2))
+
+
+def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """Write a byte-level BPE tokenizer (any text round-trips) of exactly `vocab_size` ids, with a ChatML template.
+
+    Raises InvalidRequest for fewer ids than bytes and special tokens need.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = [*SPECIAL_TOKENS, *alphabet]
+    if vocab_size < len(plain):
+        raise InvalidRequest(
+            f"a tokenizer of {vocab_size} ids cannot be made: bytes and special tokens are {len(plain)}"
+        )
+    merges = list(islice(_merges(), vocab_size - len(plain)))
+    words = plain + ["".join(pair) for pair in merges]
+    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[PAD_TOKEN_ID],
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Words of two letters, then of three, then of four: 494 thousand, none twice."""
+    pairs = ["".join(pair) for pair in _PAIRS]
+    inner = ["".join(pair) for pair in _INNER_PAIRS]
+    return chain(_PAIRS, product(pairs, ascii_lowercase), product(pairs, inner))
+
 
 Config = dict[str, object]
 TensorShapes = dict[str, tuple[int, ...]]
@@ -274,3 +416,26 @@ def _number(config: Config, key: str) -> int:
     value = config[key]
     assert isinstance(value, int)
     return value
+
+
+# A synthetic model without its weights: config.json, the tokenizer, and safetensors that are a header and a hole.
+
+
+def sketch_synthetic(shape: str, folder: Path) -> Path:
+    """Write to `folder` what `make_synthetic` would, as far as it tells the model's size; no byte of a weight is
+    written. Raises InvalidRequest where there is no such shape, OSError where the disk refuses."""
+    config = synthetic_config(shape)
+    vocab_size = config["vocab_size"]
+    assert isinstance(vocab_size, int)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, size) in stored_shapes(shape).items():
+        start, end = end, end + math.prod(size) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": (start, end)}
+    encoded = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(file.tell() + end)
+    write_tokenizer(folder, vocab_size=vocab_size)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

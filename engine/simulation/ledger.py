@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engine.lane import Lane
+from engine.scheduling.queue import ModelQueue
 from engine.simulation.front_door import FrontDoorLoad
 from engine.simulation.outcome import Moment, Outcome, Window
 from engine.simulation.station import Station
@@ -16,7 +16,7 @@ MOMENT_S = 1.0
 class Ledger:
     """Looks at the queue, the front door and the workers as time goes on."""
 
-    def __init__(self, window: Window, lane: Lane, front: FrontDoorLoad, stations: Sequence[Station]) -> None:
+    def __init__(self, window: Window, lane: ModelQueue, front: FrontDoorLoad, stations: Sequence[Station]) -> None:
         self.outcome = Outcome(window=window)
         self._lane = lane
         self._front = front

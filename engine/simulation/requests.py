@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 
 from engine.config import SamplingParams
-from engine.lane import Lane
-from engine.request import Request
+from engine.requests.request import Request
+from engine.requests.stream import RequestStream
+from engine.scheduling.queue import ModelQueue
 from engine.simulation.demand import Ask
-from engine.stream import RequestStream
 
 _OWN_TOKENS = 0x8000_0000
 """Tokens from here on are of one prompt alone, those below of a group."""
 
 
-def request_of(ask: Ask, number: int, lane: Lane, timeout_s: float, now: float) -> Request:
+def request_of(ask: Ask, number: int, lane: ModelQueue, timeout_s: float, now: float) -> Request:
     """Request `number`, admitted at `now`. Its tokens say nothing but with which other prompts it begins alike."""
     shared = array("I", [ask.group]) * ask.shared_tokens if ask.group >= 0 else array("I")
     prompt_ids = shared + array("I", [_OWN_TOKENS + number]) * (ask.prompt_tokens - len(shared))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from engine.backends.base import FinishReason
-from engine.dispatcher import Dispatcher
-from engine.lane import Lane
-from engine.request import MAX_DEATHS, Request
+from engine.metrics.meter import UsageMeter
+from engine.requests.request import MAX_DEATHS, Request
+from engine.scheduling.queue import Dispatcher, ModelQueue
 from engine.simulation.agenda import Agenda
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand
@@ -19,7 +19,6 @@ from engine.simulation.outcome import WHOLE, Fate, Outcome, Served, Window
 from engine.simulation.requests import request_of
 from engine.simulation.station import Station
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
-from engine.usage import UsageMeter
 from engine.worker.protocol import RequestOutput, StepBatch
 
 _FATES: dict[FinishReason, Fate] = {"length": "answered", "stop": "answered", "timeout": "timeout"}
@@ -37,7 +36,7 @@ class _Simulation:
         self._agenda = Agenda()
         self._front = FrontDoorLoad(cluster.front)
         dispatcher = Dispatcher(page_tokens=cluster.page_tokens, salt=SALT)
-        self._lane = Lane(dispatcher, UsageMeter("simulated"), 0.0)
+        self._lane = ModelQueue(dispatcher, UsageMeter("simulated"), 0.0)
         self._stations = [
             Station(number, SimulatedWorker(f"w{number}", cluster), cluster.max_prompts)
             for number in range(cluster.workers)

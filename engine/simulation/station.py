@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.dispatch.choose import Slot
-from engine.request import Request
+from engine.requests.request import Request
+from engine.scheduling.routing import Slot
 from engine.simulation.worker import SimulatedWorker
 
 

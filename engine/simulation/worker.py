@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from engine.backends.base import BackendRequest, BackendStats, SequenceStats
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Plan, Sequence
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.torch.scheduler.sequences import Plan, Sequence
 from engine.simulation.cluster import Cluster
 from engine.simulation.course import Course
 from engine.simulation.leap import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepShape
-from engine.worker.outbox import CROWD, HELD_S, MESSAGES_PER_S, Outbox
+from engine.worker.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 from engine.worker.protocol import StepBatch
 
 SALT = b"simulation"
@@ -224,6 +224,6 @@ class SimulatedWorker:
 
 def steps_held(answers: int, step_s: float) -> int:
     """After how many steps of `step_s` the outbox tells what `answers` answers brought, one of the steps included."""
-    if answers < CROWD:
+    if answers < MIN_BATCHED_REQUESTS:
         return 1
-    return 1 + math.floor(min(HELD_S, answers / MESSAGES_PER_S) / step_s)
+    return 1 + math.floor(min(MAX_DELAY_S, answers / MESSAGES_PER_S) / step_s)

@@ -20,8 +20,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from engine.child_process import ROOT, child_environment, python_command, stop_signals_blocked
 from engine.errors import EngineError, InvalidRequest
+from engine.system.child_process import ROOT, child_environment, python_command, stop_signals_blocked
 from engine.text.printable import printable
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 

@@ -7,6 +7,7 @@ Unicode line and paragraph separators, and lone surrogates (no encoding of text 
 from __future__ import annotations
 
 import re
+import reprlib
 
 _UNSAFE = (
     (0x00, 0x1F),
@@ -52,3 +53,25 @@ def printable_json(text: str) -> str:
     if text.isprintable() or UNSAFE_IN_LINES.search(text) is None:
         return text
     return text.translate(_ESCAPES_IN_JSON)
+
+
+# Numbers and foreign values in messages.
+
+_SHOWN_DIGITS = 24
+_QUOTED_CHARACTERS = 100
+
+
+def format_number(number: float) -> str:
+    """A number that was asked for, exactly; the start of one so long that nobody would read it."""
+    digits = str(number)
+    return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
+
+
+def quote_value(value: object, max_characters: int = _QUOTED_CHARACTERS) -> str:
+    """A value from a file that anybody may have written, for a message: on one line, its start alone where it is long,
+    and nothing in it that a terminal would obey."""
+    text = value if isinstance(value, str) else reprlib.repr(value)
+    line = printable(text[: max_characters + 1])
+    if not line.isprintable():  # nothing that is not seen, either
+        line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return line if len(line) <= max_characters else f"{line[:max_characters]}..."

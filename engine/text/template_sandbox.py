@@ -24,7 +24,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.child_process import ignore_stop_signals
+from engine.system.child_process import ignore_stop_signals
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
 _BYTES_FOR_EACH = 32

@@ -3,22 +3,208 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import tokenizers
 
+from engine.config import SamplingParams
 from engine.errors import InvalidRequest, UnsupportedModel
-from engine.text.bounded_call import BoundedCalls
 from engine.text.chat_template import ChatTemplate
-from engine.text.folder import TokenizerFolder
-from engine.text.patterns import is_quick, regexes
-from engine.text.pieces import TokenPieces
-from engine.text.tokenizer_file import NO_TEXT, NO_TOKENS, read_tokenizer, refusing_panics
+from engine.text.tokenizer_config import TokenizerFolder
+from engine.text.tokenizer_file import (
+    NO_TEXT,
+    NO_TOKENS,
+    is_linear_pattern,
+    pattern_strings,
+    read_tokenizer,
+    refusing_panics,
+)
+
+# Calls of native code that nobody can interrupt, and that may take hours: they are left to themselves in time.
+
+_LOOK_S = 0.02
+_MAX_LEFT = 2
+
+T = TypeVar("T")
+
+
+class BoundedCalls:
+    """Calls that take so much processor time at most. After _MAX_LEFT that took more and have not ended yet, no other
+    begins: each has a processor to itself."""
+
+    def __init__(self) -> None:
+        self._left: list[threading.Thread] = []
+
+    def run(self, work: Callable[[], T], limit_s: float) -> T:
+        """The result of `work`, which is done in a thread. Raises what it raises, or TimeoutError."""
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        if len(self._left) >= _MAX_LEFT:
+            raise TimeoutError
+        call = _Call(work)
+        thread = threading.Thread(target=call.run, name="bounded-call", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and call.taken_s() > limit_s:
+                self._left.append(thread)
+                raise TimeoutError
+        return call.result()
+
+
+class _Call(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self._clock = time.CLOCK_MONOTONIC
+        self._began_s = time.clock_gettime(self._clock)
+
+    def run(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._clock, self._began_s = time.pthread_getcpuclockid(threading.get_ident()), 0.0
+        try:
+            self._found.append(self._work())
+        except BaseException as error:
+            self._error = error
+
+    def taken_s(self) -> float:
+        """Processor time so far; 0 once it has ended."""
+        try:
+            return time.clock_gettime(self._clock) - self._began_s
+        except OSError:
+            return 0.0
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
+# What each token adds to a text, as bytes: the ground of streaming text, logprob bytes and token-level grammars.
+# `tokenizers` decodes whole lists. For the decoders that causal language models use, the text of a list is the UTF-8
+# reading of its tokens' bytes in a row, where only the first token may differ (a leading space is stripped). So a
+# token's bytes are looked up once and kept, and adding a token to a text costs the same however long the text is.
+
+_MAX_ANCHOR = 50_000
+"""Ids that are looked at for a token of plain letters. Vocabularies have one among their first hundreds."""
+
+_STREAMABLE = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
+
+
+class TokenPieces:
+    """The bytes of every token of one tokenizer; raises UnsupportedModel for a decoder that looks ahead."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = set(_decoder_kinds(tokenizer.decoder))
+        if unknown := kinds - _STREAMABLE:
+            raise UnsupportedModel(
+                f"tokenizer.json decodes with {', '.join(sorted(unknown))}; "
+                f"text can be streamed for {', '.join(sorted(_STREAMABLE))}"
+            )
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._anchor, self._anchor_text = self._find_anchor()
+        self._inner: dict[int, bytes] = {}
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which `skip_special_tokens` leaves out."""
+        return self._special
+
+    def knows(self, token_id: int) -> bool:
+        """Whether there is such a token; ids beyond the vocabulary (padding of the head) are none."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def first(self, token_id: int) -> bytes:
+        """The bytes of the token where it begins a text; b"" for an unknown id."""
+        raw = self._raw_bytes(token_id)
+        return self._decode(token_id).encode() if raw is None else raw
+
+    def inner(self, token_id: int) -> bytes:
+        """The bytes of the token after others; b"" for an unknown id."""
+        found = self._inner.get(token_id)
+        if found is None:
+            raw = self._raw_bytes(token_id)
+            found = self._after_anchor(token_id).encode() if raw is None else raw
+            self._inner[token_id] = found
+        return found
+
+    def _raw_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that spells bytes rather than characters, else None."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            except KeyError:
+                return token.encode()
+        if self._byte_fallback and (value := _fallback_byte(token)) is not None and value >= 0x80:
+            return bytes([value])
+        return None
+
+    def _decode(self, *token_ids: int) -> str:
+        with refusing_panics(NO_TEXT):
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _after_anchor(self, token_id: int) -> str:
+        return self._decode(self._anchor, token_id)[len(self._anchor_text) :]
+
+    def _find_anchor(self) -> tuple[int, str]:
+        """A token that reads the same whatever follows it: one whose text is plain letters."""
+        for token_id in range(min(self._tokenizer.get_vocab_size(), _MAX_ANCHOR)):
+            token = self._tokenizer.id_to_token(token_id) or ""
+            if token.isalpha() and token.isascii() and self._decode(token_id) == token:
+                return token_id, token
+        return 0, self._decode(0)
+
+
+def _decoder_kinds(decoder: tokenizers.decoders.Decoder | None) -> Iterator[str]:
+    """The types of a tokenizer's decoder, those inside a Sequence included; its state is tokenizer.json's part."""
+    if decoder is not None:
+        yield from _decoder_kinds_of(json.loads(decoder.__getstate__()))
+
+
+def _decoder_kinds_of(description: Mapping[str, object]) -> Iterator[str]:
+    inner = description.get("decoders")
+    if description["type"] == "Sequence" and isinstance(inner, list):
+        for child in inner:
+            yield from _decoder_kinds_of(child)
+    else:
+        yield str(description["type"])
+
+
+def _fallback_byte(token: str) -> int | None:
+    """The value of a byte token such as "<0xE2>" (SentencePiece's byte fallback), else None."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level BPE, inverted (GPT-2, Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
 
 _CLOSE_S = 2.0
 
@@ -27,8 +213,6 @@ _SHORT_TEXT = 1024
 
 _CALL_S, _CHARACTER_S = 0.5, 20e-6
 """Processor time that others may take: twenty times what usual ones take of a character."""
-
-T = TypeVar("T")
 
 
 class TokenSpan(NamedTuple):
@@ -52,7 +236,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.is_quick = all(map(is_quick, _regexes(backend)))
+        self.is_quick = all(map(is_linear_pattern, _regexes(backend)))
         self._calls = BoundedCalls()
         self.pieces = TokenPieces(backend)
         self.vocab_size = backend.get_vocab_size()
@@ -218,4 +402,66 @@ class Tokenizer:
 def _regexes(backend: tokenizers.Tokenizer) -> list[str]:
     """All that a tokenizer looks for in a text."""
     steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
-    return [found for step in steps for found in regexes(json.loads(step.__getstate__()))]
+    return [found for step in steps for found in pattern_strings(json.loads(step.__getstate__()))]
+
+
+# From token ids to text, one token at a time.
+
+
+class IncrementalDetokenizer:
+    """Turns the ids of one answer into text as they come, in constant time per token.
+
+    A character that is not whole yet is held back: at most three bytes, until it is whole, until a byte shows that
+    it never will be (it becomes U+FFFD then, as in decoding at once), or until `flush`. All pushes and the flush
+    together equal `Tokenizer.decode` of all ids. The one exception is SentencePiece's byte tokens: the library gives
+    up a whole run of them for one bad byte, which no stream can do; here the good characters of the run stay.
+
+    shown: control tokens that are text even where the others are skipped.  begins: whether the first token begins a
+    text, where a space that the tokenizer writes in front of every text is no part of it; else it goes on with one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Iterable[int] = (),
+        begins: bool = True,
+    ) -> None:
+        self._pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = begins
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the bytes of a character are held back."""
+        return bool(self._characters.getstate()[0])
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" for a skipped control token or an unfinished character."""
+        if token_id in self._skipped:
+            return ""
+        raw = self.bytes_of(token_id)
+        self._at_start = self._at_start and not self._pieces.knows(token_id)
+        return self._characters.decode(raw)
+
+    def ahead(self, raw: bytes) -> str:
+        """The whole characters of what these bytes would add; the text stays where it is."""
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(self._characters.getstate()[0] + raw)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of `token_id` where it comes next, a control token's too; the text stays where it is."""
+        return self._pieces.first(token_id) if self._at_start else self._pieces.inner(token_id)
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD for an unfinished character, else ""."""
+        return self._characters.decode(b"", final=True)
+
+
+def begins_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, *, continues: bool) -> bool:
+    """Return whether the first token of an answer begins a text, for `IncrementalDetokenizer`.
+
+    continues: as in BackendRequest. An answer that is held to a grammar has every character that the grammar says.
+    """
+    return params.grammar is None and (not continues or tokenizer.opens_text(prompt_ids))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,60 @@ from typing import Annotated
 import msgspec
 import tokenizers
 
-from engine.config import quoted
+from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
-from engine.text.patterns import is_quick, regexes
+
+# Regular expressions of a tokenizer.json, which anybody may have written: which of them are surely quick. The library
+# matches them by backtracking. One of twenty characters can take the fourth power of a text's length.
+
+_ATOM = r"(?:\\[pP]\{\^?\w+\}|\\u[\da-fA-F]{4}|\\[sSdDwWhHrntfv]|\\\W|\[\^?(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}|*+?^$])"
+_MAYBE = rf"(?:{_ATOM}(?:(?:\?|\{{\d(?:,\d)?\}})\+?)?)?"
+_ENDLESS = rf"{_ATOM}(?:[*+]|\{{\d,\}})\+?"
+_WORDS = rf"\(\?i:(?:{_ATOM}|\|)+\)"
+_QUICK = re.compile(
+    rf"{_ATOM}{{1,40}}|{_WORDS}"
+    rf"|{_MAYBE}(?:{_ENDLESS}){{0,2}}(?:{_WORDS}\?)?"
+    rf"|{_MAYBE}{_ENDLESS}(?:{_ATOM}|\(\?[!=]{_ATOM}\))"
+)
+"""An alternative that is tried in about as many ways as a text is long: it has two repetitions without an end at most,
+and one alone where something comes behind it that may fail."""
+
+
+def is_linear_pattern(pattern: str) -> bool:
+    """Whether a search for it takes no more than the square of a text's length; False where that is not seen at once.
+    Those of published models are quick."""
+    return all(_QUICK.fullmatch(each) for each in _alternatives(pattern))
+
+
+def pattern_strings(step: object) -> Iterator[str]:
+    """The regular expressions in a step of a tokenizer.json, and in all steps within it."""
+    if isinstance(step, list):
+        for each in step:
+            yield from pattern_strings(each)
+    elif isinstance(step, Mapping):
+        for key, value in step.items():
+            if key == "Regex":
+                yield str(value)
+            else:
+                yield from pattern_strings(value)
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The parts between those bars that are in no group and no class."""
+    parts, depth, in_class, escaped = [""], 0, False, False
+    for character in pattern:
+        if not escaped and not in_class:
+            depth += (character == "(") - (character == ")")
+        if not escaped and character in "[]":
+            in_class = character == "["
+        if character == "|" and not (escaped or in_class or depth):
+            parts.append("")
+        else:
+            parts[-1] += character
+        escaped = character == "\\" and not escaped
+    return parts
+
 
 _MAX_FILE_BYTES = 48 * 2**20
 """Vocabularies of a quarter of a million tokens take up to 35 MiB."""
@@ -110,7 +161,7 @@ def refusing_panics(refusal: EngineError) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise type(refusal)(f"{refusal.message}: {quoted(str(error), 200)}", **refusal.details) from None
+        raise type(refusal)(f"{refusal.message}: {quote_value(str(error), 200)}", **refusal.details) from None
 
 
 def _refuse_steps(parts: _Tokenizer, file: Path) -> None:
@@ -123,9 +174,9 @@ def _refuse_steps(parts: _Tokenizer, file: Path) -> None:
         step = decode_values(raw, object, file)
         if _growth(step) > _MAX_GROWTH:
             raise _refusal(file, f"its {name} makes more than {_MAX_GROWTH} characters of one")
-        found = list(regexes(step))
+        found = list(pattern_strings(step))
         patterns += sum(map(len, found))
-        if name == "decoder" and not all(map(is_quick, found)):
+        if name == "decoder" and not all(map(is_linear_pattern, found)):
             raise _refusal(file, "its decoder has a regular expression that may take long")
     if patterns > _MAX_PATTERN:
         raise _refusal(file, f"its regular expressions have {patterns} characters, more than {_MAX_PATTERN}")

@@ -17,8 +17,8 @@ import sys
 import time
 from typing import cast
 
-from engine.child_process import ignore_stop_signals
-from engine.pauses import collect_rarely
+from engine.system.child_process import ignore_stop_signals
+from engine.system.runtime import reduce_gc_pauses
 from engine.worker.channel import WorkerChannel
 from engine.worker.factory import BackendFactory, create_backend
 from engine.worker.logs import forwarded_logs
@@ -44,7 +44,7 @@ def main() -> int:
     channel = WorkerChannel(sock, on_eof=_leave_anyway)
     logging.captureWarnings(True)
     logging.getLogger("engine").setLevel(logging.INFO)
-    collect_rarely()
+    reduce_gc_pauses()
     with forwarded_logs(channel):
         return 0 if WorkerLoop(channel, _factory(), before_load=_limit_threads).run() else 1
 

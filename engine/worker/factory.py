@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.backends.base import Backend
 from engine.config import BackendKind, ModelSpec
 from engine.errors import BackendUnavailable, UnsupportedModel
-from engine.installing import install_extra, pip_install
 from engine.models.files import read_json_object
+from engine.system.install_command import install_extra, pip_install
 
 BackendFactory = Callable[[ModelSpec], Backend]
 
@@ -23,7 +23,7 @@ def create_backend(spec: ModelSpec) -> Backend:
     kind = resolve_backend(spec)
     refuse_unavailable(kind)
     if kind == "exllamav2":
-        from engine.backends.exllama.backend import ExllamaBackend
+        from engine.backends.exllamav2.backend import ExllamaBackend
 
         return ExllamaBackend()
     from engine.backends.torch.backend import TorchBackend

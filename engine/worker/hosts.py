@@ -21,9 +21,8 @@ from engine.config import EngineConfig, ModelSpec
 from engine.errors import WorkerFailed
 from engine.worker.channel import EngineChannel, WorkerChannel, socket_pair
 from engine.worker.factory import BackendFactory, create_backend
-from engine.worker.logs import forwarded_logs
+from engine.worker.logs import NativeOutput, forwarded_logs
 from engine.worker.loop import WorkerLoop
-from engine.worker.native import NativeOutput
 from engine.worker.process import reap, signal_name, spawn
 from engine.worker.protocol import Command, Event, Shutdown
 

@@ -2,14 +2,116 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
-from engine.log import PrintableFormatter
+from engine.system.files import make_private_folder, private_opener
+from engine.system.log import PrintableFormatter
+from engine.text.printable import printable_lines
 from engine.worker.channel import WorkerChannel
 from engine.worker.protocol import LogLine
+
+# The native output of a child process: kept off the screen, and in the log.
+
+NATIVE_LOGGER = "native"
+TAIL_LINES = 40
+_MAX_LINE_CHARS = 2000
+_READ_BYTES = 1 << 16
+
+
+_logger = logging.getLogger(__name__)
+
+
+class NativeOutput:
+    """What a child process writes to its stdout and stderr: read here, so that it never reaches the screen.
+
+    Every line goes to `on_line` as a LogLine, into the tail and into the file at `log_path`; what a terminal would obey
+    is a visible escape, but a carriage return ends a line: progress bars are made of them.
+    Lives on the asyncio loop that made it.
+    """
+
+    def __init__(self, on_line: Callable[[LogLine], None], log_path: Path | None = None) -> None:
+        """Open the pipe. A file that cannot be written is no reason to stop: its lines go to `on_line` all the same."""
+        self._on_line = on_line
+        self._file = _opened(log_path) if log_path is not None else None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
+        self._read_fd, self.child_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_fd, self._read)
+
+    @property
+    def tail(self) -> str:
+        """The last lines, joined."""
+        return "\n".join(self._tail)
+
+    def started(self) -> None:
+        """The child has its end now: give up ours."""
+        os.close(self.child_fd)
+
+    def finish(self) -> None:
+        """The child has ended: take what is left in the pipe, and close it."""
+        while self._read():
+            pass
+        self._take_lines("\n")
+        self._loop.remove_reader(self._read_fd)
+        os.close(self._read_fd)
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> bool:
+        """Take what one read gives; whether there may be more."""
+        try:
+            chunk = os.read(self._read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._loop.remove_reader(self._read_fd)
+            return False
+        text = printable_lines(self._decoder.decode(chunk).replace("\r", "\n"))
+        if self._file is not None:
+            self._keep(self._file, text)
+        self._take_lines(text)
+        return True
+
+    def _keep(self, file: BinaryIO, text: str) -> None:
+        """Write to the file; give it up for good where that fails (a full disk)."""
+        try:
+            file.write(text.encode())
+        except OSError as error:
+            _logger.warning("%s is not written any more: %s", file.name, error)
+            file.close()
+            self._file = None
+
+    def _take_lines(self, text: str) -> None:
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        if len(self._unfinished) > _MAX_LINE_CHARS:
+            lines.append(self._unfinished)
+            self._unfinished = ""
+        for line in lines:
+            if line := line.rstrip()[:_MAX_LINE_CHARS]:
+                self._tail.append(line)
+                self._on_line(LogLine(level=logging.INFO, logger=NATIVE_LOGGER, message=line))
+
+
+def _opened(path: Path) -> BinaryIO | None:
+    """The file, to append to; None, with a warning, where it cannot be written."""
+    try:
+        make_private_folder(path.parent)
+        return open(path, "ab", buffering=0, opener=private_opener)
+    except OSError as error:
+        _logger.warning("%s cannot be written, so native output goes to the log alone: %s", path, error)
+        return None
 
 
 class _ChannelHandler(logging.Handler):

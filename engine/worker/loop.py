@@ -182,7 +182,7 @@ class WorkerLoop:
                 self._replica.backend.detach(key)
 
     def _submit(self, request: BackendRequest) -> None:
-        self._channel.send(protocol.Taken(request_id=request.id))
+        self._channel.send(protocol.RequestStarted(request_id=request.id))
         if self._requests is not None:
             self._requests.submit(request)
         else:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.worker.answer import Output
 from engine.worker.protocol import RequestOutput
+from engine.worker.request_state import Output
 
-HELD_S = 1 / 20
+MAX_DELAY_S = 1 / 20
 """As often as anybody can see text grow."""
 MESSAGES_PER_S = 640
 """How many outputs are sent in a second as long as none of them is held for longer than HELD_S."""
-CROWD = 8
+MIN_BATCHED_REQUESTS = 8
 
 
 @dataclass(slots=True)
-class Done:
+class StepResult:
     """What was done since the engine was told something: steps, their seconds, and tokens of answers gone on with."""
 
     steps: int = 0
@@ -28,15 +28,15 @@ class Outbox:
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
     while many answers go on at once in short steps, those of several steps go together: the more answers, the longer,
-    and none for longer than HELD_S, as far as the last step tells how long the next one takes. The first token of an
-    answer and the last one go at once, before the others.
+    and none for longer than MAX_DELAY_S, as far as the last step tells how long the next one takes. The first token of
+    an answer and the last one go at once, before the others.
 
     The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
     one step share the time since those before.
     """
 
     def __init__(self) -> None:
-        self.done = Done()
+        self.done = StepResult()
         self._outputs: dict[str, Output] = {}
         self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
@@ -71,14 +71,14 @@ class Outbox:
         for request_id, output in self._outputs.items():
             self._time(request_id, output, ended_s)
         crowd = len(self._outputs)
-        until_s = self._since_s + min(HELD_S, crowd / MESSAGES_PER_S)
-        self._held = crowd >= CROWD and ended_s + step_s <= until_s
+        until_s = self._since_s + min(MAX_DELAY_S, crowd / MESSAGES_PER_S)
+        self._held = crowd >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
         return not self._held or any(output.urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:
         """Take out the outputs that have something to tell, only the urgent ones of those that are held unless
         `everything` is asked for; what was done is counted anew."""
-        self.done = Done()
+        self.done = StepResult()
         taken = self._outputs
         if self._held and not everything:
             taken = {request_id: output for request_id, output in taken.items() if output.urgent}

@@ -9,8 +9,8 @@ import subprocess
 import threading
 from collections.abc import Callable, Collection
 
-from engine.backends.torch.native.available import kernels_at_hand
-from engine.child_process import child_environment, python_command, stop_signals_blocked
+from engine.backends.common.native_kernels import kernels_at_hand
+from engine.system.child_process import child_environment, python_command, stop_signals_blocked
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
 """How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,

@@ -123,7 +123,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
     error: ErrorInfo | None = None
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
     """It begins to work on a request. Sent before anything of it happens, so that a request that brings its worker
     down can be told from one that never reached it."""
 
@@ -185,7 +185,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True, tag="log"):
     message: str
 
 
-Event = Hello | Progress | Loaded | LoadFailed | Attached | Taken | StepBatch | WorkerError | LogLine
+Event = Hello | Progress | Loaded | LoadFailed | Attached | RequestStarted | StepBatch | WorkerError | LogLine
 
 _LENGTH_BYTES = 4
 

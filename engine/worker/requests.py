@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from engine.backends.base import BackendRequest, TokenEvent
 from engine.errors import EngineError, InvalidRequest
-from engine.text.masks import GrammarMasks
-from engine.worker.answer import Answer
+from engine.text.grammar import GrammarMask, GrammarMasks
 from engine.worker.loading import Replica, reason
-from engine.worker.masking import Masking
 from engine.worker.outbox import Outbox
+from engine.worker.request_state import RequestState
+
+# Requests whose grammars are being compiled, beside the loop that steps.
+
+PendingMask = Future[GrammarMask]
+
+
+@dataclass(slots=True)
+class GrammarCompiler:
+    """Those of one model that wait for their masks. Only what is computed waits, never the loop.
+
+    wake: called when one need not wait any longer, from the thread that compiled it.
+    """
+
+    masks: GrammarMasks
+    wake: Callable[[], None]
+    _waiting: dict[str, tuple[BackendRequest, PendingMask]] = field(default_factory=dict)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def begin(self, request: BackendRequest) -> None:
+        """Take a request that has a grammar; it comes out of `done`."""
+        compiling = self.masks.begin(request)
+        self._waiting[request.id] = (request, compiling)
+        compiling.add_done_callback(lambda _: self.wake())
+
+    def forget(self, request_id: str) -> None:
+        """It is not wanted any more."""
+        self._waiting.pop(request_id, None)
+
+    def done(self) -> Iterator[tuple[BackendRequest, PendingMask]]:
+        """Take out those that need not wait any longer; a mask, or why there is none, is in each one's future."""
+        for request_id, (request, compiling) in list(self._waiting.items()):
+            if compiling.done():
+                del self._waiting[request_id]
+                yield request, compiling
+
 
 _logger = logging.getLogger(__name__)
 
@@ -26,8 +64,8 @@ class Requests:
         self._backend = replica.backend
         self._tokenizer = replica.tokenizer
         self._outbox = outbox
-        self._answers: dict[str, Answer] = {}
-        self._masking = Masking(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake)
+        self._answers: dict[str, RequestState] = {}
+        self._masking = GrammarCompiler(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake)
 
     @property
     def adapters(self) -> set[str]:
@@ -40,7 +78,7 @@ class Requests:
             if request.id in self._answers:
                 self.forget(request.id)
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
-            answer = Answer(self._tokenizer, request)
+            answer = RequestState(self._tokenizer, request)
             if answer.finish is not None:
                 output = self._outbox.of(request.id)
                 output.finish, output.stop = answer.finish, answer.stop
@@ -103,7 +141,7 @@ class Requests:
             if event.finish is None:
                 self._backend.cancel(event.request_id)
 
-    def _rewind(self, answer: Answer) -> None:
+    def _rewind(self, answer: RequestState) -> None:
         """Have the backend go another way from where a banned string began; the prefix cache makes that cheap."""
         self._backend.cancel(answer.id)
         try:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import aiohttp
 
 from console.api.server import ApiServer, ApiSettings
-from console.link import EngineLink
-from console.links.api import Scope
+from console.link.api import Scope
+from console.link.protocol import EngineLink
 from engine.config import EngineConfig, ModelSpec
 from engine.devices import DeviceProbe
 from engine.engine import Engine

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from console.api.operator import LoadOrder
+from console.api.admin.operator import LoadOrder
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import ModelNotFound
-from engine.estimate import Estimate
+from engine.placement.estimate import Estimate
 from engine.snapshot import ModelStatus
 from tests.fakes.model import fake_spec
 

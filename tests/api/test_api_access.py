@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from console.api.key_file import KeysUnavailable
-from console.api.keys import Keys
+from console.api.http.key_file import KeysUnavailable
+from console.api.http.keys import Keys
 from console.api.server import ApiSettings
-from console.links.api import Scope
+from console.link.api import Scope
 from engine.errors import InvalidRequest
 from tests.api.harness import PATIENCE_S, PROMPT, Served, bearer, serving, told, until
 from tests.api.operators import FolderOperator

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from console.api.access_log import CannotLog
+from console.api.http.observability import CannotLog
 from console.api.server import ApiServer, ApiSettings
 from engine.config import EngineConfig
 from engine.engine import Engine

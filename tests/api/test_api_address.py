@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from console.api.errors import CannotListen, Unprotected
-from console.api.listening import Address, Listener
+from console.api.http.errors import CannotListen, Unprotected
+from console.api.http.listening import Address, Listener
 from console.api.server import ApiSettings
 from engine.errors import InvalidRequest
 from tests.api.harness import PATIENCE_S, PROMPT, Served, bearer, serving, told

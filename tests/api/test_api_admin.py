@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp.web_request import BaseRequest
 
-from console.api.admin import Admin
+from console.api.admin.endpoints import Admin
 from console.api.context import ApiContext
 from console.api.server import ApiSettings
 from tests.api.harness import Served, serving, until

@@ -16,25 +16,24 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
-from console.api.anthropic import conversation as anthropic
-from console.api.biases import MAX_TOKENS_NAMED
 from console.api.context import MAX_PROMPT_LOGPROBS
-from console.api.dry import MAX_BREAKER_CHARACTERS, MAX_BREAKERS
-from console.api.embeddings import INPUTS_PER_CHOICE
-from console.api.generation import STRETCH_S, Generation
-from console.api.ollama import conversation as ollama
-from console.api.prompts import Prompt
-from console.api.receiving import unpacked
-from console.api.sampler_order import MAX_SAMPLERS
-from console.api.serial_thread import SerialThread
-from console.api.served import MAX_COUNTED_TOKENS, ServedModel
+from console.api.dialects.anthropic import conversation as anthropic
+from console.api.dialects.ollama import chat as ollama
+from console.api.dialects.openai.embeddings import INPUTS_PER_CHOICE
+from console.api.http.request_body import unpacked
+from console.api.http.serial_thread import SerialThread
+from console.api.requests.generation import STRETCH_S, Generation
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampler_order import MAX_SAMPLERS
+from console.api.requests.sampling import MAX_BREAKER_CHARACTERS, MAX_BREAKERS, MAX_TOKENS_NAMED
+from console.api.requests.served_model import MAX_COUNTED_TOKENS, ServedModel
+from console.api.requests.structured_output import MAX_SCHEMA_BYTES, json_grammar
 from console.api.server import ApiSettings
-from console.api.structured import MAX_SCHEMA_BYTES, json_grammar
-from engine.child_process import ROOT
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import ContextLengthExceeded, InvalidRequest
-from engine.request import compact
+from engine.requests.request import compact_ids
+from engine.system.child_process import ROOT
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served, serving, told, until
 from tests.fakes.backend import FakeBackend
@@ -299,7 +298,7 @@ async def test_hundreds_of_answers_are_submitted_and_cancelled_in_stretches(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, loop = SlowEngine(), asyncio.get_running_loop()
-    prompt = Prompt(compact([1]), "x")
+    prompt = Prompt(compact_ids([1]), "x")
     generation = Generation(cast(Engine, engine), "x", [prompt] * 500, SamplingParams(), model=model)
     others: list[float] = []
 
@@ -356,7 +355,7 @@ async def test_requests_for_unknown_paths_end_with_their_answers(api: Served) ->
 
 async def test_a_generation_that_is_cancelled_while_it_is_submitted_leaves_nothing(model: ServedModel) -> None:
     engine = SlowEngine()
-    prompt = Prompt(compact([1]), "x")
+    prompt = Prompt(compact_ids([1]), "x")
     generation = Generation(cast(Engine, engine), "x", [prompt], SamplingParams(), model=model)
     generation.cancel(InvalidRequest("no more"))
     with pytest.raises(InvalidRequest, match="no more"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from console.api import received
+from console.api.http import request_body
 from console.api.server import ApiSettings
 from tests.api.harness import PATIENCE_S, Served, bearer, serving, told, until
 
@@ -162,7 +162,7 @@ def half_sent(headers: dict[str, str], sent: int) -> bytes:
 async def test_one_client_s_bodies_may_take_so_much_memory_and_those_of_others_as_much(
     keyed: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(received, "max_client_bytes", lambda request: 100_000)
+    monkeypatch.setattr(request_body, "max_client_bytes", lambda request: 100_000)
     alice, bob = await bearer(keyed, "alice", "use"), await bearer(keyed, "bob", "use")
     port = keyed.server.status().port
     streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
@@ -181,7 +181,7 @@ async def test_one_client_s_bodies_may_take_so_much_memory_and_those_of_others_a
 async def test_a_body_that_became_a_prompt_takes_nothing_of_what_its_client_may_have(
     paced_api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(received, "max_client_bytes", lambda request: 5000)
+    monkeypatch.setattr(request_body, "max_client_bytes", lambda request: 5000)
     asked = [asyncio.create_task(paced_api.post("/v1/completions", prompt="x" * 3000, max_tokens=1)) for _ in range(3)]
     await until(lambda: len(paced_api.engine._desk.live) == 3)
     assert paced_api.backend.gate is not None
@@ -190,7 +190,7 @@ async def test_a_body_that_became_a_prompt_takes_nothing_of_what_its_client_may_
 
 
 async def test_what_a_body_unpacks_to_counts(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received, "max_client_bytes", lambda request: 5000)
+    monkeypatch.setattr(request_body, "max_client_bytes", lambda request: 5000)
     packed = gzip.compress(b'{"prompt": "x", "max_tokens": 1' + b" " * 5000 + b"}")
     async with api.http.post("/v1/completions", data=packed, headers={"Content-Encoding": "gzip"}) as response:
         assert response.status == 429
@@ -199,7 +199,7 @@ async def test_what_a_body_unpacks_to_counts(api: Served, monkeypatch: pytest.Mo
 
 async def test_websockets_that_wait_for_a_message_count_for_their_client(tmp_path: Path) -> None:
     async with serving(tmp_path, settings=ApiSettings(port=0, max_body_bytes=LIMIT)) as api:
-        sockets = [await api.http.ws_connect("/api/v1/stream") for _ in range(received.MAX_CLIENT_BODIES)]
+        sockets = [await api.http.ws_connect("/api/v1/stream") for _ in range(request_body.MAX_CLIENT_BODIES)]
         async with api.http.ws_connect("/api/v1/stream") as refused:
             message = await refused.receive_json()
         assert (message["event"], message["error"]["code"]) == ("error", "rate_limited")

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from console.api.server import ApiServer, ApiSettings
-from console.calls import CALLS, GROUPS, KEPT_AT_HOME
-from console.frames import Frame, FrameEvent, FrameReader
+from console.link.frames import Frame, FrameEvent, FrameReader
+from console.link.rpc import CALLS, GROUPS, LOCAL_ONLY
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelLoadFailed
@@ -239,7 +239,7 @@ def test_every_method_of_every_protocol_is_a_call_or_kept_at_home_for_a_reason()
         for name, member in vars(protocol).items()
         if inspect.isfunction(member) and not name.startswith("_")
     }
-    assert methods == CALLS.keys() | KEPT_AT_HOME
+    assert methods == CALLS.keys() | LOCAL_ONLY
 
 
 def test_every_call_is_written_down() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from console.api.server import ApiSettings
-from console.loading import engine_config
-from console.serving import api_settings
-from console.settings import Settings
+from console.runtime.loading import engine_config
+from console.runtime.runtime import api_settings
+from console.settings.schema import Settings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
 from tests.fakes.model import fake_spec

@@ -1,4 +1,4 @@
-"""What is clamped: each field of the tables in console.api.clamped comes to what its line says."""
+"""What is clamped: each field of the tables in console.api.requests.parameters comes to what its line says."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from console.api.body import Body
-from console.api.clamped import SAMPLING_CLAMPED
-from console.api.parameter_page import bodies
-from console.api.parameter_rows import bodies_within
+from console.api.requests.body import Body
+from console.api.requests.parameters import SAMPLING_CLAMPED
 from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend
+from tools.docs_pages.parameters import bodies, bodies_within
 
 CONTEXT = 64
 ROOM = CONTEXT - 1

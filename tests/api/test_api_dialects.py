@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-import console.api.dialects
+import console.api.dialects.registry
 from console.api.context import ApiContext
-from console.api.dialects import DIALECTS, Dialect
-from console.api.errors import json_response
-from console.api.received import received
+from console.api.dialects.registry import DIALECTS, Dialect
+from console.api.http.errors import json_response
+from console.api.http.request_body import body_bytes
+from console.api.requests.stream import ChunkStream
 from console.api.server import ApiSettings
-from console.api.stream import ChunkStream
 from engine.errors import EngineError, InvalidRequest
 from tests.api.harness import Served, serving
 
@@ -31,7 +31,7 @@ class Shouted:
         return [web.post("/generate", self._post), web.post("/shout", self._post), web.get("/v1/models", self._post)]
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
-        match request.method, received(request).decode():
+        match request.method, body_bytes(request).decode():
             case "GET", _:
                 return json_response("SHOUTED MODELS")
             case _, body if "bad" in body:
@@ -60,7 +60,7 @@ def with_shouting(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = next(dialect for dialect in DIALECTS if dialect.name == "generate")
     openai = next(dialect for dialect in DIALECTS if dialect.name == "openai")
     table = (openai, generate, Dialect("shout", "Shouting", (Shouted,), shouts, is_loud))
-    monkeypatch.setattr(console.api.dialects.Dialects.__init__, "__defaults__", (table,))
+    monkeypatch.setattr(console.api.dialects.registry.DialectRegistry.__init__, "__defaults__", (table,))
 
 
 @pytest.fixture

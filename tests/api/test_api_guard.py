@@ -12,7 +12,7 @@ import pytest
 from aiohttp.web_request import BaseRequest
 
 from console.api.server import ApiSettings
-from console.links.api import KeyLimits
+from console.link.api import KeyLimits
 from tests.api.harness import PROMPT, Served, serving, told, until
 from tests.api.operators import FolderOperator
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.api.logprobs import LOWEST, TextOffsets, chat_logprobs, completion_logprobs
+from console.api.requests.logprobs import LOWEST, TextOffsets, chat_logprobs, completion_logprobs
 from engine.backends.base import TokenLogprob
-from engine.text.detokenizer import IncrementalDetokenizer
-from engine.text.folder import TokenizerFolder
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes import tiny_tokenizers
 from tests.fakes.model import EOS_ID, write_fake_model
 

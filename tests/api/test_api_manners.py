@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from console.api.errors import envelope
+from console.api.http.errors import envelope
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from engine.errors import LoadCancelled

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from console.runtime import Runtime
-from console.settings import Settings
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
 from tests.fakes.adapters import make_adapter
 from tests.fakes.tiny_models import make_tiny_model
 

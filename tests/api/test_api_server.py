@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from console.api.errors import CannotListen
+from console.api.http.errors import CannotListen
 from console.api.server import ApiServer, ApiSettings
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -91,7 +91,7 @@ async def test_an_unforeseen_failure_in_a_stream_is_an_event_without_its_traceba
     async def broken(*_: object) -> None:
         raise RuntimeError("the secret path")
 
-    monkeypatch.setattr("console.api.completions._Call.send", broken)  # type: ignore[attr-defined]
+    monkeypatch.setattr("console.api.dialects.openai.completions._Call.send", broken)  # type: ignore[attr-defined]
     events = await api.events("/v1/completions", prompt="x")
     assert [event["error"]["code"] for event in events] == ["internal_error"]
     assert "secret" not in events[0]["error"]["message"]

@@ -11,13 +11,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from console.api.certificates import Certificate
-from console.api.errors import CannotListen
+from console.api.http.errors import CannotListen
+from console.api.http.tls import Certificate
 from console.api.server import ApiSettings
-from console.elsewhere import add_key, tls_of
-from console.loops import LoopThread
-from console.remote.address import address_of
-from console.remote.link import RemoteLink
+from console.cli.remote_args import add_key, tls_of
+from console.link.remote.http import address_of
+from console.link.remote.link import RemoteLink
+from console.runtime.loops import LoopThread
 from engine.errors import InvalidRequest
 from tests.api.harness import serving, until
 from tests.api.operators import FolderOperator

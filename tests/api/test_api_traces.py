@@ -20,12 +20,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from console.api import watching
+from console.api import context as watching
+from console.api.http.tracing import Tracing, TracingUnavailable, phases_of, traces_url
 from console.api.server import ApiServer, ApiSettings
-from console.api.tracing import Tracing, TracingUnavailable, phases_of, traces_url
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.records import Stay
+from engine.requests.history import WorkerSpan
 from engine.snapshot import RequestRow
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate
@@ -128,15 +128,22 @@ async def test_a_request_that_lost_its_worker_shows_where_it_was(tmp_path: Path,
     ("row", "stays", "phases"),
     [
         ({"age_s": 3.0}, (), [("queue", 0.0, 3.0)]),
-        ({"age_s": 3.0}, (Stay(worker="w0", since_s=1.0, until_s=3.0),), [("queue", 0.0, 1.0), ("prefill", 1.0, 3.0)]),
+        (
+            {"age_s": 3.0},
+            (WorkerSpan(worker="w0", since_s=1.0, until_s=3.0),),
+            [("queue", 0.0, 1.0), ("prefill", 1.0, 3.0)],
+        ),
         (
             {"age_s": 9.0},
-            (Stay(worker="w0", since_s=1.0, until_s=3.0, lost=True),),
+            (WorkerSpan(worker="w0", since_s=1.0, until_s=3.0, lost=True),),
             [("queue", 0.0, 1.0), ("prefill", 1.0, 3.0), ("queue", 3.0, 9.0)],
         ),
         (
             {"age_s": 9.0, "ttft_s": 6.0},
-            (Stay(worker="w0", since_s=0.0, until_s=3.0, lost=True), Stay(worker="w1", since_s=4.0, until_s=9.0)),
+            (
+                WorkerSpan(worker="w0", since_s=0.0, until_s=3.0, lost=True),
+                WorkerSpan(worker="w1", since_s=4.0, until_s=9.0),
+            ),
             [
                 ("queue", 0.0, 0.0),
                 ("prefill", 0.0, 3.0),
@@ -148,7 +155,7 @@ async def test_a_request_that_lost_its_worker_shows_where_it_was(tmp_path: Path,
     ],
 )
 def test_phases_follow_one_another(
-    row: dict[str, Any], stays: tuple[Stay, ...], phases: list[tuple[str, float, float]]
+    row: dict[str, Any], stays: tuple[WorkerSpan, ...], phases: list[tuple[str, float, float]]
 ) -> None:
     found = phases_of(RequestRow(id="a", source="api", state="finished", **row), stays)
     assert [phase[:3] for phase in found] == phases

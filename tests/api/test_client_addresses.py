@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from console.api.server import ApiSettings
-from console.sources import load_settings
+from console.settings.sources import load_settings
 from engine.errors import InvalidRequest
 from tests.api.harness import serving
 

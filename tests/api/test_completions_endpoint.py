@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from console.api import served
+from console.api.requests import served_model
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served, serving, text_of
 from tests.fakes.backend import FakeBackend, expected_text, saying
@@ -280,7 +280,7 @@ async def test_many_token_ids_are_read_beside_the_event_loop(api: Served, monkey
         return decode(self, ids, skip_special_tokens=skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", noted)
-    monkeypatch.setattr(served, "MANY_TOKENS", 3)
+    monkeypatch.setattr(served_model, "MANY_TOKENS", 3)
     await api.post("/v1/completions", prompt=[79, 110], max_tokens=1)
     await api.post("/v1/completions", prompt=[79, 110, 99, 101], max_tokens=1)
     assert [thread is threading.current_thread() for thread in threads] == [True, False]

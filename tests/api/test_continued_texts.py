@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from console.links.conversation import ChatMessage
-from console.local_conversation import LocalConversation
-from console.loops import OwnLoop
+from console.link.chat import ChatMessage
+from console.link.local_chat import LocalConversation
+from console.runtime.loops import CurrentLoop
 from engine.config import SamplingParams
 from tests.api.harness import Served, serving
 from tests.fakes import tiny_tokenizers
@@ -145,7 +145,7 @@ async def test_an_answer_held_to_a_grammar_has_every_character_that_the_grammar_
 
 
 async def test_the_console_goes_on_with_a_begun_answer_alone(api: Served) -> None:
-    conversation = LocalConversation(cast(Any, SimpleNamespace(engine=api.engine)), OwnLoop())
+    conversation = LocalConversation(cast(Any, SimpleNamespace(engine=api.engine)), CurrentLoop())
     question, begun = ChatMessage(role="user", content="x"), ChatMessage(role="assistant", content="how")
     params = SamplingParams(max_tokens=3)
     for messages, expected in (([question, begun], ANSWER), ([question], ANSWER[1:])):

@@ -13,17 +13,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from console.called import as_link
-from console.deltas import plain
-from console.feed import Feed
-from console.frames import Frame, FrameEvent
-from console.links.conversation import ChatDelta, ChatMessage
-from console.loops import LoopThread
-from console.remote import chat, http
-from console.remote.address import address_of
-from console.remote.connection import Connection
-from console.remote.errors import OutOfReach
-from console.remote.link import RemoteLink
+from console.link.chat import ChatDelta, ChatMessage, DeltaFeed
+from console.link.frames import Frame, FrameEvent, to_plain
+from console.link.remote import chat, http
+from console.link.remote.connection import Connection
+from console.link.remote.http import OutOfReach, address_of
+from console.link.remote.link import RemoteLink
+from console.link.rpc import as_link
+from console.runtime.loops import LoopThread
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from tests.fakes import scenes
@@ -36,7 +33,7 @@ HI = [ChatMessage(role="user", content="hi")]
 
 def frame() -> Any:
     """A frame as JSON has it; its log has as many lines as are fetched: none."""
-    return msgspec.json.decode(msgspec.json.encode(plain(Frame(snapshot=scenes.busy()))))
+    return msgspec.json.decode(msgspec.json.encode(to_plain(Frame(snapshot=scenes.busy()))))
 
 
 def event(value: object) -> bytes:
@@ -283,7 +280,7 @@ class Flooding:
     address = address_of("gpu1")
 
     async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
-        yield plain(FrameEvent(full=frame()))
+        yield to_plain(FrameEvent(full=frame()))
         for _ in range(99):
             yield {"delta": {}}
         raise OutOfReach("gpu1 cannot be reached: nobody listens there")
@@ -309,7 +306,7 @@ async def test_of_a_flood_of_frames_no_more_are_taken_than_four_times_what_was_a
 
 async def test_of_words_that_come_at_once_a_screen_that_is_busy_gets_one_piece() -> None:
     loop = asyncio.get_running_loop()
-    feed = Feed(loop)
+    feed = DeltaFeed(loop)
     scheduled = []
     feed._loop = Scheduling(loop, scheduled)  # type: ignore[assignment]
     for number in range(10_000):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from console.api.embeddings import written_vectors
+from console.api.dialects.openai.embeddings import encode_vectors
 from tests.api.harness import Served, serving
 from tests.api.ollama_calls import generate, refusal
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, vector_of
@@ -94,7 +94,7 @@ async def test_vectors_are_written_one_at_a_time() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    written = await written_vectors([array("f", [0.5, 1.0]).tobytes()] * 20, "float")
+    written = await encode_vectors([array("f", [0.5, 1.0]).tobytes()] * 20, "float")
     counting.cancel()
     assert [bytes(vector) for vector in written] == [b"[0.5,1.0]"] * 20
     assert turns >= 20

@@ -12,7 +12,7 @@ import jsonschema_rs
 import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
-from console.api.body_schema import meanings
+from console.api.requests.schemas import meanings
 from tests.api.harness import Served, serving
 from tests.api.operators import FolderOperator
 from tests.fakes import scenes

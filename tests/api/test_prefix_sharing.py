@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from console.api.server import ApiSettings
-from console.links.conversation import ChatMessage
-from console.local_conversation import LocalConversation
-from console.loops import LoopThread, OwnLoop
-from console.runtime import Runtime
+from console.link.chat import ChatMessage
+from console.link.local_chat import LocalConversation
+from console.runtime.loops import CurrentLoop, LoopThread
+from console.runtime.runtime import Runtime
 from engine.backends.torch.backend import TorchBackend
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from tests.api.harness import Served, bearer, serving
@@ -166,7 +166,9 @@ async def test_everybody_shares_everything_where_the_operator_says_so(tmp_path: 
 async def test_the_chat_of_the_console_is_a_tenant_of_its_own(computing_api: Served) -> None:
     tokenizer = computing_api.engine.tokenizer
     assert tokenizer is not None
-    chat = LocalConversation(cast(Runtime, SimpleNamespace(engine=computing_api.engine)), cast(LoopThread, OwnLoop()))
+    chat = LocalConversation(
+        cast(Runtime, SimpleNamespace(engine=computing_api.engine)), cast(LoopThread, CurrentLoop())
+    )
     for _ in range(2):
         [delta async for delta in chat.chat([ChatMessage(role="user", content=QUESTION)], SamplingParams(max_tokens=1))]
     named_so = await bearer(computing_api, "console", "use")

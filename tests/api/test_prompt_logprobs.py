@@ -13,9 +13,10 @@ import msgspec
 import openai
 import pytest
 
-from console.api import chat, generation
-from console.api import openai as openai_dialect
-from console.api.tgi import generating
+from console.api.dialects.openai import chat
+from console.api.dialects.openai import common as openai_dialect
+from console.api.dialects.tgi import generate
+from console.api.requests import generation
 from engine.backends.base import TokenEvent
 from tests.api.harness import Served, serving, text_of
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
@@ -201,7 +202,7 @@ async def test_chat_refuses_best_of(api: Served) -> None:
             {"messages": [{"role": "user", "content": "x" * 1100}], "prompt_logprobs": 0, "max_tokens": 1},
         ),
         (
-            generating,
+            generate,
             "prefill",
             "/generate",
             {"inputs": "x" * 1100, "parameters": {"decoder_input_details": True, "max_new_tokens": 1}},

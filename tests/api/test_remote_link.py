@@ -12,28 +12,24 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from console.api.chat import ChatBody
+from console.api.dialects.openai.chat import ChatBody
 from console.api.server import ApiServer, ApiSettings
-from console.called import as_link
-from console.calls import CALLS
-from console.deltas import plain
-from console.frames import Frame, FrameEvent
-from console.links.benches import BenchOrder
-from console.links.conversation import ChatMessage
-from console.links.models import LoadSettings
-from console.links.tuning import TuneOrder
-from console.loops import LoopThread
-from console.readonly import ReadOnly, ReadOnlyLink
-from console.remote.address import address_of
-from console.remote.chat import chat_body
-from console.remote.connection import Connection
-from console.remote.errors import NotAllowed, OutOfReach
-from console.remote.link import RemoteLink
-from console.remote.polled import Polled
+from console.link.benches import BenchOrder
+from console.link.chat import ChatMessage
+from console.link.frames import Frame, FrameEvent, to_plain
+from console.link.protocol import LoadSettings
+from console.link.readonly import ReadOnly, ReadOnlyLink
+from console.link.remote.chat import chat_body
+from console.link.remote.connection import Connection
+from console.link.remote.http import NotAllowed, OutOfReach, address_of
+from console.link.remote.link import Polled, RemoteLink
+from console.link.rpc import CALLS, as_link
+from console.link.tuning import TuneOrder
+from console.runtime.loops import LoopThread
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelLoadFailed
-from engine.records import RequestText
+from engine.requests.history import RequestText
 from tests.api.operators import FolderOperator
 from tests.fakes import bench_scenes, request_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
@@ -252,7 +248,7 @@ class NoInstance:
     async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
         self.fails -= 1
         if self.fails == 0:
-            yield plain(FrameEvent(full=plain(Frame(snapshot=scenes.busy()))))
+            yield to_plain(FrameEvent(full=to_plain(Frame(snapshot=scenes.busy()))))
         raise OutOfReach("gpu1 cannot be reached: nobody listens there")
 
     async def get(self, path: str, query: Any = None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from console.api.serial_thread import SerialThread
+from console.api.http.serial_thread import SerialThread
 from console.api.server import ApiSettings
 from engine.text.chat_template import ChatTemplate
 from tests.api.harness import Served, bearer, serving

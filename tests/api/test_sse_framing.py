@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.api.anthropic.answers import EVENTS
-from console.api.stream import DONE, JSON_LINES, SSE, Framing
+from console.api.dialects.anthropic.messages import EVENTS
+from console.api.requests.stream import DONE, JSON_LINES, SSE, Framing
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, saying
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.api.serial_thread import SerialThread
-from console.api.served import served_model
+from console.api.http.serial_thread import SerialThread
+from console.api.requests.served_model import served_model
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, saying
 from tests.fakes.model import EOS_ID

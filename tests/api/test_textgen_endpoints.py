@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from console.api.dialects.textgen.generate import MAX_PINGS
 from console.api.server import ApiSettings
-from console.api.textgen.streaming import MAX_PINGS
 from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID

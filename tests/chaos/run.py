@@ -17,7 +17,7 @@ import psutil
 
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import Engine
-from engine.log import RingHandler
+from engine.system.log import RingHandler
 from tests.chaos.faults import Saboteur
 from tests.chaos.load import Tally, assortment, client, undisturbed
 from tests.fakes.engines import StillProbe

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 from tests.contract.driving import Subject
 from tests.fakes.exllama import FakeExllama, RealExllama
@@ -47,7 +47,7 @@ def _torch(folder: Path) -> Subject:
         """Raises what the test put into `errors`."""
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
         ) -> torch.Tensor:
             if errors:
                 raise errors.pop()

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from engine.backends import base
-from engine.backends.exllama import attention, draws, folder, parts, sampling
+from engine.backends.common import exllamav2_checkpoint
+from engine.backends.exllamav2 import attention, library_types, sampling
+from engine.backends.exllamav2 import sampling as draws
 from engine.config import SamplingParams, model
 from engine.config import sampling as asked
 from engine.models import headers
@@ -37,7 +39,7 @@ from tests.contract.library_table import (
 )
 from tests.fakes.exllamav2_wheel import wheel_folder
 
-_OURS = Path(parts.__file__).parent
+_OURS = Path(library_types.__file__).parent
 _CONTRACTS = [Path(str(module.__file__)) for module in (model, asked, base, headers)]
 _FAKES = Path(__file__).parents[1] / "fakes"
 _GPU = Path(__file__).parents[1] / "gpu"
@@ -104,7 +106,7 @@ def test_everything_that_we_ask_of_the_library_is_there(ours: Findings, library:
 
 
 def test_what_the_gpu_checks_ask_of_the_library_is_there_too(library: Package) -> None:
-    files = [_OURS / "parts.py", *(_GPU / f"{name}.py" for name in ("library", "direct", "check_weights"))]
+    files = [_OURS / "library_types.py", *(_GPU / f"{name}.py" for name in ("library", "direct", "check_weights"))]
     found = _read(files, library, GPU_ROWS)
     assert sorted(found.unexplained) == []
     assert sorted(problem for use in found.uses if (problem := _problem(use, library))) == []
@@ -143,7 +145,7 @@ def test_a_call_that_the_library_does_not_have_is_found(
 ) -> None:
     source = f"def use(library: Library, config: Any, make: Callable[[], Any]) -> None:\n    {line}\n"
     (tmp_path / "backend.py").write_text(source)
-    files = [_OURS / "parts.py", tmp_path / "backend.py"]
+    files = [_OURS / "library_types.py", tmp_path / "backend.py"]
     found = _read(files, library, {"backend: use(make)": GENERATOR})
     problems = [_problem(use, library) for use in found.uses if use.where.startswith("backend")]
     assert any(finding in problem for problem in problems), problems
@@ -183,7 +185,7 @@ def test_the_architectures_that_we_accept_are_those_that_the_library_knows(libra
         for constant in ast.walk(node)
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
-    assert compared == folder.ARCHITECTURES
+    assert compared == exllamav2_checkpoint.ARCHITECTURES
 
 
 def test_the_environment_variables_that_we_set_are_read_by_the_library(library: Package) -> None:
@@ -198,14 +200,14 @@ def test_the_environment_variables_that_we_set_are_read_by_the_library(library: 
 
 
 def test_the_wheel_is_the_version_that_we_ask_for(library: Package) -> None:
-    from engine.backends.exllama.import_faults import VERSION
+    from engine.backends.exllamav2.errors import VERSION
 
     assert VERSION in library.strings("version")
 
 
 @pytest.mark.parametrize("message", ["Insufficient VRAM", "Insufficient space in device allocation", "Could not find"])
 def test_the_messages_that_we_tell_errors_by_are_the_librarys(message: str, library: Package) -> None:
-    matched = (_OURS / "load_faults.py").read_text()
+    matched = (_OURS / "errors.py").read_text()
     assert message in matched
     assert any(message in said for said in library.strings())
 
@@ -243,7 +245,7 @@ def test_our_random_numbers_have_every_method_that_the_library_calls(library: Pa
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "rng"
     }
     assert called
-    assert all(callable(getattr(draws.Draws, name, None)) for name in called)
+    assert all(callable(getattr(draws.RandomDraws, name, None)) for name in called)
 
 
 def test_what_stands_in_for_receive_logits_is_called_as_the_library_calls_it(library: Package) -> None:

@@ -16,10 +16,10 @@ OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
     "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker/factory.py"}),
     "ray": ("ray", {"engine/cluster"}),
-    "opentelemetry": ("otel", {"console/api/tracing.py"}),
-    "pip": ("", {"engine/installing.py"}),  # whether it is there
-    "triton": ("", {"engine/backends/paged_attention/kernels.py"}),
-    "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllama/attention.py"}),
+    "opentelemetry": ("otel", {"console/api/http/tracing.py"}),
+    "pip": ("", {"engine/system/install_command.py"}),  # whether it is there
+    "triton": ("", {"engine/backends/paged_attention/triton_kernels.py"}),
+    "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllamav2/attention.py"}),
 }
 """What the program runs without: its extra ("" where torch for GPUs brings it, or whoever wants it), and where it is
 imported."""

@@ -13,8 +13,9 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from console import commands_page, endpoint_page, settings_page
 from tests.fakes.kernel_cache import share_kernels
+from tools.docs_pages import commands as commands_page
+from tools.docs_pages import endpoints, settings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -106,9 +107,9 @@ def test_commands_that_are_marked_run(place: str, commands: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("made", "file", "program"),
     [
-        (settings_page.page, "docs/settings.md", "console.settings_page"),
-        (commands_page.page, "docs/commands.md", "console.commands_page"),
-        (endpoint_page.page, "docs/api/endpoints.md", "console.endpoint_page"),
+        (settings.page, "docs/settings.md", "tools.docs_pages.settings"),
+        (commands_page.page, "docs/commands.md", "tools.docs_pages.commands"),
+        (endpoints.page, "docs/api/endpoints.md", "tools.docs_pages.endpoints"),
     ],
 )
 def test_a_page_that_a_program_makes_is_as_it_makes_it(made: object, file: str, program: str) -> None:

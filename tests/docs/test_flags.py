@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from console.commands_page import parsers
-from console.setting_rows import as_text
-from console.settings import Settings
+from console.settings.rows import as_text
+from console.settings.schema import Settings
 from tests.docs.test_documents import DOCUMENTS, ROOT, names, tokens
+from tools.docs_pages.commands import parsers
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMAND = re.compile(r"ericllm(?=$| )[^#|&;\n]*")

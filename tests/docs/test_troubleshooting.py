@@ -13,16 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 
-import console.loading
+import console.runtime.loading
 import engine.worker.factory
 import ericllm_main
 from console.api.server import ApiSettings
-from console.cli import NO_SCREEN
-from console.loading import choose_model
-from console.output import redirected_stream
-from console.sources import load_settings
+from console.cli.main import NO_SCREEN
+from console.runtime.loading import choose_model
+from console.runtime.output import redirected_stream
+from console.settings.sources import load_settings
 from engine.errors import EngineError
-from engine.models.hub_errors import explain
+from engine.models.hub_client import explain_hub_error
 from engine.models.resolve import resolve_local
 from tests.api.harness import serving
 
@@ -65,7 +65,7 @@ async def no_name(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def no_hub(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    return explain(OSError("no network"), "org/name", None, "https://hub").message
+    return explain_hub_error(OSError("no network"), "org/name", None, "https://hub").message
 
 
 async def no_weights(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
@@ -86,7 +86,7 @@ async def no_backend(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def no_gpu(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(console.loading, "_has_gpu", lambda: False)
+    patch.setattr(console.runtime.loading, "_has_gpu", lambda: False)
     return refused(model="demo", gpu_split="16,24")
 
 

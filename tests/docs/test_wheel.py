@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from engine.backends.torch.native.build import ISA_FLAGS
+from engine.backends.common.native_build import ISA_FLAGS
 from tests.docs.declared import installed_with
 from tests.fakes.kernel_cache import share_kernels
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.torch.native.attention import Heads, NativeAttention
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 from tests.fakes.coded_pages import Coded, laid, turned
 

@@ -8,9 +8,8 @@ import msgspec
 
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.users import Users
-from console.bench.news import BenchProgress
-from console.bench.result import BenchResult, MachineInfo, Row, TargetInfo, Versions
-from console.links.benches import BenchReport
+from console.bench.result import BenchProgress, BenchResult, MachineInfo, Row, TargetInfo, Versions
+from console.link.benches import BenchReport
 
 MODEL = "NeuralHermes-7B"
 _USERS = {1: (1.21, 1.18, 1.30), 2: (1.34, 1.31, 1.52), 4: (1.62, 1.55, 1.71)}

@@ -7,10 +7,9 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
 
-from console.bench.prompts import Prompt
 from console.bench.result import TargetInfo
 from console.bench.target import Chunk, Counters, TargetFailed
-from console.bench.workload import Item
+from console.bench.workload import Item, Prompt
 from engine.errors import EngineError
 
 

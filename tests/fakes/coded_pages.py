@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.torch.kv_codes import HeadCodec
-from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.common.kv_format import HeadFormat
+from engine.backends.torch.kv.codec import HeadCodec
 
 TILE, CPU = 16, torch.device("cpu")
 

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.backends.paged_attention import kernels
-from engine.backends.paged_attention.tiles import MAX_SPLITS, power_of_two, tile_for
+from engine.backends.paged_attention import triton_kernels
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, power_of_two, tile_for
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -43,7 +43,7 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
     sizes = {"kv_heads": 8, "head_dim": head_dim, "page_tokens": page_tokens}
     block_d = power_of_two(head_dim)
     made = compiled(
-        kernels.attend_kernel,
+        triton_kernels.attend_kernel,
         capability,
         sizes
         | {"group": 4, "window": 0, "capped": False, "upcast": False, "split": rows < 64}
@@ -51,8 +51,10 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    compiled(kernels.append_kernel, capability, sizes | {"block_h": 8, "block_d": block_d})
-    compiled(kernels.combine_kernel, capability, {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d})
+    compiled(triton_kernels.append_kernel, capability, sizes | {"block_h": 8, "block_d": block_d})
+    compiled(
+        triton_kernels.combine_kernel, capability, {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
+    )
     text = made.asm["ptx"]
     print(json.dumps({"shared": made.metadata.shared, "tensor_cores": "mma" in text}))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.backends.base import BackendRequest, TokenEvent
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.speculation import Speculation
-from engine.backends.torch.step_time import StepTime
+from engine.backends.torch.speculation.speculation import Speculation
+from engine.backends.torch.speculation.step_time import StepTime
 from engine.config import ModelSpec, SamplingParams
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from console.frames import Frame
-from console.link import ApiStatus
-from console.recording.link import ReplayLink
-from console.recording.reader import Recording
-from console.recording.writer import RecordingWriter
-from console.standing import Standing
+from console.link.frames import Frame
+from console.link.protocol import ApiStatus
+from console.link.recording.link import ReplayLink
+from console.link.recording.reader import Recording
+from console.link.recording.recorder import RecordingWriter
+from console.link.status import LinkStatus
 from engine.snapshot import Snapshot
 from tests.fakes import scenes
 from tests.fakes.link import LOGS, FakeLink
@@ -22,9 +22,9 @@ class FakeRemote(FakeLink):
 
     def __init__(self, name: str, snapshot: Snapshot | None = None) -> None:
         super().__init__(snapshot)
-        self.stands = Standing(name=name, reach="live")
+        self.stands = LinkStatus(name=name, reach="live")
 
-    def standing(self) -> Standing:
+    def standing(self) -> LinkStatus:
         """As the test has it."""
         return self.stands
 
@@ -34,7 +34,7 @@ class FakeRemote(FakeLink):
 
     def come_back(self) -> None:
         """It is there again."""
-        self.stands = Standing(name=self.stands.name, reach="live")
+        self.stands = LinkStatus(name=self.stands.name, reach="live")
 
 
 RECORDED_S = 300

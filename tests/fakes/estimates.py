@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from engine.config import DeviceShare
-from engine.estimate import DeviceEstimate, Estimate
-from engine.plan import Placement
+from engine.placement.estimate import DeviceEstimate, Estimate
+from engine.placement.plan import Placement
 from tests.fakes.scenes import GIB, MIB
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
-from engine.backends.exllama.backend import ExllamaBackend
-from engine.backends.exllama.parts import Library, LoadedParts
+from engine.backends.exllamav2.backend import ExllamaBackend
+from engine.backends.exllamav2.library_types import Library, LoadedParts
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.backends.exllama.parts import Library
+from engine.backends.exllamav2.library_types import Library
 from engine.models.headers import read_header
 from tests.fakes.exllama_settings import FakeConfig
 

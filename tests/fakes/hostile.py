@@ -11,11 +11,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from console.called import CalledGroup, CalledLink
-from console.calls import Call, carried_out
-from console.link import ApiStatus
-from console.links.conversation import ChatDelta, ChatMessage
-from console.standing import Standing, standing_of
+from console.link.chat import ChatDelta, ChatMessage
+from console.link.protocol import ApiStatus
+from console.link.rpc import Call, RpcGroup, RpcLink, invoke
+from console.link.status import LinkStatus, link_status
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.snapshot import LogEntry, Snapshot
@@ -64,7 +63,7 @@ def innocent(value: Any) -> Any:
     return type(value)(map(innocent, value)) if isinstance(value, list | tuple) else value
 
 
-class HostileLink(CalledLink):
+class HostileLink(RpcLink):
     """`link` as somebody hostile would have it; commands go to it as they were meant."""
 
     def __init__(self, link: FakeLink) -> None:
@@ -89,9 +88,9 @@ class HostileLink(CalledLink):
         total, lines = self._link.logs(after)
         return total, [hostile(line) for line in lines]
 
-    def standing(self) -> Standing:
+    def standing(self) -> LinkStatus:
         """Of a name that somebody gave."""
-        return hostile(standing_of(self._link))  # type: ignore[no-any-return]
+        return hostile(link_status(self._link))  # type: ignore[no-any-return]
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """What a screen polls."""
@@ -101,7 +100,7 @@ class HostileLink(CalledLink):
         """The answer, or a hostile refusal."""
         given = {name: innocent(each) for name, each in arguments.items()}
         try:
-            return hostile(await carried_out(call, self._link, given), call.result)
+            return hostile(await invoke(call, self._link, given), call.result)
         except EngineError as error:
             raise _hostile_error(error) from None
 
@@ -114,7 +113,7 @@ class HostileLink(CalledLink):
         await self._link.stop_api(finish=finish)
 
 
-class _Conversation(CalledGroup):
+class _Conversation(RpcGroup):
     """A model that says hostile things."""
 
     def __init__(self, caller: HostileLink, link: FakeLink) -> None:

@@ -6,8 +6,8 @@ import gzip
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from console.api.biases import MAX_TOKENS_NAMED
-from console.api.json_bounds import JsonBounds
+from console.api.http.json_bounds import JsonBounds
+from console.api.requests.sampling import MAX_TOKENS_NAMED
 from engine.errors import InvalidRequest
 
 BODY_BYTES = 8 * 2**20

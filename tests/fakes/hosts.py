@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 from engine.backends.base import BackendStats, LoadedModel
 from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import Command, Event, Hello, Loaded, RequestOutput, StepBatch, Submit, Taken
+from engine.worker.protocol import (
+    Command,
+    Event,
+    Hello,
+    Loaded,
+    RequestOutput,
+    RequestStarted,
+    StepBatch,
+    Submit,
+)
 
 MODEL = LoadedModel(
     backend="fake",
@@ -62,7 +71,7 @@ class PlayedHost:
 
     def take(self) -> None:
         """The worker begins with everything that was submitted to it so far."""
-        self.say(*(Taken(request_id=each.request.id) for each in self.commands if isinstance(each, Submit)))
+        self.say(*(RequestStarted(request_id=each.request.id) for each in self.commands if isinstance(each, Submit)))
 
     def step(self, *outputs: RequestOutput, step_s: float = 0.01) -> None:
         """The worker did a step."""

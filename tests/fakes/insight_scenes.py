@@ -8,9 +8,8 @@ from bisect import bisect_left
 import msgspec
 
 from engine.backends.base import DraftPosition
-from engine.insight import LENGTH_BOUNDS
-from engine.insight_values import DeviceWork, Energy, Goodput, Insight, Lengths, Session, Spread
-from engine.snapshot import DeviceLimits, Snapshot
+from engine.metrics.session import LENGTH_BOUNDS
+from engine.snapshot import DeviceLimits, DeviceWork, Energy, Goodput, Insight, Lengths, Session, Snapshot, Spread
 from tests.fakes import scenes
 
 

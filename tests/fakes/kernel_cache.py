@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.backends.torch.native.build import cache_folder
+from engine.backends.common.native_build import cache_folder
 
 
 def share_kernels(cache: Path) -> None:

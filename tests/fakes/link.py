@@ -18,15 +18,14 @@ from typing import Any
 
 import msgspec
 
-from console.link import ApiStatus
-from console.links.conversation import ChatMessage
-from console.links.models import LoadSettings
+from console.link.chat import ChatMessage
+from console.link.protocol import ApiStatus, LoadSettings
 from engine.config import ModelSpec, SamplingParams
 from engine.doctor.examine import examine
 from engine.doctor.report import Report
 from engine.errors import EngineError, LoadCancelled, ModelNotFound
-from engine.estimate import Estimate
 from engine.models.catalog import ModelEntry
+from engine.placement.estimate import Estimate
 from engine.snapshot import LogEntry, ModelStatus, RequestRow, Snapshot
 from tests.fakes import estimates, machines, scenes
 from tests.fakes.link_api import FakeApi

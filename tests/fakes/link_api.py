@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from console.links.api import (
+from console.link.api import (
     NO_LIMITS,
     ApiReport,
     ClientReading,

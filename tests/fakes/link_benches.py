@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from console.bench.about import MEASURES
-from console.bench.headline import headline, settings_text
+from console.bench.about import BENCH_DESCRIPTIONS
+from console.bench.comparison import headline, settings_text
 from console.bench.result import BenchResult
-from console.links.benches import BenchEntry, BenchField, BenchForm, BenchOrder, BenchReport
+from console.link.benches import BenchEntry, BenchField, BenchForm, BenchOrder, BenchReport
 from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class FakeBenches:
                 refused=_REFUSED.get(name, ""),
                 no_server=_NO_SERVER.get(name, ""),
             )
-            for name, measures in MEASURES.items()
+            for name, measures in BENCH_DESCRIPTIONS.items()
         )
 
     async def start(self, order: BenchOrder) -> None:

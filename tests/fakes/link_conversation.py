@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from console.links.conversation import ChatDelta, ChatMessage, DraftCount
+from console.link.chat import ChatDelta, ChatMessage, DraftCount
 from engine.config import SamplingParams
 from engine.errors import NoModelLoaded
 

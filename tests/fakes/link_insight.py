@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.insight_values import Insight, Session
+from engine.snapshot import Insight, Session
 
 if TYPE_CHECKING:
     from tests.fakes.link import FakeLink

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from console.links.models import NOTHING, Fetching, LoadSettings
-from engine.estimate import Estimate
+from console.link.protocol import NOTHING, Fetching, LoadSettings
 from engine.models.resolve import is_hub_id
+from engine.placement.estimate import Estimate
 
 if TYPE_CHECKING:
     from tests.fakes.link import FakeLink

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.errors import RequestNotFound
-from engine.records import Burst, RequestDetail, Stay
+from engine.requests.history import RequestDetail, TokenBatch, WorkerSpan
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
@@ -63,10 +63,11 @@ def story(row: RequestRow, **changes: Any) -> RequestDetail:
         ()
         if began is None
         else tuple(
-            Burst(since_s=began + at * itl_s, until_s=began + at * itl_s, tokens=1) for at in range(row.output_tokens)
+            TokenBatch(since_s=began + at * itl_s, until_s=began + at * itl_s, tokens=1)
+            for at in range(row.output_tokens)
         )
     )
-    stays = () if row.worker is None else (Stay(worker=row.worker, since_s=row.queued_s, until_s=_until(row)),)
+    stays = () if row.worker is None else (WorkerSpan(worker=row.worker, since_s=row.queued_s, until_s=_until(row)),)
     values: dict[str, Any] = {"row": row, "stays": stays, "bursts": bursts}
     return RequestDetail(**(values | changes))
 

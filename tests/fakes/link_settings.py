@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from console.links.settings import SettingRow
-from console.setting_fields import flag_of
-from console.setting_rows import setting_rows
-from console.settings import Settings
-from console.sources import Sources, changed
+from console.link.settings import SettingRow
+from console.settings.rows import setting_rows
+from console.settings.schema import Settings, flag_of
+from console.settings.sources import Sources, changed
 from engine.errors import EngineError
 
 FILE = Path("/home/op/.config/ericllm/config.toml")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from console.links.tuning import TuneOrder, TuningReport
+from console.link.tuning import TuneOrder, TuningReport
 
 if TYPE_CHECKING:
     from tests.fakes.link import FakeLink

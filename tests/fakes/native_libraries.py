@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 from unittest import mock
 
-from engine.backends.torch.native import build
-from engine.backends.torch.native.build import InstructionSet, build_library, cache_folder, find_compiler
+from engine.backends.common import native_build
+from engine.backends.common.native_build import InstructionSet, build_library, cache_folder, find_compiler
 from engine.backends.torch.native.library import NativeLibrary
 
 LibraryName = InstructionSet | Literal["amx-bf16 emulated", "avx512-bf16 emulated"]
@@ -68,6 +68,6 @@ def native(name: LibraryName) -> NativeLibrary:
 def _emulated(isa: InstructionSet, runs: InstructionSet, header: Path, *flags: str) -> NativeLibrary:
     """The kernels for `isa`, of instructions that `runs` has and others that `header` writes out."""
     version = f"-DHEADER_VERSION=0x{hashlib.sha256(header.read_bytes()).hexdigest()[:16]}"
-    emulating = (*build.ISA_FLAGS[runs], *flags, version, "-O1")  # compiled in two thirds of the time
-    with mock.patch.object(build, "ISA_FLAGS", {**build.ISA_FLAGS, isa: emulating}):
+    emulating = (*native_build.ISA_FLAGS[runs], *flags, version, "-O1")  # compiled in two thirds of the time
+    with mock.patch.object(native_build, "ISA_FLAGS", {**native_build.ISA_FLAGS, isa: emulating}):
         return NativeLibrary(isa, build_library(isa, cache_folder()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention
 
 _BITS = {2: torch.int16, 4: torch.int32}
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.layer import NativeLinear
-from engine.backends.torch.native.quantised import bits_of
-from engine.backends.torch.quantised_size import GROUP_INPUTS
+from engine.backends.common.packed_weights import GROUP_INPUTS
+from engine.backends.torch.native.layer import NativeLinear, bits_of
 
 CODES = torch.tensor([-108, -84, -67, -52, -39, -26, -14, -3, 10, 22, 35, 49, 63, 80, 101, 127]).float()
 

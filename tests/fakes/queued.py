@@ -15,17 +15,17 @@ from torch import Tensor
 
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
-from engine.backends.paged_attention.face import PagedAttention
-from engine.backends.torch import graphs as graphs_module
-from engine.backends.torch import model_loading
+from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.graphs import DecodeGraphs
-from engine.backends.torch.native.kernels import Kernels
-from engine.backends.torch.prompts import Tell
+from engine.backends.torch.cuda import decode_graphs as graphs_module
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs
+from engine.backends.torch.cuda.step_transfer import TurnStaging, Wait
+from engine.backends.torch.native.library import Kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.step_upload import TurnStaging, Wait
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights import model_loader
 
 UNREAD = -987_654
 _READS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "unique", "masked_select", "equal")
@@ -216,7 +216,9 @@ class QueuedRunner(ModelRunner):
     queue: Queue
     writing: list[set[int]]
 
-    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: Tensor | None = None
+    ) -> Tensor:
         size = self._kv.page_tokens if self._kv is not None else 1
         written = {page for each in chunks for page in each.pages[each.start // size : -(-each.end // size)]}
         logits = super().forward(chunks, tell, drawn)
@@ -233,8 +235,8 @@ def over_pages(monkeypatch: Any) -> None:
     def picked(runner: ModelRunner, page_tokens: int) -> tuple[Choice, PagedAttention | None]:
         return Choice("gathered", "the test wants it"), gathered.paged_attention
 
-    monkeypatch.setattr(model_loading, "find_kernels", lambda *_, **__: Kernels())
-    for name in ("staging_for", "landing_for"):
+    monkeypatch.setattr(model_loader, "find_kernels", lambda *_, **__: Kernels())
+    for name in ("staging_for", "readback_for"):
         monkeypatch.setattr(runner_module, name, lambda *_: None)
     monkeypatch.setattr(ModelRunner, "pick_attention", picked)
 
@@ -245,7 +247,7 @@ def use(monkeypatch: Any) -> tuple[type[QueuedRunner], Queue]:
     queue = Queue()
     over_pages(monkeypatch)
     monkeypatch.setattr(runner_module, "staging_for", lambda device: QueuedStaging(queue))
-    monkeypatch.setattr(runner_module, "landing_for", lambda device: QueuedLanding(queue))
+    monkeypatch.setattr(runner_module, "readback_for", lambda device: QueuedLanding(queue))
 
     class QueuedGraphs(DecodeGraphs):
         """Recordings whose buffers lie on the device."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ErrorInfo
-from engine.records import Burst, RequestDetail, RequestText, Stay
+from engine.requests.history import RequestDetail, RequestText, TokenBatch, WorkerSpan
 from engine.snapshot import RequestRow, Snapshot
 from tests.fakes import scenes
 
@@ -60,8 +60,8 @@ def moved(**changes: Any) -> RequestDetail:
         "adapter": "poet",
         "sampling": {"temperature": 0.7, "top_p": 0.9, "seed": 42, "max_tokens": 512, "stop": "1 string"},
         "stays": (
-            Stay(worker="w0", since_s=0.42, until_s=2.22, lost=True),
-            Stay(worker="w1", since_s=2.6),
+            WorkerSpan(worker="w0", since_s=0.42, until_s=2.22, lost=True),
+            WorkerSpan(worker="w1", since_s=2.6),
         ),
         "bursts": (*first, *second, *third),
     }
@@ -88,7 +88,8 @@ def failed() -> RequestDetail:
     )
     lost = ((0.3, 0.9), (1.3, 1.9), (2.0, 2.5))
     stays = tuple(
-        Stay(worker=f"w{index}", since_s=since, until_s=until, lost=True) for index, (since, until) in enumerate(lost)
+        WorkerSpan(worker=f"w{index}", since_s=since, until_s=until, lost=True)
+        for index, (since, until) in enumerate(lost)
     )
     return RequestDetail(row=row, stays=stays, bursts=())
 
@@ -101,5 +102,5 @@ def with_text() -> RequestDetail:
     return moved(text=said, texts=True)
 
 
-def _burst(at: float) -> Burst:
-    return Burst(since_s=at, until_s=at, tokens=1)
+def _burst(at: float) -> TokenBatch:
+    return TokenBatch(since_s=at, until_s=at, tokens=1)

@@ -6,8 +6,8 @@ from itertools import count
 from typing import Any
 
 from engine.config import SamplingParams
-from engine.request import Request
-from engine.stream import RequestStream
+from engine.requests.request import Request
+from engine.requests.stream import RequestStream
 
 _orders = count()
 

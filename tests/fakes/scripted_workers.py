@@ -192,7 +192,7 @@ class ScriptedHost:
         request = self._submitted.pop(request_id, None)
         if request is None:
             return
-        self._on_event(protocol.Taken(request_id=request.id))
+        self._on_event(protocol.RequestStarted(request_id=request.id))
         assert self._model is not None
         most = request.params.max_tokens or 0
         known = len(request.prompt_ids) + len(request.generated)

@@ -10,9 +10,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from console.autotune.record import Sample, Slice, Slo
-from console.autotune.search import SETTLE_S, Search
-from console.autotune.space import Knob, Setting, Space
+from console.tuning.autotune.record import Sample, Slice, Slo
+from console.tuning.autotune.search import SETTLE_S, Search
+from console.tuning.autotune.space import Knob, Setting, Space
 
 FULL_WINDOW_S = 20.0
 """What a measurement of the exhaustive grid takes."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Sequence
-from engine.dispatch.step_cost import StepPrice
-from engine.dispatcher import Dispatcher, Slot
-from engine.request import Request
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.torch.scheduler.sequences import Sequence
+from engine.requests.request import Request
+from engine.scheduling.queue import Dispatcher, Slot
+from engine.scheduling.routing import StepPrice
 from engine.worker.protocol import RequestOutput, StepBatch
 
 PAGE_TOKENS = 16

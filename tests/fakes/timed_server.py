@@ -23,7 +23,7 @@ from console.api.settings import ApiSettings
 from console.bench.engines import all_ready
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.pauses import collect_rarely
+from engine.system.runtime import reduce_gc_pauses
 from tests.fakes.model import fake_spec
 
 _STATUS = Path("/proc/self/status")
@@ -85,7 +85,7 @@ async def _serve(folder: Path, context: int, meter: Meter) -> None:
         await engine.load(fake_spec(folder, max_model_len=context))
         await all_ready(engine, 1)
         await server.start()
-        collect_rarely()
+        reduce_gc_pauses()
         _say(b"%d" % server.status().port)
         commands = asyncio.StreamReader()
         loop = asyncio.get_running_loop()

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from console.autotune.record import Verdict
-from console.autotune.space import Setting
-from console.links.tuning import Tried, TuningReport, TuningState
+from console.link.tuning import Tried, TuningReport, TuningState
+from console.tuning.autotune.record import Verdict
+from console.tuning.autotune.space import Setting
 from engine.snapshot import Mark, ModelReading, Second, Snapshot
 from tests.fakes import scenes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from console.autotune.record import Sample
-from console.autotune.space import Setting
+from console.tuning.autotune.record import Sample
+from console.tuning.autotune.space import Setting
 from engine.errors import InsufficientMemory, InvalidRequest, WorkerFailed
 from tests.fakes.simulated_tuning import Device, Noise
 

@@ -16,16 +16,16 @@ import aiohttp.web
 import msgspec
 import psutil
 
-from console.api.generation import Generation
+from console.api.http.traffic import Call
+from console.api.requests.generation import Generation
+from console.api.requests.stream import ChunkStream
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
-from console.api.stream import ChunkStream
-from console.api.traffic import Call
 from console.bench.engines import all_ready
-from console.logs import logging_to
+from console.runtime.logs import logging_to
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import Engine, RequestStream
-from engine.request import Request
+from engine.requests.request import Request
 
 LIVING = (
     Request,

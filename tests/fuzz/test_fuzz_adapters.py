@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.exllama.adapters import read_adapter
-from engine.backends.torch.lora_factors import locate_factors
-from engine.backends.torch.model_config import ModelConfig, read_model_config
+from engine.backends.common.model_config import ModelConfig, read_model_config
+from engine.backends.exllamav2.plan import read_adapter
+from engine.backends.torch.weights.adapters import locate_factors
 from engine.config import AdapterSpec
 from engine.errors import EngineError, UnsupportedModel
-from engine.models.adapters import describe_adapter, version_of
-from engine.models.module_patterns import ModulePatterns
+from engine.models.adapters import ModulePatterns, describe_adapter, version_of
 from tests.fakes.adapters import make_adapter
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.mutations import changed, damaged

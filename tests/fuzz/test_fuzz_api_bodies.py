@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.api.server import ApiServer, ApiSettings
-from console.runtime import Runtime
-from console.settings import Settings
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
 from engine.text.printable import printable
 from tests.api.harness import Served, serving
 from tests.api.operators import FolderOperator

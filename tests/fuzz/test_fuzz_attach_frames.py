@@ -13,16 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.called import CalledLink, MuteConversation, as_link
-from console.calls import CALLS, Call
-from console.deltas import difference, plain, shaped
-from console.foreign_values import from_json
-from console.frames import Frame, FrameEvent
-from console.modes import MODES
-from console.remote.address import address_of
-from console.remote.connection import Connection
-from console.remote.errors import OutOfReach
+from console.link.bounded_decode import decode_json
+from console.link.frames import Frame, FrameEvent, diff, from_plain, to_plain
+from console.link.remote.connection import Connection
+from console.link.remote.http import OutOfReach, address_of
+from console.link.rpc import CALLS, Call, NullConversation, RpcLink, as_link
+from console.tui.app import EricApp
+from console.tui.modes import MODES
 from engine.snapshot import LogEntry, Snapshot
 from tests.fakes import bench_scenes, scenes
 from tests.fakes.bounds import outcome, within_bounds
@@ -39,8 +36,8 @@ SCENES = ("busy", "loading", "failed", "empty", "eight_gpus")
 def stream() -> list[Any]:
     """The events of an instance that goes from scene to scene."""
     frames = [Frame(snapshot=getattr(scenes, name)()) for name in SCENES]
-    changes = [FrameEvent(delta=difference(old, new)) for old, new in itertools.pairwise(frames)]
-    return [msgspec.to_builtins(event) for event in (FrameEvent(full=plain(frames[0])), *changes)]
+    changes = [FrameEvent(delta=diff(old, new)) for old, new in itertools.pairwise(frames)]
+    return [msgspec.to_builtins(event) for event in (FrameEvent(full=to_plain(frames[0])), *changes)]
 
 
 class Sending:
@@ -54,7 +51,7 @@ class Sending:
     async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
         for event in self._events:
             try:
-                yield from_json(event)
+                yield decode_json(event)
             except ValueError:
                 raise OutOfReach("What gpu1 sends is refused") from None
         raise OutOfReach("gpu1 cannot be reached: nobody listens there")
@@ -94,12 +91,12 @@ def test_any_events_are_shown_or_end_the_connection_with_one_sentence(
 
 @pytest.mark.parametrize("name", sorted(name for name, call in CALLS.items() if call.at_once))
 def test_any_answer_to_what_a_screen_polls_is_one_or_of_another_version(name: str) -> None:
-    right = plain(CALLS[name].on(FakeLink(scenes.busy()))())
+    right = to_plain(CALLS[name].on(FakeLink(scenes.busy()))())
     for seed in range(60):
         dice = random.Random(f"{name} {seed}")
         body = json.dumps(changed(json.loads(msgspec.json.encode(right)), dice, 2)).encode()
         with within_bounds(len(body)), suppress(ValueError):
-            shaped(from_json(body), CALLS[name].result)
+            from_plain(decode_json(body), CALLS[name].result)
 
 
 def with_numbers(value: Any, dice: random.Random, share: float) -> Any:
@@ -114,7 +111,7 @@ def with_numbers(value: Any, dice: random.Random, share: float) -> Any:
 
 @pytest.mark.parametrize("mode", [mode.name for mode in MODES] + ["insight"])
 async def test_numbers_of_any_size_end_no_screen(mode: str) -> None:
-    whole = [plain(getattr(scenes, name)()) for name in SCENES]
+    whole = [to_plain(getattr(scenes, name)()) for name in SCENES]
     link = FakeLink(scenes.busy())
     app = EricApp(as_link(link))
     async with app.run_test(size=(140, 44)) as pilot:
@@ -124,7 +121,7 @@ async def test_numbers_of_any_size_end_no_screen(mode: str) -> None:
             dice = random.Random(f"{mode} {seed}")
             document = with_numbers(dice.choice(whole), dice, dice.choice([0.02, 0.2, 1.0]))
             try:
-                link.show(shaped(from_json(msgspec.json.encode(document)), Snapshot))
+                link.show(from_plain(decode_json(msgspec.json.encode(document)), Snapshot))
             except ValueError:  # as a console refuses it
                 continue
             app.refresh_screen()
@@ -132,12 +129,12 @@ async def test_numbers_of_any_size_end_no_screen(mode: str) -> None:
     assert app.return_code == 0 or app.return_code is None
 
 
-class Answering(CalledLink):
+class Answering(RpcLink):
     """A link whose every answer has other numbers than the fake's behind it."""
 
     def __init__(self, dice: random.Random) -> None:
         super().__init__(self)
-        self.conversation = MuteConversation(self, lambda: OutOfReach("it does not chat"))
+        self.conversation = NullConversation(self, lambda: OutOfReach("it does not chat"))
         self._fake = FakeLink(scenes.busy())
         self._fake.benches.results = bench_scenes.results()
         self._dice = dice
@@ -155,9 +152,9 @@ class Answering(CalledLink):
         return self._other(call, await call.on(self._fake)(**arguments))
 
     def _other(self, call: Call, answer: object) -> Any:
-        document = with_numbers(plain(answer), self._dice, self._dice.choice([0.1, 0.5, 1.0]))
+        document = with_numbers(to_plain(answer), self._dice, self._dice.choice([0.1, 0.5, 1.0]))
         try:
-            return shaped(from_json(msgspec.json.encode(document)), call.result)
+            return from_plain(decode_json(msgspec.json.encode(document)), call.result)
         except ValueError:  # as a console refuses it
             return answer
 

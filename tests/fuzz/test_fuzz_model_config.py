@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.torch.archs import ARCHITECTURES
-from engine.backends.torch.model_config import read_model_config
-from engine.backends.torch.settings import apply_settings
+from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.torch_load_settings import apply_settings
 from engine.config import BackendName, ModelSpec
-from engine.costs import Workload
 from engine.devices import simulated_readings
 from engine.errors import EngineError
-from engine.estimate import estimate
-from engine.facts import read_facts
 from engine.models.headers import weight_files
 from engine.models.inspect import inspect
-from engine.text.folder import TokenizerFolder
+from engine.placement.costs import Workload
+from engine.placement.estimate import estimate
+from engine.placement.facts import read_facts
+from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_model
 from tests.fakes.mutations import changed, damaged

@@ -14,7 +14,7 @@ from rich.style import Style
 from textual.color import Color
 from textual.strip import Strip
 
-from console.printable_filter import PrintableFilter
+from console.tui.printable_filter import PrintableFilter
 from engine.text.printable import ANY_UNSAFE, printable, printable_json, printable_lines
 
 pytestmark = pytest.mark.long

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from console.recording.link import ReplayLink
-from console.recording.reader import Recording
-from console.recording.store import Packer, RecordingUnusable
+from console.link.recording.link import ReplayLink
+from console.link.recording.reader import Recording
+from console.link.recording.store import Packer, RecordingUnusable
 from tests.fakes import scenes
 from tests.fakes.bounds import outcome
 from tests.fakes.elsewhere import recording_of

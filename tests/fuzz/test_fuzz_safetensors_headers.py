@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.widgets.model_table import parameters
+from console.tui.screens.models.table import parameters
 from engine.config import ModelSpec
 from engine.errors import EngineError
-from engine.facts import read_facts
 from engine.models.headers import read_header
-from engine.models.inspect import inspect
-from engine.models.parts import divide
+from engine.models.inspect import inspect, split_into_parts
+from engine.placement.facts import read_facts
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_model
 from tests.fakes.mutations import changed, damaged
@@ -68,7 +67,7 @@ def read(folder: Path, content: bytes) -> bool:
         assert sum(tensor.stored_bytes for tensor in found.values()) == data_bytes
         assert all(tensor.elements <= 2 * data_bytes for tensor in found.values())
         with within_bounds(size):
-            divide(found, 2, 4)
+            split_into_parts(found, 2, 4)
     for backend in ("torch", "exllamav2"):
         with within_bounds(size):
             entry = inspect(folder, lambda quantisation, backend=backend: backend)

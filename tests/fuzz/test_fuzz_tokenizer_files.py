@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
-from engine.models.vocabulary import refuse_other_vocabulary
 from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_config import refuse_other_vocabulary
 from tests.fakes import tiny_tokenizers
 from tests.fakes.bounds import outcome
 from tests.fakes.mutations import changed, damaged

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
-from engine.backends.paged_attention.face import PagedAttention, implementation
+from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import probe
 from tests.fakes.paged import Call, Case, same_bits
 from tests.gpu.place import Place

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.base import LoadProgress
-from engine.backends.exllama.library import import_library
-from engine.backends.exllama.parts import Library
+from engine.backends.exllamav2.library import import_library
+from engine.backends.exllamav2.library_types import Library
 
 CHUNK_TOKENS = 2048
 ROWS_PER_SEQUENCE = 8

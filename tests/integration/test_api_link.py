@@ -9,11 +9,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from console.link import EngineLink
-from console.local import LocalLink
-from console.loops import OwnLoop
-from console.runtime import Runtime
-from console.settings import Settings
+from console.link.local import LocalLink
+from console.link.protocol import EngineLink
+from console.runtime.loops import CurrentLoop
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,7 +24,7 @@ async def linked(state: Path) -> AsyncIterator[EngineLink]:
     runtime = Runtime(Settings(port=0), state_dir=state)
     await runtime.start()
     try:
-        yield LocalLink(runtime, OwnLoop())
+        yield LocalLink(runtime, CurrentLoop())
     finally:
         await runtime.close(drain_s=0.0)
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from console.called import as_link
-from console.link import EngineLink
-from console.links.conversation import ChatDelta, ChatMessage
-from console.loops import LoopThread
-from console.remote.address import address_of
-from console.remote.errors import NotAllowed, OutOfReach
-from console.remote.link import RemoteLink
-from console.standing import standing_of
+from console.link.chat import ChatDelta, ChatMessage
+from console.link.protocol import EngineLink
+from console.link.remote.http import NotAllowed, OutOfReach, address_of
+from console.link.remote.link import RemoteLink
+from console.link.rpc import as_link
+from console.link.status import link_status
+from console.runtime.loops import LoopThread
 from engine.config import SamplingParams
 from engine.errors import EngineBusy, EngineError, InvalidRequest, ModelNotFound
 from tests.fakes.held import Hold
@@ -91,7 +90,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 
 async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: EngineLink) -> None:
-    await until(lambda: standing_of(remote).reach == "live")
+    await until(lambda: link_status(remote).reach == "live")
     assert remote.snapshot().status.state == "ready"
     assert remote.api_status().running
     await until(lambda: any("ready" in line.message for line in remote.logs(0)[1]))
@@ -128,7 +127,7 @@ async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: E
 async def test_a_chat_that_is_closed_and_a_request_that_is_cancelled_end_over_there(
     remote: EngineLink, hold: Hold
 ) -> None:
-    await until(lambda: standing_of(remote).reach == "live")
+    await until(lambda: link_status(remote).reach == "live")
     hold.begin()
     answer = _chat(remote, 400)
     await anext(answer)
@@ -149,15 +148,15 @@ async def test_a_chat_that_is_closed_and_a_request_that_is_cancelled_end_over_th
 
 
 async def test_a_lost_connection_is_told_and_comes_back_by_itself(instance: Instance, remote: EngineLink) -> None:
-    await until(lambda: standing_of(remote).reach == "live")
+    await until(lambda: link_status(remote).reach == "live")
     instance.kill()
-    await until(lambda: standing_of(remote).reach == "lost")
+    await until(lambda: link_status(remote).reach == "lost")
     last = remote.snapshot()
     assert last.status.state == "ready"
     with pytest.raises(OutOfReach, match="is lost"):
         await remote.reconfigure(workers=2)
     instance.start()
-    await until(lambda: standing_of(remote).reach == "live")
+    await until(lambda: link_status(remote).reach == "live")
     await until(lambda: remote.snapshot().at > last.at)
     await remote.reconfigure(max_prompts=5)
 
@@ -188,12 +187,12 @@ def _chat(link: EngineLink, tokens: int) -> AsyncIterator[ChatDelta]:
 
 
 def test_a_link_elsewhere_loads_no_terminal_toolkit() -> None:
-    code = "import sys, console.remote.link; sys.exit('textual' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, console.link.remote.link; sys.exit('textual' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 async def test_settings_are_saved_from_elsewhere_but_for_those_about_files(remote: EngineLink, tmp_path: Path) -> None:
-    await until(lambda: standing_of(remote).reach == "live")
+    await until(lambda: link_status(remote).reach == "live")
     row = await remote.settings.save("num_workers", "2")
     assert row.saved == "2"
     for name in ("models_dir", "model", "lora", "record"):

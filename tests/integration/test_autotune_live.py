@@ -9,19 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.autotune.load import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter
-from console.autotune.mix import Mix
-from console.autotune.record import Slo
-from console.autotune.rig import LiveRig, Turned, setting_of
-from console.autotune.space import Setting
-from console.links.tuning import TuneOrder
-from console.runtime import Runtime
-from console.settings import Settings
-from console.tuned import TunedFile, hardware_of
+from console.link.tuning import TuneOrder
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
+from console.tuning.autotune.load import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter, Mix
+from console.tuning.autotune.record import Slo
+from console.tuning.autotune.rig import KnobsChanged, LiveRig, setting_of
+from console.tuning.autotune.space import Setting
+from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.models.resolve import resolve_local
-from engine.stream import RequestStream
+from engine.requests.stream import RequestStream
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, ask, read, serving, until
 from tests.fakes.several import named, room_for, states
@@ -161,7 +160,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setti
         measuring = asyncio.ensure_future(rig.measure(0.5, SETTLE_S))
         await until(lambda: engine.snapshot().running)
         await engine.reconfigure(max_prompts=before.max_prompts + 3)
-        with pytest.raises(Turned, match=f"somebody turned prompts to {before.max_prompts + 3}"):
+        with pytest.raises(KnobsChanged, match=f"somebody turned prompts to {before.max_prompts + 3}"):
             await measuring
         await rig.use(before)
         assert await at(engine) == before
@@ -213,12 +212,12 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         assert report.best is not None and report.best.verdict != "broken"
         assert await at(runtime.engine) == before
         key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.snapshot().devices)
-        kept = TunedFile(tmp_path).of(key, hardware)
+        kept = TunedProfiles(tmp_path).of(key, hardware)
         assert kept is not None and not kept.applied
         assert kept.settings == {"max_prompts": report.best.setting.max_prompts}
         await runtime.tuning.use_best()
         assert (await at(runtime.engine)).max_prompts == report.best.setting.max_prompts
-        kept = TunedFile(tmp_path).applied(key, hardware)
+        kept = TunedProfiles(tmp_path).applied(key, hardware)
         assert kept is not None and kept.settings == {"max_prompts": report.best.setting.max_prompts}
     finally:
         await runtime.close(drain_s=0)

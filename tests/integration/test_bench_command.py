@@ -14,10 +14,10 @@ from console.bench.http import http_text, measure_http
 from console.bench.http_server import Order, ServerProcess
 from console.bench.overhead import OverheadReport, overhead_text
 from console.bench.plan import PROMPT_TOKENS, Spread, numbers_of, plan_for
-from console.bench.table import table
+from console.bench.text import table
 from console.bench.waiting import WaitingReport
 from console.bench.workers import measure_workers, workers_text
-from console.cli import main
+from console.cli.main import main
 from engine.errors import InvalidRequest, WorkerFailed
 from tests.fakes.tiny_models import make_tiny_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console.bench.result import read_result
-from console.cli import main
+from console.cli.main import main
 from tests.fakes.kernel_cache import share_kernels
 from tests.fakes.tiny_models import make_tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 from console.bench.benches import FOLDER, Benches
 from console.bench.history import BenchHistory
 from console.bench.result import read_result
-from console.links.benches import BenchOrder
-from console.links.tuning import TuneOrder
-from console.runtime import Runtime
-from console.settings import Settings
+from console.link.benches import BenchOrder
+from console.link.tuning import TuneOrder
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
 from engine.engine import Engine
 from engine.errors import EngineBusy, InvalidRequest, NoModelLoaded
 from tests.fakes.backend import FakeBackend, Gate

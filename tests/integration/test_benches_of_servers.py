@@ -12,7 +12,7 @@ import pytest
 
 from console.bench.benches import Benches
 from console.bench.forms import MOST_TRACE_BYTES
-from console.links.benches import BenchOrder, BenchServer
+from console.link.benches import BenchOrder, BenchServer
 from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes.bench_server import Server

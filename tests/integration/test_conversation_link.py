@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from console.link import EngineLink
-from console.links.conversation import ChatMessage
-from console.local import LocalLink
-from console.local_conversation import context_of
-from console.loops import OwnLoop
-from console.runtime import Runtime
-from console.settings import Settings
+from console.link.chat import ChatMessage
+from console.link.local import LocalLink
+from console.link.local_chat import context_of
+from console.link.protocol import EngineLink
+from console.runtime.loops import CurrentLoop
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest, NoModelLoaded
 from tests.fakes import fleet_scenes, scenes
@@ -30,7 +30,7 @@ async def link() -> AsyncIterator[EngineLink]:
     await runtime.start()
     try:
         await runtime.load("demo")
-        yield LocalLink(runtime, OwnLoop())
+        yield LocalLink(runtime, CurrentLoop())
     finally:
         await runtime.close(drain_s=0.0)
 
@@ -70,7 +70,7 @@ async def test_without_a_model_counting_says_so() -> None:
     await runtime.start()
     try:
         with pytest.raises(NoModelLoaded):
-            await LocalLink(runtime, OwnLoop()).conversation.count_tokens([], "x")
+            await LocalLink(runtime, CurrentLoop()).conversation.count_tokens([], "x")
     finally:
         await runtime.close(drain_s=0.0)
 

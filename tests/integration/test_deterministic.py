@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.backends.base import BackendRequest, TokenEvent
+from engine.backends.common.native_build import find_compiler
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.native.build import find_compiler
-from engine.backends.torch.native.kernels import native_isa
+from engine.backends.torch.native.library import native_isa
 from engine.config import AdapterSpec, CacheBits, ModelSpec, SamplingParams
 from engine.errors import InvalidRequest
 from tests.fakes.tiny_models import make_tiny_model

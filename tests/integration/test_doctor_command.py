@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from console.runtime import Runtime
-from console.settings import Settings
-from console.sources import Sources
-from engine.backends.torch.native.available import instruction_set_here
-from engine.doctor.child import ProbeFailed, ask
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
+from console.settings.sources import Sources
+from engine.backends.common.native_kernels import instruction_set_here
 from engine.doctor.facts import Exllama, Package
 from engine.doctor.gather import gather
+from engine.doctor.probe_process import ProbeFailed, ask
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,7 +217,7 @@ async def test_a_look_that_is_given_up_tells_its_probes_so(
         looking.set()
         released.wait()
 
-    monkeypatch.setattr("console.runtime.diagnose", looks)
+    monkeypatch.setattr("console.runtime.runtime.diagnose", looks)
     task = asyncio.create_task(Runtime(Settings()).diagnose())
     assert await asyncio.to_thread(looking.wait, 60)
     assert not asked[0]()

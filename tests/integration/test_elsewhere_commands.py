@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from console.recording.reader import Recording
+from console.link.recording.reader import Recording
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.headless import ROOT, Headless
 from tests.integration.terminal import console

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from console.api.vllm_metrics import models_of, vllm_families
+from console.api.metrics import models_of, vllm_families
 from engine.config import SamplingParams
 from engine.engine import Engine, RequestStream
 from engine.errors import InvalidRequest

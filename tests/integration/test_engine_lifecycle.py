@@ -21,7 +21,7 @@ from engine.errors import (
     NoModelLoaded,
     UnsupportedModel,
 )
-from engine.log import RingHandler
+from engine.system.log import RingHandler
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, StillProbe, all_ready, ask, config, read, serving, started, until
 from tests.fakes.model import fake_spec, write_fake_model
@@ -261,7 +261,7 @@ async def test_every_transition_is_logged(tmp_path: Path) -> None:
 
 
 async def test_threads_are_shared_out_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.orders.usable_cores", lambda: 8)
+    monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
     async with serving(tmp_path, num_workers=3) as engine:
         assert [replica.orders.load.threads for replica in engine._models.replicas()] == [2, 2, 2]
 

@@ -38,7 +38,7 @@ async def test_a_budget_or_threads_out_of_range_are_refused_and_change_nothing(t
 async def test_threads_are_those_asked_for_or_the_cores_shared_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.orders.usable_cores", lambda: 6)
+    monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 6)
     said: list[int] = []
     monkeypatch.setattr("engine.worker.loop.limit_torch_threads", said.append)
     async with started() as engine:

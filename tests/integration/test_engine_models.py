@@ -256,7 +256,7 @@ async def test_an_adapter_that_cannot_take_the_place_of_another_leaves_it_there(
 
 
 async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.orders.usable_cores", lambda: 8)
+    monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
 
     def threads() -> list[int]:
         return [replica.orders.load.threads for replica in engine._models.replicas()]

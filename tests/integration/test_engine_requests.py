@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, EngineClosed, InvalidRequest, NoModelLoaded, QueueFull
-from engine.usage import ITL, PROMPT_TOKENS, STEP_TOKENS
+from engine.metrics.meter import ITL, PROMPT_TOKENS, STEP_TOKENS
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import Backends, ask, read, row, serving, started, until, until_idle, worker
 from tests.fakes.model import EOS_ID, fake_spec

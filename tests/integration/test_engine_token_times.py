@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from console.feed import Feed
-from console.local_conversation import forward
+from console.link.chat import DeltaFeed
+from console.link.local_chat import forward
 from engine.config import ModelSpec
 from engine.engine import Engine
+from engine.metrics.meter import ITL
 from engine.snapshot import Histogram
-from engine.usage import ITL
 from engine.worker.hosts import WorkerExit
 from engine.worker.protocol import Event, RequestOutput, Submit
 from tests.fakes.engines import StillProbe, ask, config, read, until
@@ -95,7 +95,7 @@ async def test_tokens_that_arrive_in_one_burst_keep_the_times_that_their_worker_
 
 async def test_a_chat_says_how_fast_its_worker_is_however_its_tokens_arrive(tmp_path: Path) -> None:
     async with played(tmp_path) as (engine, [worker]):
-        feed = Feed(asyncio.get_running_loop())
+        feed = DeltaFeed(asyncio.get_running_loop())
         stream = engine.submit(ask("x", max_tokens=TOKENS, id="r"))
         reading = asyncio.create_task(forward(stream, feed))
         shown = aiter(feed)

@@ -294,7 +294,7 @@ async def test_the_cores_are_shared_out_again_as_workers_come_and_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr("engine.orders.usable_cores", lambda: 8)
+    monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
     monkeypatch.setattr("engine.worker.loop.limit_torch_threads", told.append)
     async with serving(tmp_path, Backends()) as engine:
         await engine.reconfigure(workers=4)

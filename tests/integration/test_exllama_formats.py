@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from engine.backends.base import BackendRequest, TokenEvent
-from engine.backends.exllama.backend import ExllamaBackend
-from engine.backends.exllama.limits import LEASE_TOKENS
+from engine.backends.exllamav2.backend import LEASE_TOKENS, ExllamaBackend
 from engine.config import Grammar, ModelSpec, SamplingParams
-from engine.text.masks import GrammarMasks
+from engine.text.grammar import GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.exllama import FakeExllama, RealExllama
 from tests.fakes.model import EOS_ID, VOCAB_SIZE, write_fake_model

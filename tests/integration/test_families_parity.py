@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backends.torch.model_config import read_model_config
-from engine.backends.torch.native.kernels import find_kernels
+from engine.backends.common.model_config import read_model_config
+from engine.backends.torch.native.library import find_kernels
 from tests.fakes.families import FAMILIES, as_older_folder, make_family, make_multimodal
 from tests.fakes.oracle import NUM_PAGES, Driver, ignore_progress, load_runner, reference_logits
 

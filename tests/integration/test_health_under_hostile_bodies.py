@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from console.api.json_bounds import MAX_VALUES, JsonBounds
-from engine.child_process import child_environment, python_command
+from console.api.http.json_bounds import MAX_VALUES, JsonBounds
+from engine.system.child_process import child_environment, python_command
 from tests.api.harness import until
 from tests.fakes.health_probe import Waits
 from tests.fakes.hostile_bodies import BODY_BYTES, KINDS, Hostile, allowed_body

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.child_process import child_environment
+from engine.system.child_process import child_environment
 from tests.fakes.tiny_models import make_tiny_model
 from tests.fakes.watched_server import Holding
 

@@ -13,10 +13,10 @@ from random import Random
 
 import pytest
 
-from engine import facts, fitting
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream
 from engine.errors import EngineError, InsufficientMemory
+from engine.placement import facts, load_history
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import WorkerExit
 from tests.fakes.engines import read
@@ -402,10 +402,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _read_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of loads of the same three folders."""
     read_facts, from_folder = cache(_facts_of), cache(Tokenizer.from_folder)
-    monkeypatch.setattr(fitting, "read_facts", lambda spec: read_facts(spec.path))
+    monkeypatch.setattr(load_history, "read_facts", lambda spec: read_facts(spec.path))
     monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: from_folder(folder))
     monkeypatch.setattr("engine.models.handover.DRAIN_S", DRAIN_S)
-    monkeypatch.setattr("engine.pulse._PUBLISH_HZ", 0.1)
+    monkeypatch.setattr("engine.metrics.publisher._PUBLISH_HZ", 0.1)
 
 
 def _facts_of(path: Path) -> facts.ModelFacts:

@@ -331,7 +331,9 @@ def test_no_adapter_of_another_model_is_read_whole_while_requests_wait(
     wider = make_tiny_model(tmp_path / "wider", hidden_size=128, with_tokenizer=False)
     misfit = make_adapter(tmp_path / "misfit", wider)
     backend = load(llama)
-    monkeypatch.setattr("engine.backends.torch.lora_names.version_of", lambda spec: pytest.fail("every byte was read"))
+    monkeypatch.setattr(
+        "engine.backends.torch.weights.adapters.version_of", lambda spec: pytest.fail("every byte was read")
+    )
     with pytest.raises(UnsupportedModel, match="this model's is"):
         backend.attach(spec("misfit", misfit))
     backend.unload()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console.bench.plan import plan_for
-from console.planning.measuring import WITHOUT_GUESSES, MeasuredWorker, measure
-from console.planning.steps import Design
+from console.planning.measuring import WITHOUT_GUESSES, Design, MeasuredWorker, measure
 from engine.errors import EngineError
 from engine.simulation.fit import fit_steps
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engine.backends.torch import checkpoint as checkpoints
-from engine.backends.torch import model_loading
+from engine.backends.torch.weights import model_loader
+from engine.backends.torch_common import checkpoint as checkpoints
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, ModelLoadFailed, UnsupportedModel
 from tests.fakes.adapters import ATTENTION, make_adapter, merge_by_hand
@@ -183,7 +183,7 @@ def test_a_config_that_makes_no_sense_is_refused_in_a_sentence(
     config = json.loads((mixtral / "config.json").read_text()) | overrides
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=sentence):
-        model_loading.read_model_config(tmp_path)
+        model_loader.read_model_config(tmp_path)
 
 
 def test_bfloat16_stays_as_close_to_float32_as_transformers_does(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from engine.engine import Engine, GenerateRequest, RequestStream
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, LoadCancelled, NoModelLoaded
 from engine.models.deployment import Deployment
 from engine.models.handover import Handover
-from engine.pool import Pool
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import WorkerExit
+from engine.workers.pool import Pool
 from tests.fakes.engines import ask, read, until
 from tests.fakes.model import fake_spec
 from tests.fakes.scripted_workers import Machine, answer_of

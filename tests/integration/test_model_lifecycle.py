@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import facts, fitting
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, NoModelLoaded
 from engine.models.deployment import TRANSITIONS, Deployment, IllegalTransition
+from engine.placement import facts, load_history
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, DyingBackend, all_ready, ask, read, started, until
 from tests.fakes.model import fake_spec, write_fake_model
@@ -220,7 +220,7 @@ async def test_a_load_cancelled_while_a_failed_model_leaves_says_so(tmp_path: Pa
 async def test_a_folder_that_cannot_be_understood_fails_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surprise: Exception | None
 ) -> None:
-    folder, read_facts = write_fake_model(tmp_path / "odd"), fitting.read_facts
+    folder, read_facts = write_fake_model(tmp_path / "odd"), load_history.read_facts
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 10**9}))
 
@@ -229,7 +229,7 @@ async def test_a_folder_that_cannot_be_understood_fails_in_one_sentence(
             raise surprise
         return read_facts(spec)
 
-    monkeypatch.setattr(fitting, "read_facts", surprised)
+    monkeypatch.setattr(load_history, "read_facts", surprised)
     async with started() as engine:
         with pytest.raises(ModelLoadFailed) as failed:
             await engine.load(ModelSpec(path=folder, name="odd", backend="torch"))

@@ -12,15 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.api.operator import LoadOrder
-from console.link import EngineLink
-from console.links.models import NOTHING, LoadSettings
-from console.local import LocalLink
-from console.loops import OwnLoop
-from console.operating import RuntimeOperator
-from console.runtime import Runtime
-from console.settings import Settings
-from console.tuned import TunedFile, hardware_of
+from console.api.admin.operator import LoadOrder
+from console.link.local import LocalLink
+from console.link.protocol import NOTHING, EngineLink, LoadSettings
+from console.runtime.loops import CurrentLoop
+from console.runtime.operator import RuntimeOperator
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
+from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.devices import new_probe
 from engine.errors import LoadCancelled, ModelNotFound
 from tests.fakes.engines import until
@@ -47,7 +46,7 @@ async def linked(models: Path, state: Path | None = None, **settings: Any) -> As
     runtime = Runtime(Settings(api=False, models_dir=(models,), worker_host="thread", **settings), state_dir=state)
     await runtime.start()
     try:
-        yield LocalLink(runtime, OwnLoop()), runtime
+        yield LocalLink(runtime, CurrentLoop()), runtime
     finally:
         await runtime.close(drain_s=0.0)
 
@@ -130,7 +129,7 @@ async def test_the_estimate_has_what_was_tuned_for_the_model(models: Path, tmp_p
     async with linked(models, tmp_path, devices="sim:1") as (link, runtime):
         assert runtime.state_dir is not None
         hardware = hardware_of(new_probe((1.0,)).read())
-        TunedFile(runtime.state_dir).keep(found(str(models / "tiny"), hardware, settings={"max_prompts": 7}))
+        TunedProfiles(runtime.state_dir).keep(found(str(models / "tiny"), hardware, settings={"max_prompts": 7}))
         estimated = await link.models.estimate("tiny")
         await link.models.load("tiny")
         assert estimated.max_prompts == runtime.engine.snapshot().models[0].max_prompts == 7

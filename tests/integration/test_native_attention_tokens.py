@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.torch.native import attention_fit
-from engine.backends.torch.native.kernels import find_kernels
+from engine.backends.torch.native import attention_check
+from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits
 from engine.errors import InvalidRequest
@@ -133,8 +133,8 @@ def test_gathered_pages_can_be_asked_for(tmp_path: Path) -> None:
 def test_a_kernel_that_gives_something_else_is_passed_over_with_a_warning(
     bits: CacheBits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = attention_fit._plain
-    monkeypatch.setattr(attention_fit, "_plain", lambda *args: plain(*args) + 0.5)
+    plain = attention_check._plain
+    monkeypatch.setattr(attention_check, "_plain", lambda *args: plain(*args) + 0.5)
     with caplog.at_level(logging.WARNING):
         assert choice(native_runner(make_tiny_model(tmp_path), cache_bits=bits)) == "gathered"
     assert "attention stays on torch's kernels: the native kernel was tried and is off by 0." in caplog.text

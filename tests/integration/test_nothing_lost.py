@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.backends.torch.native.kernels import native_isa
+from engine.backends.torch.native.library import native_isa
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from tests.fakes.engines import Answer, all_ready, ask, config, read, until

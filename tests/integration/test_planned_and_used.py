@@ -8,18 +8,17 @@ from typing import Any
 import psutil
 import pytest
 
+from engine.backends.common.native_build import find_compiler
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.native.build import find_compiler
-from engine.backends.torch.native.kernels import native_isa
+from engine.backends.torch.native.library import native_isa
 from engine.config import EngineConfig, ModelSpec, SamplingParams
-from engine.costs import RUNTIME_BYTES, Workload
 from engine.devices import HostProbe, simulated_readings
 from engine.engine import Engine
-from engine.facts import read_facts
-from engine.ledger import LedgerFile
 from engine.models.resolve import resolve
-from engine.placement import place
-from engine.plan import Placement
+from engine.placement.costs import RUNTIME_BYTES, Workload
+from engine.placement.facts import read_facts
+from engine.placement.load_history import LoadHistoryFile
+from engine.placement.plan import Placement, place
 from engine.snapshot import DeviceReading
 from tests.fakes.engines import all_ready, ask, read
 from tests.fakes.oracle import ignore_progress, never
@@ -163,6 +162,6 @@ async def test_a_worker_process_takes_what_was_planned_for_it_within_a_factor(tm
     expected = placement.shares[0].total_bytes
     assert expected / PROCESS_FACTOR < resident < expected * PROCESS_FACTOR
     assert resident - loaded.weights_bytes - loaded.kv_bytes > RUNTIME_BYTES["cpu"] / PROCESS_FACTOR
-    ledger = LedgerFile(tmp_path / "state")
+    ledger = LoadHistoryFile(tmp_path / "state")
     ledger.note(placement, loaded.shares, resident)
     assert ledger.read().correction(placement.identity).loads == 1

@@ -10,9 +10,9 @@ import pytest
 
 from engine.backends.torch.backend import TorchBackend
 from engine.config import ModelSpec
-from engine.dispatch.step_cost import StepPrice
 from engine.engine import Engine
-from engine.request import Request
+from engine.requests.request import Request
+from engine.scheduling.routing import StepPrice
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read
 from tests.fakes.requests import make_request
 from tests.fakes.simulated_workers import Outcome, SimulatedWorker, run

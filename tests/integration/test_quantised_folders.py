@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.base import BackendRequest, LoadProgress
-from engine.backends.torch import memory
+from engine.backends.common.model_config import read_model_config
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.checkpoint import Checkpoint
-from engine.backends.torch.loading import as_stored
-from engine.backends.torch.model_config import read_model_config
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.weights import locate
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights.decoder_loader import as_stored
+from engine.backends.torch.weights.reader import locate
+from engine.backends.torch_common import memory
+from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, LoadCancelled, ModelLoadFailed
 from engine.models.inspect import inspect

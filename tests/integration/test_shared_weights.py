@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import model_loading, weight_file
-from engine.backends.torch.batch import ChunkInput
+from engine.backends.common.native_build import SWITCH
 from engine.backends.torch.huge_pages import FileMapping
-from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import find_kernels
+from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sealed import SealedFile, UnsealedFile, alone
-from engine.backends.torch.shared_weights import identity
-from engine.backends.torch.weight_store import OwnWeights, WeightStore
-from engine.backends.torch.weights import WeightReader
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights import model_loader
+from engine.backends.torch.weights import shared as weight_file
+from engine.backends.torch.weights.reader import WeightReader
+from engine.backends.torch.weights.shared import SealedFile, UnsealedFile, alone, identity
+from engine.backends.torch.weights.store import OwnWeights, WeightStore
 from engine.config import DtypeName, ModelSpec, SamplingParams
 from engine.engine import Engine
 from engine.errors import LoadCancelled
@@ -109,7 +109,7 @@ def test_shared_weights_compute_what_own_ones_do_to_the_bit(
     read_once = list(reads)
     second = load(folder, dtype=dtype)
     assert reads == read_once, "the second read again what the first had read"
-    monkeypatch.setattr(model_loading, "weight_store", unshared)
+    monkeypatch.setattr(model_loader, "weight_store", unshared)
     alone_ = load(folder, dtype=dtype)
     assert (alone_.shared_bytes, first.shared_bytes) == (0, second.shared_bytes)
     assert second.shared_bytes >= second.weights_bytes == alone_.weights_bytes
@@ -177,7 +177,7 @@ def test_another_dtype_and_changed_files_are_other_weights(folder: Path) -> None
 _DYING_WRITER = """
 import signal, sys, torch
 from pathlib import Path
-from engine.backends.torch.shared_weights import weight_store
+from engine.backends.torch.weights.shared import weight_store
 folder = Path(sys.argv[1])
 files = [folder / "config.json", *folder.glob("*.safetensors")]
 with weight_store(folder, files, torch.bfloat16, [torch.device("cpu")], print, lambda: False) as store:
@@ -241,7 +241,7 @@ def test_weights_that_cannot_be_shared_are_the_workers_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: int
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(model_loading, "weight_store", unshared)
+        patched.setattr(model_loader, "weight_store", unshared)
         expected = logits(load(folder))
     append, reserve, calls = UnsealedFile.append, UnsealedFile.reserve, iter(range(fails_at))
 
@@ -271,7 +271,7 @@ def test_packed_weights_that_cannot_be_mapped_are_packed_by_each_worker(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(weight_file, "can_put_together", lambda dtype: False)
+    monkeypatch.setattr(weight_file, "can_deserialize", lambda dtype: False)
     first, second = load(folder), load(folder)
     assert 0 < second.shared_bytes == first.shared_bytes
     assert torch.equal(logits(first), logits(second))

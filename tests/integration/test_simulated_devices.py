@@ -12,10 +12,10 @@ import pytest
 from engine.backends.base import BackendRequest, BackendStats, LoadedModel
 from engine.backends.torch.backend import TorchBackend
 from engine.config import AttentionName, DeviceShare, ModelSpec, SamplingParams
-from engine.costs import Workload
 from engine.devices import simulated_readings
-from engine.facts import read_facts
-from engine.placement import place
+from engine.placement.costs import Workload
+from engine.placement.facts import read_facts
+from engine.placement.plan import place
 from engine.worker.hosts import ProcessHost, ThreadHost, WorkerHost
 from engine.worker.protocol import Load, Loaded, LoadFailed, LogLine, StepBatch, Submit
 from tests.fakes.backend import PATIENCE_S

@@ -17,7 +17,7 @@ from engine.backends.base import BackendRequest, TokenEvent
 from engine.backends.torch.backend import TorchBackend
 from engine.config import EngineConfig, Grammar, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from engine.text.masks import GrammarMasks
+from engine.text.grammar import GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.engines import Answer, StillProbe, read, until
 from tests.fakes.tiny_models import make_tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.backends.torch import runner as runner_module
-from engine.backends.torch.cuda_graphs import landing_for
+from engine.backends.torch.cuda.recorder import readback_for
 from engine.config import SamplingParams
 from tests.fakes import queued
 from tests.fakes.ahead import GREEDY, SEEDED, Asked, ahead, answers, load, plainly, same
@@ -166,9 +166,9 @@ def test_recorded_decodes_take_the_ids_that_the_step_before_drew(folder: Path, m
 
 
 def test_a_cpu_waits_for_every_step_and_so_does_a_mixture_of_experts(tmp_path: Path, folder: Path) -> None:
-    assert landing_for(torch.device("cpu")) is None
+    assert readback_for(torch.device("cpu")) is None
     assert load(folder)._runner.landing is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "landing_for", lambda device: queued.QueuedLanding(queued.Queue()))
+        patch.setattr(runner_module, "readback_for", lambda device: queued.QueuedLanding(queued.Queue()))
         backend = load(make_tiny_model(tmp_path, "Qwen2MoeForCausalLM", with_tokenizer=False))
         assert backend._runner.landing is None

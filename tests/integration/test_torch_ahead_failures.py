@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.backends.base import TokenEvent
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.prompts import Tell
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import SamplingParams
 from engine.errors import WorkerFailed
 from tests.fakes import queued
@@ -39,7 +39,7 @@ class Failing:
 
         class Runner(runner):  # type: ignore[valid-type, misc]
             def forward(
-                self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None
+                self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: Tensor | None = None
             ) -> Tensor:
                 error = failing.fails.pop(0) if failing.fails else None
                 if error is not None:

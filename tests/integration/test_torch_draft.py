@@ -11,7 +11,7 @@ import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.draft_model import DraftModel
+from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.config import SamplingParams
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.drafting import answers, eager, ids, load

@@ -12,10 +12,10 @@ import pytest
 from engine.backends.base import BackendRequest
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
-from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.torch import runner as runner_module
+from engine.backends.torch.cuda.step_transfer import PlainStaging
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.step_upload import PlainStaging
 from engine.config import SamplingParams
 from tests.fakes.drafting import answers, eager, ids, load
 from tests.fakes.recording import FakeRecorder, use

@@ -12,9 +12,9 @@ from transformers import AutoModel
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes.oracle import reference_logits
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
@@ -168,7 +168,7 @@ def test_a_step_that_is_done_again_tells_once(llama: Path) -> None:
         steps = 0
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: Tensor | None = None
         ) -> Tensor:
             logits = super().forward(chunks, tell, drawn)
             self.steps += 1
@@ -186,7 +186,7 @@ def test_a_prompt_without_finite_probabilities_fails_alone(llama: Path) -> None:
         """Tells of NaN where a chunk has the token 318."""
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: Tensor | None = None
         ) -> Tensor:
             def spoilt(index: int, states: object) -> None:
                 assert tell is not None

@@ -23,18 +23,16 @@ from statistics import median
 
 import msgspec
 
-from console.autotune.estimates import Interval
-from console.autotune.load import Load
-from console.autotune.mix import Mix
-from console.autotune.record import Record, Sample, Slo
-from console.autotune.rig import LiveRig, setting_of
-from console.autotune.search import Search
-from console.autotune.space import Knob, Setting, Space
-from console.autotune.tuner import Tuner
-from console.bench.machine import this_machine
 from console.bench.result import MachineInfo
-from console.runtime import Runtime
-from console.settings import Settings
+from console.bench.run import this_machine
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings
+from console.tuning.autotune.load import Load, Mix
+from console.tuning.autotune.record import Interval, Record, Sample, Slo
+from console.tuning.autotune.rig import LiveRig, setting_of
+from console.tuning.autotune.search import Search
+from console.tuning.autotune.space import Knob, Setting, Space
+from console.tuning.autotune.tuner import Tuner
 
 WORKERS, PROMPTS, STEP_TOKENS = (1, 2), (2, 4, 8, 16, 32, 64), (64, 512)
 START_PROMPTS = 4

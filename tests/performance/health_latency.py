@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
-from console.api.json_bounds import MAX_VALUES, JsonBounds
-from console.api.received import LONG_BODY
+from console.api.http.json_bounds import MAX_VALUES, JsonBounds
+from console.api.http.request_body import LONG_BODY
 from tests.fakes.health_probe import Waits
 from tests.fakes.hostile_bodies import BODY_BYTES, KINDS, Hostile, allowed_body
 from tests.fakes.timed_server import Held

@@ -24,14 +24,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.backends.torch import model_loading
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.linear import Linear, LinearFactory, PlainLinear
-from engine.backends.torch.native.rows import Rows, joined, shape_of
+from engine.backends.common.packed_weights import Bits
+from engine.backends.torch.model.linear import Linear, LinearFactory, PlainLinear
+from engine.backends.torch.native.library import Rows, joined, shape_of
 from engine.backends.torch.quant.quantize import quantize_folder
-from engine.backends.torch.quantised_size import Bits
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.weight_store import OwnWeights, WeightStore
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights import model_loader
+from engine.backends.torch.weights.store import OwnWeights, WeightStore
 from engine.config import CacheBits, DtypeName, ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.demo.corpus import make_corpus
@@ -87,7 +87,7 @@ def rows_as_they_are() -> Iterator[None]:
     def own(*_: object) -> Iterator[WeightStore]:
         yield OwnWeights()
 
-    with patch.object(LinearFactory, "_make_quantised", plain), patch.object(model_loading, "weight_store", own):
+    with patch.object(LinearFactory, "_make_quantised", plain), patch.object(model_loader, "weight_store", own):
         yield
 
 

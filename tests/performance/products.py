@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.layer import NativeLinear
-from engine.backends.torch.native.quantised import quantised
+from engine.backends.torch.native.layer import NativeLinear, quantised
 from tests.fakes.native_libraries import SETS, native_set
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (1024, 4864))

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from console.bench.export import plot
 from console.bench.kinds.base import Plan
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.long import Long
@@ -31,11 +32,10 @@ from console.bench.kinds.users import Users
 from console.bench.own_engine import engine_target
 from console.bench.result import BenchResult, Column, Key, Row, encoded, merged
 from console.bench.run import run_bench
-from console.bench.svg import plot
-from console.settings import Settings
-from console.sources import changed, load_settings
-from engine.backends.torch.native.build import CannotBuild, build_library, cache_folder
-from engine.backends.torch.native.kernels import native_isa
+from console.settings.schema import Settings
+from console.settings.sources import changed, load_settings
+from engine.backends.common.native_build import CannotBuild, build_library, cache_folder
+from engine.backends.torch.native.library import native_isa
 from engine.simulation.lengths import fixed
 
 MODEL, REPEATS = "demo", 3

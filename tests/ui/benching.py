@@ -6,11 +6,11 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.bench.about import MEASURES
-from console.links.benches import BenchReport
-from console.screens.bench_form import BenchFormScreen
-from console.screens.benches import BenchesScreen
+from console.bench.about import BENCH_DESCRIPTIONS
+from console.link.benches import BenchReport
+from console.tui.app import EricApp
+from console.tui.screens.benches.form import BenchFormScreen
+from console.tui.screens.benches.screen import BenchesScreen
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
@@ -49,4 +49,4 @@ async def formed(pilot: Pilot[None]) -> None:
     """The form of a bench, filled in."""
     await pilot.press("b")
     await until(pilot, lambda: isinstance(pilot.app.screen, BenchFormScreen))
-    await shown(pilot, MEASURES["latency"][:40])
+    await shown(pilot, BENCH_DESCRIPTIONS["latency"][:40])

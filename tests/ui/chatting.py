@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from textual.pilot import Pilot
 
-from console.app import EricApp
 from console.chats import ChatSettings, ChatStore, OpenChat, Tree, Turn, TurnNote
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_transcript import ChatTranscript
-from console.widgets.chat_turn import Answer, Foot, Question
+from console.tui.app import EricApp
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.transcript import ChatTranscript
+from console.tui.screens.chat.turn import Answer, Foot, Question
 from tests.fakes.link import FakeLink
 from tests.ui.seen import until
 

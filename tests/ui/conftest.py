@@ -10,8 +10,8 @@ import pytest
 import textual.app
 import textual.pilot
 
-import console.app
-from console.stylesheet import Parsed, Stylesheet
+import console.tui.app
+from console.tui.stylesheet import Parsed, Stylesheet
 from tests.ui.idling import wait_for_idle
 
 
@@ -42,7 +42,7 @@ def css_parsed_once(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
     def stylesheet(*, variables: dict[str, str]) -> Stylesheet:
         return Stylesheet(variables=variables, parsed=parsed)
 
-    monkeypatch.setattr(console.app, "Stylesheet", stylesheet)
+    monkeypatch.setattr(console.tui.app, "Stylesheet", stylesheet)
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 from textual.app import App
 from textual.pilot import Pilot
 
-from console.widgets.model_details import FitPreview, ModelDetails
-from console.widgets.model_table import ModelTable
+from console.tui.screens.models.panel import FitPreview, ModelDetails
+from console.tui.screens.models.table import ModelTable
 from tests.fakes.link import MODELS
 from tests.ui.idling import PATIENCE_S
 

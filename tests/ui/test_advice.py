@@ -7,10 +7,10 @@ import pytest
 from textual.pilot import Pilot
 
 from console.adviser import Advice, Look, Turn
-from console.app import EricApp
-from console.commands import entries
-from console.screens.worker import WorkerScreen
-from console.widgets.advice import AdvicePanel, first_to_do, line
+from console.tui.app import EricApp
+from console.tui.commands import entries
+from console.tui.screens.dashboard.screen import AdvicePanel, advice_line, first_actionable
+from console.tui.screens.worker.screen import WorkerScreen
 from engine.errors import InvalidRequest
 from tests.fakes import advice_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -168,14 +168,14 @@ async def test_advice_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [40, 60, 78, 120, 200])
 def test_a_line_is_never_wider_than_its_panel(width: int) -> None:
     advice = Advice("queue", "A sentence with 12 numbers, " * 5, "Brief: 12", Turn("max_prompts", -2))
-    assert line(advice, 0, width, key="t", more=2).cell_length == width
+    assert advice_line(advice, 0, width, key="t", more=2).cell_length == width
 
 
 def test_the_key_does_the_first_that_can_be_done() -> None:
     none = Advice("prefix_useless", "Only 0.4%", "Only 0.4%")
     some = Advice("slow_worker", "w1 makes 20 tok/s", "w1", Look("w1"), "w1")
-    assert first_to_do((none, some)) == 1
-    assert first_to_do((none,)) is None
+    assert first_actionable((none, some)) == 1
+    assert first_actionable((none,)) is None
 
 
 def test_advice_looks_right(snap_compare: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textual.pilot import Pilot
 
-from console import modes
-from console.app import EricApp
+from console.tui import modes
+from console.tui.app import EricApp
 from tests.fakes.link import FakeLink
 from tests.ui.seen import foretold, screen_text, until
 

@@ -11,18 +11,17 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Input
 
-from console.api.errors import CannotListen
-from console.app import EricApp
-from console.curl import curl_line
-from console.link import ApiStatus
-from console.links.api import ApiReport, FailureCount, KeyLimits, KeyReading
-from console.screens.api import ApiScreen
-from console.screens.api_forms import AddressScreen, KeyScreen, NewKeyScreen
-from console.screens.confirm import ConfirmScreen
-from console.widgets.api_head import place_line, traffic_line
-from console.widgets.api_tables import ago, failures_title
-from console.widgets.status_line import status_line
-from console.widgets.table import Table
+from console.api.http.errors import CannotListen
+from console.link.api import ApiReport, FailureCount, KeyLimits, KeyReading
+from console.link.protocol import ApiStatus
+from console.tui.app import EricApp
+from console.tui.screens.api.curl import curl_line
+from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
+from console.tui.screens.api.screen import ApiScreen, place_line, traffic_line
+from console.tui.screens.api.tables import ago, failures_title
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.widgets.header import status_line
+from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink

@@ -11,11 +11,11 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from console.app import EricApp
-from console.commands import BindingCommands, entries
-from console.link import ApiStatus
-from console.screens.confirm import ConfirmScreen
-from console.screens.help import HelpScreen
+from console.link.protocol import ApiStatus
+from console.tui.app import EricApp
+from console.tui.commands import BindingCommands, entries
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.help import HelpScreen
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink

@@ -5,15 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.attached_app import AttachedApp
-from console.bound import all_bound
-from console.called import as_link
-from console.ordering import ORDERS
-from console.readonly import ReadOnlyLink
-from console.screens.instances import InstancesScreen
-from console.standing import Standing
-from console.widgets.status_line import status_line
+from console.link.readonly import ReadOnlyLink
+from console.link.rpc import as_link
+from console.link.status import LinkStatus
+from console.tui.app import EricApp
+from console.tui.attached_app import AttachedApp
+from console.tui.bindings import MUTATING_ACTIONS, all_bindings
+from console.tui.screens.attach.instances import InstancesScreen
+from console.tui.widgets.header import status_line
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
@@ -61,12 +60,12 @@ async def test_what_is_old_is_marked_from_the_first_frame_on() -> None:
 @pytest.mark.parametrize(
     ("standing", "words"),
     [
-        (Standing(name="gpu.example.org:8000", reach="lost", reason=LOST, retry_in_s=1.2), "connection lost"),
-        (Standing(name="gpu.example.org:8000", reach="connecting"), "connecting"),
-        (Standing(name="gpu.example.org:8000", reach="refused", reason="That key is not valid here"), "refused"),
+        (LinkStatus(name="gpu.example.org:8000", reach="lost", reason=LOST, retry_in_s=1.2), "connection lost"),
+        (LinkStatus(name="gpu.example.org:8000", reach="connecting"), "connecting"),
+        (LinkStatus(name="gpu.example.org:8000", reach="refused", reason="That key is not valid here"), "refused"),
     ],
 )
-def test_how_the_connection_is_fits_every_width(width: int, standing: Standing, words: str) -> None:
+def test_how_the_connection_is_fits_every_width(width: int, standing: LinkStatus, words: str) -> None:
     line = status_line(scenes.busy(), FakeLink().api_status(), width, standing)
     assert line.cell_length == width
     assert words in line.plain
@@ -143,7 +142,7 @@ async def test_read_only_offers_no_key_that_orders_something() -> None:
 
 
 def test_what_orders_something_is_a_binding() -> None:
-    assert ORDERS - {bound.id for bound in all_bound()} == set()
+    assert MUTATING_ACTIONS - {bound.id for bound in all_bindings()} == set()
 
 
 def test_an_attached_console_looks_right(snap_compare: object) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
 from console.bench.target import TargetFailed
-from console.links.benches import BenchOrder, BenchServer
-from console.screens.bench_form import BenchFormScreen
-from console.screens.benches import BenchesScreen
+from console.link.benches import BenchOrder, BenchServer
+from console.tui.app import EricApp
+from console.tui.screens.benches.form import BenchFormScreen
+from console.tui.screens.benches.screen import BenchesScreen
 from engine.errors import InvalidRequest
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.elsewhere import FakeRemote

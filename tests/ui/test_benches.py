@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 
 from console.bench.comparison import compare
 from console.bench.result import read_result
-from console.screens.bench_comparison import differences_of
-from console.screens.benches import BenchesScreen
+from console.tui.screens.benches.comparison import difference_notes
+from console.tui.screens.benches.screen import BenchesScreen
 from tests.fakes import bench_scenes
 from tests.ui.benching import SIZES, app_with, link_of, opened, shown
 from tests.ui.seen import screen_text, until
@@ -185,7 +185,7 @@ async def test_a_compares_the_numbers_too_that_a_table_leaves_out() -> None:
 
 def test_a_comparison_without_a_spread_says_first_that_there_is_no_verdict() -> None:
     found = compare(bench_scenes.grid(), bench_scenes.grid())
-    assert differences_of(found).plain.startswith("One repeat has no spread to judge a difference by")
+    assert difference_notes(found).plain.startswith("One repeat has no spread to judge a difference by")
 
 
 async def test_results_of_different_benches_are_not_compared() -> None:

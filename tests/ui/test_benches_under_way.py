@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.bench.about import MEASURES
-from console.called import as_link
-from console.links.benches import BenchOrder, BenchReport
-from console.readonly import ReadOnlyLink
-from console.screens.bench_form import BenchFormScreen
-from console.widgets.table import Table
+from console.bench.about import BENCH_DESCRIPTIONS
+from console.link.benches import BenchOrder, BenchReport
+from console.link.readonly import ReadOnlyLink
+from console.link.rpc import as_link
+from console.tui.app import EricApp
+from console.tui.screens.benches.form import BenchFormScreen
+from console.tui.widgets.table import Table
 from engine.errors import EngineBusy, InvalidRequest
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.link import FakeLink
@@ -32,7 +32,13 @@ async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(s
         await pilot.press("down")
         await shown(pilot, "How much longer one user waits")
         text = " ".join(screen_text(app).split())
-        for words in (*MEASURES, "numbers of users", "1,2,4", "It asks the engine that serves", "Start (enter)"):
+        for words in (
+            *BENCH_DESCRIPTIONS,
+            "numbers of users",
+            "1,2,4",
+            "It asks the engine that serves",
+            "Start (enter)",
+        ):
             assert words in text, words
 
 
@@ -136,10 +142,10 @@ async def test_every_bench_is_in_the_palette_and_opens_its_form() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: "Tune" in screen_text(app))
         titles = {command.title: command for command in app.get_system_commands(app.screen)}
-        assert {f"Bench {name}" for name in MEASURES} | {"Benchmarks"} <= set(titles)
+        assert {f"Bench {name}" for name in BENCH_DESCRIPTIONS} | {"Benchmarks"} <= set(titles)
         titles["Bench prefix"].callback()
         await until(pilot, lambda: isinstance(app.screen, BenchFormScreen))
-        await shown(pilot, MEASURES["prefix"][:40])
+        await shown(pilot, BENCH_DESCRIPTIONS["prefix"][:40])
 
 
 async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench() -> None:

@@ -8,14 +8,14 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from console.app import EricApp
 from console.chats import ChatStore, Turn
-from console.screens.chat_settings import ChatSettingsScreen
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_list import ChatList
-from console.widgets.chat_transcript import ChatTranscript
-from console.widgets.chat_turn import Answer, Foot, Question, note_line
-from console.widgets.prose import Prose
+from console.tui.app import EricApp
+from console.tui.screens.chat.conversation_list import ChatList
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.prose import Prose
+from console.tui.screens.chat.settings import ChatSettingsScreen
+from console.tui.screens.chat.transcript import ChatTranscript
+from console.tui.screens.chat.turn import Answer, Foot, Question, note_line
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink

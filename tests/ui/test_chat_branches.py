@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_turn import Foot
-from console.widgets.prose import Prose
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.prose import Prose
+from console.tui.screens.chat.turn import Foot
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from console.screens.confirm import ConfirmScreen
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_turn import Foot
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.turn import Foot
+from console.tui.screens.dialogs import ConfirmScreen
 from engine.errors import ContextLengthExceeded, QueueFull
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, questions

@@ -10,18 +10,16 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from console import clipboard
-from console.app import EricApp
 from console.chats import ChatSettings, ChatStore
 from console.chats.export import Export, ExportedTurn, from_json, to_json
-from console.chats.kept import TurnNote
-from console.links.conversation import DraftCount
-from console.screens.chat_presets import PresetsScreen
-from console.screens.chat_settings import ChatSettingsScreen
-from console.screens.line import LineScreen
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_line import count_line
-from console.widgets.chat_list import ChatList
+from console.chats.records import TurnNote
+from console.link.chat import DraftCount
+from console.tui import clipboard
+from console.tui.app import EricApp
+from console.tui.screens.chat.conversation_list import ChatList
+from console.tui.screens.chat.input import ChatInput, count_line
+from console.tui.screens.chat.settings import ChatSettingsScreen, PresetsScreen
+from console.tui.screens.dialogs import LineScreen
 from tests.fakes import scenes
 from tests.fakes.hostile import HOSTILE
 from tests.fakes.link import FakeLink
@@ -308,11 +306,11 @@ async def test_digits_and_letters_go_into_the_box() -> None:
 
 
 async def test_every_action_of_the_chat_is_in_the_palette_while_typing() -> None:
-    from console.commands import entries
-    from console.screens.chat_keys import BINDINGS
+    from console.tui.commands import entries
+    from console.tui.screens.chat.screen import CHAT_BINDINGS
 
     async with console(FakeLink()).run_test() as pilot:
         await opened(pilot)
         offered = {entry.title for entry in entries(pilot.app.screen)}
-        assert {binding.tooltip for binding in BINDINGS} <= offered  # type: ignore[union-attr]
+        assert {binding.tooltip for binding in CHAT_BINDINGS} <= offered  # type: ignore[union-attr]
         await ask(pilot, "Q")

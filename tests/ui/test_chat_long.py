@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 
 from console.chats import ChatSettings, ChatStore
-from console.widgets.chat_transcript import ChatTranscript
-from console.widgets.chat_turn import Answer
-from console.widgets.chat_window import Limits, Window, beginning, earlier, ending, later, limits_for
-from console.widgets.prose import Prose
+from console.tui.screens.chat.prose import Prose
+from console.tui.screens.chat.transcript import (
+    ChatTranscript,
+    TurnWindow,
+    WindowLimits,
+    limits_for,
+    window_after,
+    window_before,
+    window_beginning,
+    window_ending,
+)
+from console.tui.screens.chat.turn import Answer
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, console, ended, opened, panes
 from tests.ui.seen import until
@@ -122,25 +130,25 @@ async def test_nothing_is_written_while_the_reader_is_elsewhere_and_all_of_it_wh
 
 
 def test_a_window_holds_as_many_turns_as_its_limits_allow() -> None:
-    limits = Limits(turns=3, characters=100)
-    assert ending([10] * 9, 9, limits) == Window(6, 9)
-    assert ending([10, 60, 60], 3, limits) == Window(2, 3)
-    assert ending([500], 1, limits) == Window(0, 1)
-    assert ending([], 0, limits) == Window(0, 0)
-    assert beginning([10] * 9, 2, limits) == Window(2, 5)
-    assert beginning([10] * 9, 8, limits) == Window(8, 9)
-    assert beginning([500, 500], 0, limits) == Window(0, 1)
+    limits = WindowLimits(turns=3, characters=100)
+    assert window_ending([10] * 9, 9, limits) == TurnWindow(6, 9)
+    assert window_ending([10, 60, 60], 3, limits) == TurnWindow(2, 3)
+    assert window_ending([500], 1, limits) == TurnWindow(0, 1)
+    assert window_ending([], 0, limits) == TurnWindow(0, 0)
+    assert window_beginning([10] * 9, 2, limits) == TurnWindow(2, 5)
+    assert window_beginning([10] * 9, 8, limits) == TurnWindow(8, 9)
+    assert window_beginning([500, 500], 0, limits) == TurnWindow(0, 1)
 
 
 def test_a_window_that_moves_holds_what_is_seen_and_goes_on_where_turns_are_longer_than_its_limits() -> None:
-    limits = Limits(turns=4, characters=100)
-    assert earlier([10] * 20, Window(9, 11), limits) == Window(7, 13)
-    assert later([10] * 20, Window(9, 11), limits) == Window(7, 13)
-    assert earlier([500] * 20, Window(9, 11), limits) == Window(7, 13)
-    assert earlier([10] * 20, Window(1, 3), limits) == Window(0, 5)
-    assert later([10] * 20, Window(18, 20), limits) == Window(16, 20)
+    limits = WindowLimits(turns=4, characters=100)
+    assert window_before([10] * 20, TurnWindow(9, 11), limits) == TurnWindow(7, 13)
+    assert window_after([10] * 20, TurnWindow(9, 11), limits) == TurnWindow(7, 13)
+    assert window_before([500] * 20, TurnWindow(9, 11), limits) == TurnWindow(7, 13)
+    assert window_before([10] * 20, TurnWindow(1, 3), limits) == TurnWindow(0, 5)
+    assert window_after([10] * 20, TurnWindow(18, 20), limits) == TurnWindow(16, 20)
 
 
 def test_a_large_screen_gets_a_window_that_it_can_scroll_in() -> None:
-    assert limits_for(80, 20) == Limits(24, 6000)
-    assert limits_for(200, 60) == Limits(60, 36_000)
+    assert limits_for(80, 20) == WindowLimits(24, 6000)
+    assert limits_for(200, 60) == WindowLimits(60, 36_000)

@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import TextArea
 
 from console.chats import ChatSettings
-from console.screens.chat_settings import ChatSettingsScreen
+from console.tui.screens.chat.settings import ChatSettingsScreen
 from tests.fakes import fleet_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, asked, console, ended, fill, opened

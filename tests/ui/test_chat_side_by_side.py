@@ -8,8 +8,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Select
 
-from console.screens.chat_settings import ChatSettingsScreen
-from console.widgets.chat_list import ChatList
+from console.tui.screens.chat.conversation_list import ChatList
+from console.tui.screens.chat.settings import ChatSettingsScreen
 from tests.fakes import fleet_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes

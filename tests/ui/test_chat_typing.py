@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from console.app import EricApp
-from console.commands import entries
-from console.screens.help import HelpScreen
-from console.widgets.chat_input import ChatInput
-from console.widgets.chat_list import ChatList
-from console.widgets.chat_transcript import ChatTranscript
+from console.tui.app import EricApp
+from console.tui.commands import entries
+from console.tui.screens.chat.conversation_list import ChatList
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.transcript import ChatTranscript
+from console.tui.screens.help import HelpScreen
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import asked, console, opened
 from tests.ui.seen import rows, until

@@ -15,9 +15,9 @@ from textual.color import Color
 from textual.pilot import Pilot
 
 import console
-from console import modes
-from console.app import EricApp
-from console.theme import builtin_folder, load_themes, variable_defaults
+from console.tui import modes
+from console.tui.app import EricApp
+from console.tui.theme import builtin_folder, load_themes, variable_defaults
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.colours import as_deuteranope, contrast, distance

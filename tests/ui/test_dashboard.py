@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.screens.confirm import ConfirmScreen
-from console.widgets.requests import RequestsPanel
-from console.widgets.table import Table
+from console.tui.app import EricApp
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.requests.table import RequestsPanel
+from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from engine.snapshot import Snapshot
 from tests.fakes import scenes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from console.app import EricApp
-from console.widgets.device_lines import Panel, brief, detailed, paired, table
-from console.widgets.devices import title
-from console.widgets.names import device_name, devices_name
+from console.text import device_name, devices_name
+from console.tui.app import EricApp
+from console.tui.screens.dashboard.devices import Panel, brief, detailed, paired, table, title
 from engine.snapshot import ProcessMemory, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.screens.doctor import DoctorScreen
+from console.tui.app import EricApp
+from console.tui.screens.doctor.screen import DoctorScreen
 from engine.doctor.examine import examine
 from engine.doctor.facts import Package
 from engine.errors import EngineClosed

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.link import ApiStatus
-from console.standing import Standing
+from console.link.protocol import ApiStatus
+from console.link.status import LinkStatus
+from console.tui.app import EricApp
 from engine.errors import EngineError
 from engine.snapshot import ModelStatus, Snapshot
 from tests.fakes import scenes
@@ -25,11 +25,11 @@ FAILED = EngineError("port 8100 of 127.0.0.1 is taken").info
 class Elsewhere(FakeLink):
     """A link that stands to its engine as a test says."""
 
-    def __init__(self, standing: Standing, *arguments: Any, **options: Any) -> None:
+    def __init__(self, standing: LinkStatus, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.stands = standing
 
-    def standing(self) -> Standing:
+    def standing(self) -> LinkStatus:
         """As given."""
         return self.stands
 
@@ -39,34 +39,34 @@ class Elsewhere(FakeLink):
     ("standing", "snapshot", "api", "said"),
     [
         (
-            Standing(),
+            LinkStatus(),
             READY,
             ON,
             f"{WAITING}, or press 3 to chat.",
         ),
         (
-            Standing(),
+            LinkStatus(),
             READY,
             ApiStatus(),
             "No requests yet. The API is off: press a to switch it on, or press 3 to chat.",
         ),
-        (Standing(), READY, ApiStatus(error=FAILED), "The API is off (port 8100 of 127.0.0.1 is taken): press a to"),
+        (LinkStatus(), READY, ApiStatus(error=FAILED), "The API is off (port 8100 of 127.0.0.1 is taken): press a to"),
         (
-            Standing(read_only=True),
+            LinkStatus(read_only=True),
             READY,
             ON,
             f"{WAITING}.",
         ),
-        (Standing(read_only=True), READY, ApiStatus(), "No requests. The API is off."),
+        (LinkStatus(read_only=True), READY, ApiStatus(), "No requests. The API is off."),
         (
-            Standing(reach="recording", read_only=True, name="night.rec"),
+            LinkStatus(reach="recording", read_only=True, name="night.rec"),
             READY,
             ON,
             "No requests at this time of the recording.",
         ),
-        (Standing(reach="starting"), Snapshot(at=scenes.NOW), ApiStatus(), "Starting …"),
+        (LinkStatus(reach="starting"), Snapshot(at=scenes.NOW), ApiStatus(), "Starting …"),
         (
-            Standing(reach="connecting", name="gpu1:8000"),
+            LinkStatus(reach="connecting", name="gpu1:8000"),
             Snapshot(at=scenes.NOW),
             ApiStatus(),
             "no data from gpu1:8000",
@@ -75,7 +75,7 @@ class Elsewhere(FakeLink):
     ids=["on", "off", "failed", "read-only", "read-only, off", "recording", "starting", "connecting"],
 )
 async def test_without_requests_the_truth_is_said_and_what_can_be_done(
-    screen: str, standing: Standing, snapshot: Snapshot, api: ApiStatus, said: str
+    screen: str, standing: LinkStatus, snapshot: Snapshot, api: ApiStatus, said: str
 ) -> None:
     app = EricApp(Elsewhere(standing, snapshot, api=api), start=screen)
     async with app.run_test(size=(160, 44)) as pilot:
@@ -84,7 +84,7 @@ async def test_without_requests_the_truth_is_said_and_what_can_be_done(
 
 
 async def test_a_console_that_starts_offers_no_model_to_choose() -> None:
-    app = EricApp(Elsewhere(Standing(reach="starting"), Snapshot(at=scenes.NOW), api=ApiStatus()))
+    app = EricApp(Elsewhere(LinkStatus(reach="starting"), Snapshot(at=scenes.NOW), api=ApiStatus()))
     async with app.run_test(size=(160, 44)) as pilot:
         await pilot.pause()
         seen = screen_text(app)
@@ -95,7 +95,7 @@ async def test_a_console_that_starts_offers_no_model_to_choose() -> None:
 
 async def test_read_only_no_model_can_be_chosen() -> None:
     shown = msgspec.structs.replace(READY, status=ModelStatus(), workers=(), models=())
-    app = EricApp(Elsewhere(Standing(read_only=True), shown, api=ON))
+    app = EricApp(Elsewhere(LinkStatus(read_only=True), shown, api=ON))
     async with app.run_test(size=(160, 44)) as pilot:
         await pilot.pause()
         assert "No model loaded." in screen_text(app)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from console.app import EricApp
-from console.links.models import LoadSettings
-from console.widgets.fit import fit_lines
-from engine.costs import Correction
+from console.link.protocol import LoadSettings
+from console.tui.app import EricApp
+from console.tui.screens.models.panel import fit_lines
 from engine.errors import InsufficientMemory
+from engine.placement.costs import Correction
 from tests.fakes import estimates, scenes
 from tests.fakes.link import MODELS, FakeLink
 from tests.ui.seen import foretold, listed, screen_text, selected, until

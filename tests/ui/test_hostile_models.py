@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.widgets.model_details import FitPreview, ModelDetails
-from console.widgets.model_table import ModelTable
+from console.tui.app import EricApp
+from console.tui.screens.models.panel import FitPreview, ModelDetails
+from console.tui.screens.models.table import ModelTable
 from engine.models.catalog import MAX_COUNT, ModelEntry
 from engine.models.discover import discover
 from tests.fakes import scenes

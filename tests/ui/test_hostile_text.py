@@ -17,29 +17,27 @@ from textual.pilot import Pilot
 from textual.screen import Screen
 from textual.widgets import Select
 
-from console import modes
-from console.app import EricApp
-from console.attached_app import AttachedApp
-from console.called import as_link
 from console.chats import ChatSettings, ChatStore, Preset
-from console.commands import entries
-from console.replay_app import ReplayApp
-from console.screens.adapters import AdaptersScreen
-from console.screens.api_forms import KeyScreen, NewKeyScreen
-from console.screens.bench_comparison import BenchComparisonScreen
-from console.screens.bench_result import BenchResultScreen
-from console.screens.benches import BenchesScreen
-from console.screens.chat_presets import PresetsScreen
-from console.screens.chat_settings import ChatSettingsScreen
-from console.screens.compare import CompareScreen
-from console.screens.confirm import ConfirmScreen
-from console.screens.doctor import DoctorScreen
-from console.screens.go_to import GoToScreen
-from console.screens.instances import InstancesScreen
-from console.screens.line import LineScreen
-from console.screens.load import LoadScreen
-from console.screens.tune_form import TuneFormScreen
-from console.widgets.table import Table
+from console.link.rpc import as_link
+from console.tui import modes
+from console.tui.app import EricApp
+from console.tui.attached_app import AttachedApp
+from console.tui.commands import entries
+from console.tui.replay_app import ReplayApp
+from console.tui.screens.api.forms import KeyScreen, NewKeyScreen
+from console.tui.screens.attach.instances import InstancesScreen
+from console.tui.screens.attach.replay import GoToScreen
+from console.tui.screens.benches.comparison import BenchComparisonScreen
+from console.tui.screens.benches.result import BenchResultScreen
+from console.tui.screens.benches.screen import BenchesScreen
+from console.tui.screens.chat.settings import ChatSettingsScreen, PresetsScreen
+from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from console.tui.screens.doctor.screen import DoctorScreen
+from console.tui.screens.models.adapters import AdaptersScreen
+from console.tui.screens.models.comparison import CompareScreen
+from console.tui.screens.models.screen import LoadScreen
+from console.tui.screens.tune.autotune import TuneFormScreen
+from console.tui.widgets.table import Table
 from engine.errors import EngineError
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes import bench_scenes, fleet_scenes, request_scenes, scenes, tune_scenes

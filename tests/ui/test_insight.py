@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.called import as_link
-from console.commands import entries
-from console.readonly import ReadOnlyLink
-from console.screens.confirm import ConfirmScreen
-from console.screens.insight import InsightScreen
-from console.widgets.insight_panel import InsightPanel
+from console.link.readonly import ReadOnlyLink
+from console.link.rpc import as_link
+from console.tui.app import EricApp
+from console.tui.commands import entries
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.insight.screen import InsightPanel, InsightScreen
 from engine.errors import EngineBusy
 from tests.fakes import insight_scenes, scenes
 from tests.fakes.link import FakeLink

@@ -7,17 +7,17 @@ from collections import Counter, defaultdict
 import pytest
 from textual.screen import ModalScreen, Screen
 
-from console import modes
-from console.app import EricApp
-from console.bound import Bound, all_bound, meet, owners
-from console.commands import BindingCommands, entries
-from console.screens.help import HelpScreen
-from console.widgets.key_row import KeyRow
+from console.tui import modes
+from console.tui.app import EricApp
+from console.tui.bindings import DeclaredBinding, all_bindings, binding_owners, can_conflict
+from console.tui.commands import BindingCommands, entries
+from console.tui.screens.help import HelpScreen
+from console.tui.widgets.footer import KeyRow
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until
 
-BOUND = all_bound()
+BOUND = all_bindings()
 EATEN = {
     *(f"ctrl+{letter}" for letter in "abcgopqstz"),  # tmux, screen, Zellij; flow control, job control, interrupt
     *("ctrl+n", "ctrl+h", "ctrl+y", "ctrl+v", "ctrl+w", "ctrl+j", "ctrl+i", "ctrl+m", "ctrl+@", "ctrl+backslash"),
@@ -30,16 +30,16 @@ EATEN = {
 """Keys that many terminals, multiplexers or desktops keep for themselves."""
 
 
-def place(bound: Bound) -> str:
+def place(bound: DeclaredBinding) -> str:
     return "everywhere" if bound.owner is None else bound.owner.__name__
 
 
-def is_dialog(bound: Bound) -> bool:
+def is_dialog(bound: DeclaredBinding) -> bool:
     return bound.owner is not None and issubclass(bound.owner, ModalScreen)
 
 
 @pytest.mark.parametrize("bound", BOUND, ids=lambda bound: f"{place(bound)}-{bound.id}")
-def test_every_binding_has_an_id_and_a_tooltip(bound: Bound) -> None:
+def test_every_binding_has_an_id_and_a_tooltip(bound: DeclaredBinding) -> None:
     assert bound.id
     assert bound.tooltip
 
@@ -81,7 +81,7 @@ def test_no_action_rests_only_on_a_key_that_terminals_or_multiplexers_eat() -> N
 
 
 def focusable(app: EricApp) -> list[str]:
-    return [widget.css_identifier for widget in app.screen.focus_chain if type(widget) in owners()]
+    return [widget.css_identifier for widget in app.screen.focus_chain if type(widget) in binding_owners()]
 
 
 @pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES])
@@ -178,7 +178,7 @@ async def test_keys_that_would_be_typed_are_not_offered_while_typing() -> None:
 
 
 def test_every_owner_is_found_and_dialogs_cover_the_keys_of_the_console() -> None:
-    found = set(owners())
+    found = set(binding_owners())
     assert HelpScreen in found
-    assert not meet(None, HelpScreen)
-    assert all(meet(None, type(mode.factory())) for mode in modes.MODES)
+    assert not can_conflict(None, HelpScreen)
+    assert all(can_conflict(None, type(mode.factory())) for mode in modes.MODES)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from console.app import EricApp
-from console.bound import all_bound, meet
-from console.cli import main
-from console.keys_file import KeysFile, checked, is_key, keys_path, read_keys, sample
+from console.cli.main import main
+from console.tui.app import EricApp
+from console.tui.bindings import all_bindings, can_conflict
+from console.tui.keys_file import KeysFile, checked, is_key, keys_path, read_keys, sample
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until
 
@@ -24,7 +24,9 @@ def saved(text: str) -> Path:
 
 def found(**keys: str) -> KeysFile:
     """What the file of those keys (dots as underscores) comes to."""
-    return checked(KeysFile({name.replace("_", "."): each for name, each in keys.items()}), all_bound(), meet)
+    return checked(
+        KeysFile({name.replace("_", "."): each for name, each in keys.items()}), all_bindings(), can_conflict
+    )
 
 
 def test_ids_are_quoted_or_dotted_and_keys_words_or_lists(tmp_path: Path) -> None:
@@ -79,12 +81,12 @@ def test_two_actions_can_swap_their_keys() -> None:
 
 
 def test_the_sample_names_every_id_and_uncommented_changes_nothing(tmp_path: Path) -> None:
-    text = sample(all_bound())
+    text = sample(all_bindings())
     lines = [line.removeprefix("# ") for line in text.splitlines() if re.match(r'# "[\w.]+" = ', line)]
     (tmp_path / "keys.toml").write_text("\n".join(lines))
     file = read_keys(tmp_path / "keys.toml")
-    assert set(file.keys) == {bound.id for bound in all_bound()}
-    assert checked(file, all_bound(), meet).problems == ()
+    assert set(file.keys) == {bound.id for bound in all_bindings()}
+    assert checked(file, all_bindings(), can_conflict).problems == ()
     assert tomllib.loads(text) == {}
 
 

@@ -11,15 +11,14 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from console.app import EricApp
-from console.screens.logs import LogsScreen
-from console.widgets.log_sources import LogSources
-from console.widgets.log_view import LogView
+from console.tui.app import EricApp
+from console.tui.screens.logs.screen import LogSources, LogsScreen
+from console.tui.screens.logs.view import LogView
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
 
-SOURCES = ("engine", "w0", "w1", "api", "console.runtime")
+SOURCES = ("engine", "w0", "w1", "api", "console.runtime.runtime")
 LEVELS = (logging.DEBUG, logging.INFO, logging.INFO, logging.WARNING, logging.ERROR)
 MESSAGES = (
     "placement: 9.4 GiB of weights and 6.1 GiB of KV pages on cuda:0",
@@ -173,7 +172,7 @@ async def test_the_chosen_line_is_copied_whole() -> None:
     async with EricApp(logged(100), start="logs").run_test() as pilot:
         await begun(pilot)
         await pilot.press("c")
-        assert pilot.app.clipboard.endswith(f"ERROR   console.runtime: {MESSAGES[4]} (99)")
+        assert pilot.app.clipboard.endswith(f"ERROR   console.runtime.runtime: {MESSAGES[4]} (99)")
         await pilot.press("up", "up", "up", "c")
         assert pilot.app.clipboard.endswith(f"INFO    w1: {MESSAGES[2]} (97)")
         assert "■ paused" in bottom_row(pilot)
@@ -212,7 +211,7 @@ async def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, m
     def refused(*_: object) -> Path:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("console.screens.logs.save", refused)
+    monkeypatch.setattr("console.tui.screens.logs.screen.save", refused)
     async with EricApp(logged(10), start="logs").run_test(notifications=True, size=(140, 40)) as pilot:
         await begun(pilot)
         await pilot.press("e")
@@ -220,7 +219,7 @@ async def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, m
 
 
 async def test_two_exports_in_one_second_are_two_files(tmp_path: Path) -> None:
-    from console.screens.logs import save
+    from console.tui.screens.logs.screen import save
 
     first, second = save(["a"], tmp_path), save(["b"], tmp_path)
     assert first != second

@@ -7,15 +7,15 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from console.app import EricApp
-from console.links.models import NOTHING, Fetching, LoadSettings
-from console.screens.compare import CompareScreen
-from console.screens.load import LoadScreen
-from console.widgets.load_form_view import LoadFormView
-from console.widgets.model_details import FitPreview
-from console.widgets.model_load import ModelLoad, describe
-from console.widgets.model_table import ModelTable, matches
-from console.widgets.table import Table
+from console.link.protocol import NOTHING, Fetching, LoadSettings
+from console.tui.app import EricApp
+from console.tui.screens.models.comparison import CompareScreen
+from console.tui.screens.models.form import LoadFormView
+from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
+from console.tui.screens.models.panel import FitPreview
+from console.tui.screens.models.screen import LoadScreen
+from console.tui.screens.models.table import ModelTable, matches
+from console.tui.widgets.table import Table
 from engine.backends.base import LoadProgress
 from engine.errors import LoadCancelled
 from tests.fakes import estimates, fleet_scenes, scenes
@@ -233,13 +233,13 @@ async def test_a_download_is_shown_with_its_pace_beside_a_model_that_serves() ->
 
 
 def test_each_worker_of_a_load_shows_its_phase_and_its_pace() -> None:
-    from console.load_pace import Pace
+    from console.tui.load_pace import Pace
 
-    shown = describe(scenes.busy(), None, {"w1": Pace(1.5 * scenes.GIB, 4.2)}).plain
+    shown = loaded_models_text(scenes.busy(), None, {"w1": Pace(1.5 * scenes.GIB, 4.2)}).plain
     assert "w1 ◔ loading  weights 3.1/9.4 GiB, 1.5 GiB/s, 4.20 s left" in shown
     loading = fleet_scenes.second_loading()
-    assert "weights" in describe(loading, None, {"demo": Pace(0.0, None)}).plain
-    assert "nothing moves" in describe(loading, None, {"demo": Pace(0.0, None)}).plain
+    assert "weights" in loaded_models_text(loading, None, {"demo": Pace(0.0, None)}).plain
+    assert "nothing moves" in loaded_models_text(loading, None, {"demo": Pace(0.0, None)}).plain
 
 
 async def test_a_download_that_stopped_is_gone_on_with_by_its_hub_id() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from console.app import EricApp
-from console.widgets.model_details import FitPreview
-from console.widgets.model_load import ModelLoad, describe
-from console.widgets.model_table import ModelTable, kind, parameters
-from console.widgets.session import facts
+from console.tui.app import EricApp
+from console.tui.screens.dashboard.screen import session_facts
+from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
+from console.tui.screens.models.panel import FitPreview
+from console.tui.screens.models.table import ModelTable, model_kind, parameters
 from engine.backends.base import LoadProgress
 from engine.errors import InsufficientMemory
 from engine.snapshot import ModelStatus, Totals
@@ -97,8 +97,8 @@ async def test_a_hub_id_can_be_typed() -> None:
 def test_a_download_shows_its_bytes() -> None:
     progress = LoadProgress(phase="download", done=2**20, total=4 * 2**20)
     snapshot = msgspec.structs.replace(scenes.empty(), status=ModelStatus(state="loading", progress=progress))
-    assert "Download" in describe(snapshot).plain
-    assert "25%\n  1.0/4.0 MiB" in describe(snapshot).plain
+    assert "Download" in loaded_models_text(snapshot).plain
+    assert "25%\n  1.0/4.0 MiB" in loaded_models_text(snapshot).plain
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
@@ -111,29 +111,32 @@ async def test_table_and_engine_fit(size: tuple[int, int]) -> None:
 
 def test_sizes_and_kinds_read_well() -> None:
     assert [parameters(entry) for entry in MODELS] == ["8.4M", "7.2B", "124M"]
-    assert [kind(entry) for entry in MODELS] == ["Llama bf16", "Mistral exl2 5.0 bpw", "GPT2 fp32"]
+    assert [model_kind(entry) for entry in MODELS] == ["Llama bf16", "Mistral exl2 5.0 bpw", "GPT2 fp32"]
 
 
 def test_the_engine_says_which_attention_computes_and_why() -> None:
     status = scenes.ready_status(attention="triton", attention_reason="flash-attn is not installed")
-    shown = describe(scenes.busy(status=status)).plain
+    shown = loaded_models_text(scenes.busy(status=status)).plain
     assert "attention triton: flash-attn is not installed" in shown
 
 
 def test_the_session_says_how_many_guesses_held() -> None:
     totals = Totals(draft_tokens=1200, draft_accepted=900)
-    assert dict(facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens guessed ahead · 75% held"
-    assert "drafts" not in dict(facts(scenes.busy()))
+    assert dict(session_facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens guessed ahead · 75% held"
+    assert "drafts" not in dict(session_facts(scenes.busy()))
 
 
 def test_the_session_counts_what_is_done_and_what_runs_so_that_the_sum_is_right() -> None:
     totals = Totals(requests=52, finished={"stop": 1, "length": 40})
-    assert dict(facts(scenes.busy(totals=totals, running=8, queued=3)))["requests"] == (
+    assert dict(session_facts(scenes.busy(totals=totals, running=8, queued=3)))["requests"] == (
         "41 done (40 length, 1 stop) · 8 running · 3 queued"
     )
 
 
 def test_the_session_tells_of_every_request_that_did_not_get_its_answer() -> None:
     totals = Totals(requests=30, rejected=2, finished={"stop": 1, "cancelled": 20, "error": 4, "timeout": 3})
-    assert dict(facts(scenes.busy(totals=totals)))["errors"] == "4 failed · 3 timed out · 20 cancelled · 2 rejected"
-    assert dict(facts(scenes.busy(totals=Totals())))["errors"] == "none"
+    assert (
+        dict(session_facts(scenes.busy(totals=totals)))["errors"]
+        == "4 failed · 3 timed out · 20 cancelled · 2 rejected"
+    )
+    assert dict(session_facts(scenes.busy(totals=Totals())))["errors"] == "none"

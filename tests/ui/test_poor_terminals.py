@@ -8,11 +8,11 @@ from textual.color import Color
 from textual.filter import NoColor
 from textual.widgets import Input
 
-from console import modes
-from console.app import EricApp
-from console.widgets.glyphs import is_ascii, to_ascii, wants_ascii
-from console.widgets.log_view import LogView
-from console.widgets.setting_table import SettingTable
+from console.tui import modes
+from console.tui.app import EricApp
+from console.tui.screens.logs.view import LogView
+from console.tui.screens.settings.panel import SettingTable
+from console.tui.widgets.glyphs import is_ascii, to_ascii, wants_ascii
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until

@@ -13,11 +13,11 @@ from textual.strip import Strip
 from textual.widgets import Input, Label, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from console.printable_filter import PrintableFilter
-from console.stylesheet import StyledApp, Stylesheet
-from console.widgets.columns import cell, side_by_side
-from console.widgets.glyphs import escaped
-from console.widgets.text import clip
+from console.text import clip
+from console.tui.printable_filter import PrintableFilter
+from console.tui.stylesheet import StyledApp, Stylesheet
+from console.tui.widgets.glyphs import escaped
+from console.tui.widgets.table import cell, side_by_side
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes.hostile import STEERS
 from tests.ui.seen import rows, until

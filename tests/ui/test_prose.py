@@ -13,10 +13,9 @@ from textual.highlight import HighlightTheme
 from textual.screen import Screen
 from textual.selection import Selection
 
-from console.theme import variable_defaults
-from console.widgets.code_colours import coloured
-from console.widgets.markdown_lines import lay_out
-from console.widgets.prose import GROWN_LINES, Prose
+from console.tui.screens.chat.markdown import lay_out
+from console.tui.screens.chat.prose import GROWN_LINES, Prose, highlight_code
+from console.tui.theme import variable_defaults
 from tests.fakes.bounds import within_bounds
 from tests.ui.seen import screen_text
 
@@ -205,15 +204,15 @@ def test_code_costs_little_whatever_it_is_and_is_called(language: str) -> None:
     for slow in SLOW:
         code = "if x:\n" + slow * (16_000 // len(slow)) + "\n\nreturn"
         with within_bounds():
-            shown = coloured(code, language, HighlightTheme)
+            shown = highlight_code(code, language, HighlightTheme)
         assert shown.plain == code
 
 
 def test_code_has_the_colours_of_its_language_wherever_it_stands() -> None:
     code = "\n".join(f"def name_{number}() -> None:\n    return {number}  # why\n" for number in range(90))
-    spans = coloured(code, "Python", HighlightTheme).spans
+    spans = highlight_code(code, "Python", HighlightTheme).spans
     assert sum(code[span.start : span.end] == "def" for span in spans) == 90
-    assert coloured(code, "no language", HighlightTheme).spans == []
+    assert highlight_code(code, "no language", HighlightTheme).spans == []
 
 
 @given(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from console.app import EricApp
-from console.attached_app import AttachedApp
-from console.called import as_link
-from console.commands import entries
-from console.frames import Frame
-from console.link import ApiStatus
-from console.readonly import ReadOnlyLink
-from console.remote.connection import Connection
-from console.standing import Standing
-from console.widgets.hub_box import HubBox
+from console.link.frames import Frame
+from console.link.protocol import ApiStatus
+from console.link.readonly import ReadOnlyLink
+from console.link.remote.connection import Connection
+from console.link.rpc import as_link
+from console.link.status import LinkStatus
+from console.tui.app import EricApp
+from console.tui.attached_app import AttachedApp
+from console.tui.commands import entries
+from console.tui.screens.models.screen import HubBox
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
@@ -85,7 +85,7 @@ async def test_the_age_of_what_is_shown_takes_the_place_of_ready() -> None:
     app = AttachedApp([remote, FakeRemote("10.0.0.8:8000")])
     async with app.run_test(size=(140, 40)) as pilot:
         await until(pilot, lambda: "● ready" in rows(app)[0])
-        remote.stands = Standing(name="10.0.0.7:8000", reach="live", silent_s=3)
+        remote.stands = LinkStatus(name="10.0.0.7:8000", reach="live", silent_s=3)
         await until(pilot, lambda: "no data for 3 s" in rows(app)[0])
         assert "ready" not in rows(app)[0]
         assert app.has_class("-stale")

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
-from console.widgets.redraw import entitle, refresh_rows, subtitle
+from console.tui.widgets.panel import refresh_rows, set_subtitle, set_title
 
 
 class Panel(Widget):
@@ -29,7 +29,7 @@ class PanelApp(App[None]):
         yield Panel()
 
 
-@pytest.mark.parametrize("say", [entitle, subtitle])
+@pytest.mark.parametrize("say", [set_title, set_subtitle])
 async def test_a_title_that_is_the_same_draws_nothing(say: Any) -> None:
     async with PanelApp().run_test(size=(40, 10)) as pilot:
         panel = pilot.app.query_one(Panel)
@@ -44,7 +44,7 @@ async def test_a_title_that_is_the_same_draws_nothing(say: Any) -> None:
 async def test_a_string_is_no_markup() -> None:
     async with PanelApp().run_test(size=(40, 10)) as pilot:
         panel = pilot.app.query_one(Panel)
-        entitle(panel, "[bold]one")
+        set_title(panel, "[bold]one")
         assert panel._border_title is not None  # the only place that has it as it is shown
         assert panel._border_title.plain == "[bold]one"
 

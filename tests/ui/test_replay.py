@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from console.replay_app import ReplayApp
-from console.screens.go_to import GoToScreen
-from console.widgets.replay_bar import PlayReading, replay_bar
+from console.tui.replay_app import ReplayApp
+from console.tui.screens.attach.replay import GoToScreen, PlayReading, replay_bar
 from tests.fakes import scenes
 from tests.fakes.elsewhere import RECORDED_S, recording_of, replay_of
 from tests.ui.seen import rows, screen_text, until

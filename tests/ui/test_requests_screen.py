@@ -8,12 +8,10 @@ import msgspec
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from console.app import EricApp
-from console.screens.confirm import ConfirmScreen
-from console.screens.request import RequestScreen
-from console.widgets.request_card import NOT_ALLOWED
-from console.widgets.request_table import RequestTable
-from console.widgets.requests import RequestsPanel
+from console.tui.app import EricApp
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.requests.detail import NOT_ALLOWED, RequestScreen
+from console.tui.screens.requests.table import RequestsPanel, RequestTable
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -160,7 +158,7 @@ async def test_rows_that_come_in_above_do_not_move_what_one_reads() -> None:
 
 
 async def test_ten_thousand_requests_are_listed_and_only_those_seen_are_made_into_rows(monkeypatch: Any) -> None:
-    from console.widgets import request_table
+    from console.tui.screens.requests import table as request_table
 
     made, make = list[str](), request_table.table_row
     monkeypatch.setattr(request_table, "table_row", lambda row: made.append(row.id) or make(row))

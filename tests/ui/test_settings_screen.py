@@ -8,12 +8,11 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from console.app import EricApp
-from console.settings import Settings
-from console.sources import Sources
-from console.widgets.setting_panel import SettingPanel
-from console.widgets.setting_table import SettingTable
-from console.widgets.table import Table
+from console.settings.schema import Settings
+from console.settings.sources import Sources
+from console.tui.app import EricApp
+from console.tui.screens.settings.panel import SettingPanel, SettingTable
+from console.tui.widgets.table import Table
 from engine.errors import InsufficientMemory
 from tests.fakes.link import FakeLink
 from tests.fakes.link_settings import FILE, FakeSettings

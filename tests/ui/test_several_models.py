@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from console import in_view
-from console.app import EricApp
-from console.commands import entries
-from console.screens.chat import ChatScreen
-from console.widgets.model_load import describe
-from console.widgets.states import model_state
+from console.tui import in_view
+from console.tui.app import EricApp
+from console.tui.commands import entries
+from console.tui.screens.chat.screen import ChatScreen
+from console.tui.screens.models.loaded_models import loaded_models_text
+from console.tui.widgets.states import model_state
 from engine.config import DeviceShare
 from engine.errors import ErrorInfo
 from engine.snapshot import ModelStatus, Snapshot
@@ -31,10 +31,10 @@ def test_the_model_in_view_gives_the_snapshot_its_state_and_knobs() -> None:
 
 def test_models_come_into_view_round_and_round() -> None:
     snapshot = fleet_scenes.two_models()
-    assert in_view.after(snapshot, "") == "demo#2"
-    assert in_view.after(snapshot, "demo#2") == "NeuralHermes-7B#1"
-    assert in_view.after(snapshot, "gone#9") == "demo#2"
-    assert in_view.after(scenes.empty(), "") == ""
+    assert in_view.next_model_key(snapshot, "") == "demo#2"
+    assert in_view.next_model_key(snapshot, "demo#2") == "NeuralHermes-7B#1"
+    assert in_view.next_model_key(snapshot, "gone#9") == "demo#2"
+    assert in_view.next_model_key(scenes.empty(), "") == ""
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
@@ -120,7 +120,7 @@ async def test_m_is_offered_only_where_there_are_several_models() -> None:
 
 
 def test_every_model_held_is_listed_with_what_it_does_and_takes() -> None:
-    shown = describe(fleet_scenes.two_models()).plain
+    shown = loaded_models_text(fleet_scenes.two_models()).plain
     for words in (
         "▸ ● ready  NeuralHermes-7B  2 × 8 prompts",
         "14 running, 3 queued",
@@ -134,7 +134,7 @@ def test_every_model_held_is_listed_with_what_it_does_and_takes() -> None:
 
 
 def test_the_engine_says_of_every_device_what_its_workers_take_there() -> None:
-    lines = describe(fleet_scenes.two_models()).plain.splitlines()
+    lines = loaded_models_text(fleet_scenes.two_models()).plain.splitlines()
     backend = next(line for line in lines if line.startswith("backend"))
     assert backend.endswith("1 on GPU0, 1 on GPU1")
     planned = [line.split()[0] for line in lines if "planned 16.7" in line]
@@ -147,20 +147,20 @@ def test_a_device_with_several_workers_says_what_the_largest_of_them_takes() -> 
         scenes.worker(number, devices=("sim:1",), planned=(share,), used=(share,))
         for number, share in enumerate((card, more, card))
     ]
-    shown = describe(scenes.busy(workers=tuple(workers))).plain
+    shown = loaded_models_text(scenes.busy(workers=tuple(workers))).plain
     assert "on SIM1\n" in shown
     assert "SIM1      planned 3.0 → used 3.0 GiB, as planned · largest of 3 workers" in shown
 
 
 def test_a_second_model_shows_its_phases_while_the_first_serves() -> None:
-    shown = describe(fleet_scenes.second_loading()).plain
+    shown = loaded_models_text(fleet_scenes.second_loading()).plain
     assert "● ready  NeuralHermes-7B" in shown
     assert "◔ loading  demo" in shown
     assert "6.0/17.0 MiB" in shown
 
 
 def test_an_idle_model_says_what_wakes_it() -> None:
-    shown = describe(fleet_scenes.one_idle()).plain
+    shown = loaded_models_text(fleet_scenes.one_idle()).plain
     assert "○ idle  NeuralHermes-7B" in shown
     assert "loads again with the next request" in shown
 
@@ -169,7 +169,7 @@ def test_a_second_model_that_failed_keeps_its_reason() -> None:
     error = ErrorInfo(code="insufficient_memory", message="short by 2,310 MiB")
     failed = fleet_scenes.demo_reading(status=ModelStatus(state="failed", spec=scenes.spec("demo"), error=error))
     snapshot = fleet_scenes.two_models()
-    shown = describe(scenes.changed(snapshot, models=(snapshot.models[0], failed))).plain
+    shown = loaded_models_text(scenes.changed(snapshot, models=(snapshot.models[0], failed))).plain
     assert "✖ failed  demo\nshort by 2,310 MiB" in shown
 
 

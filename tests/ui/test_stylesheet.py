@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from textual.css import stylesheet
 
-from console.app import EricApp
-from console.modes import MODES
-from console.stylesheet import Stylesheet
+from console.tui.app import EricApp
+from console.tui.modes import MODES
+from console.tui.stylesheet import Stylesheet
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import until

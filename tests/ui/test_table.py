@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from console.app import EricApp
-from console.widgets.columns import cell, side_by_side
-from console.widgets.request_table import RequestTable
-from console.widgets.table import Table
+from console.tui.app import EricApp
+from console.tui.screens.requests.table import RequestTable
+from console.tui.widgets.table import Table, cell, side_by_side
 from tests.fakes import request_scenes, tune_scenes
 from tests.fakes.bounds import within_bounds
 from tests.fakes.link import FakeLink

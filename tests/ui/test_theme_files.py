@@ -8,8 +8,8 @@ import pytest
 from textual.color import Color
 from textual.theme import Theme
 
-from console.app import EricApp
-from console.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
+from console.tui.app import EricApp
+from console.tui.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
 from tests.fakes.link import FakeLink
 
 BUILT_IN = {theme.name: theme for theme in load_themes([builtin_folder()]).themes}

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.autotune.space import Setting
-from console.links.tuning import Failed, TuneOrder, TuningReport
-from console.screens.tune_form import TuneFormScreen
-from console.widgets.scatter import Point, place
-from console.widgets.tuning_panel import points_of
+from console.link.tuning import Failed, TuneOrder, TuningReport
+from console.tui.app import EricApp
+from console.tui.screens.tune.autotune import TuneFormScreen, points_of
+from console.tui.widgets.graph import Point, place
+from console.tuning.autotune.space import Setting
 from engine.errors import EngineBusy
 from tests.fakes import tune_scenes
 from tests.fakes.elsewhere import FakeRemote

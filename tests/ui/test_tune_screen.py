@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.effects import Delta
-from console.knobs import IDLE_UNLOADS_S, knob_words, next_idle_unload
-from console.widgets.effect_table import EffectTable, delta_cell
-from console.widgets.scatter import Point, place
+from console.tui.app import EricApp
+from console.tui.screens.tune.changes import EffectTable, delta_cell
+from console.tui.widgets.graph import Point, place
+from console.tuning.effects import Delta
+from console.tuning.knobs import IDLE_UNLOADS_S, knob_text, next_idle_unload
 from engine.errors import InsufficientMemory
 from engine.snapshot import Snapshot
 from tests.fakes import fleet_scenes, scenes, tune_scenes
@@ -214,7 +214,7 @@ def test_idle_unload_steps_through_its_values_and_stops_at_both_ends() -> None:
     ],
 )
 def test_a_knob_s_value_is_told_as_one_says_it(knob: str, value: float, said: str) -> None:
-    assert knob_words(knob, value) == said
+    assert knob_text(knob, value) == said
 
 
 @pytest.mark.parametrize(

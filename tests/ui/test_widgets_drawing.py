@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.app import EricApp
-from console.link import ApiStatus
-from console.widgets import text
-from console.widgets.bars import Part, meter, stack
-from console.widgets.columns import Column, fitting, spread
-from console.widgets.glyphs import wants_ascii
-from console.widgets.graph import Graph
-from console.widgets.plot import column_of, columns, draw, missed, nice_bound
-from console.widgets.status_line import status_line
+from console import text
+from console.link.protocol import ApiStatus
+from console.tui.app import EricApp
+from console.tui.widgets.glyphs import wants_ascii
+from console.tui.widgets.graph import Graph
+from console.tui.widgets.header import status_line
+from console.tui.widgets.plot import BarSegment, column_of, columns, draw, meter, missed, nice_bound, stack
+from console.tui.widgets.table import Column, fitting, spread
 from engine.backends.base import LoadProgress
 from engine.snapshot import Second
 from tests.fakes import scenes
@@ -66,7 +65,7 @@ def test_a_bound_is_round_and_not_below_the_value(value: float) -> None:
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=6), st.integers(6, 60))
 def test_a_stack_fills_its_width_and_hides_nothing(values: list[float], width: int) -> None:
-    parts = [Part(value, f"$part-{index}", str(index)) for index, value in enumerate(values)]
+    parts = [BarSegment(value, f"$part-{index}", str(index)) for index, value in enumerate(values)]
     drawn = stack(parts, width)
     assert drawn.cell_length == width
     if sum(values) > 0:
@@ -76,7 +75,7 @@ def test_a_stack_fills_its_width_and_hides_nothing(values: list[float], width: i
 
 
 def test_a_stack_in_ascii_uses_a_letter_for_each_part() -> None:
-    parts = [Part(3, "", "w"), Part(1, "", "k"), Part(4, "", ".")]
+    parts = [BarSegment(3, "", "w"), BarSegment(1, "", "k"), BarSegment(4, "", ".")]
     assert stack(parts, 8, ascii_only=True).plain == "wwwk...."
 
 

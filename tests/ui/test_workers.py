@@ -8,14 +8,13 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from console.app import EricApp
-from console.commands import entries
-from console.screens.confirm import ConfirmScreen
-from console.screens.worker import WorkerScreen
-from console.widgets.placement import difference, placement_map
-from console.widgets.requests import request_row
-from console.widgets.tabs import BREVITIES, Knobs, knob_row
-from console.widgets.worker_words import reason, trouble
+from console.tui.app import EricApp
+from console.tui.commands import entries
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.requests.table import request_row
+from console.tui.screens.worker.screen import WorkerScreen
+from console.tui.widgets.header import BREVITIES, KnobValues, knob_row
+from console.tui.widgets.worker_text import crash_reason, difference, failure_text, placement_map
 from engine.backends.base import LoadProgress
 from engine.errors import EngineError, ErrorInfo
 from engine.snapshot import Snapshot, WorkerReading
@@ -76,13 +75,13 @@ async def test_a_crash_its_reason_and_the_back_off_are_seen(size: tuple[int, int
     ],
 )
 def test_the_reason_of_a_death_is_short(error: ErrorInfo | None, said: str) -> None:
-    assert reason(WorkerReading(id="w1", state="restarting", last_error=error)) == said
+    assert crash_reason(WorkerReading(id="w1", state="restarting", last_error=error)) == said
 
 
 def test_nothing_is_said_of_the_trouble_of_a_worker_that_is_well() -> None:
     worker = WorkerReading(id="w1", state="ready", last_error=fleet_scenes.crash("w1"), restarts=1)
-    assert trouble(worker) == ""
-    assert trouble(msgspec.structs.replace(worker, state="restarting")) == ": SIGKILL"
+    assert failure_text(worker) == ""
+    assert failure_text(msgspec.structs.replace(worker, state="restarting")) == ": SIGKILL"
 
 
 def test_a_request_that_took_too_long_says_so() -> None:
@@ -293,14 +292,14 @@ async def test_the_knobs_show_the_limit_that_memory_set_and_workers_that_come() 
 
 
 def test_a_worker_that_comes_back_does_not_make_the_knob_move() -> None:
-    assert Knobs.of(scenes.busy()).now == 2
-    assert Knobs.of(fleet_scenes.simulated()).now == 3
+    assert KnobValues.of(scenes.busy()).now == 2
+    assert KnobValues.of(fleet_scenes.simulated()).now == 3
     draining = scenes.busy(target_workers=1, workers=(scenes.worker(0), scenes.worker(1, state="draining")))
-    assert knob_row(Knobs.of(draining), 0).plain.startswith("Workers  −  2→1  +")
+    assert knob_row(KnobValues.of(draining), 0).plain.startswith("Workers  −  2→1  +")
 
 
 def test_each_form_of_the_knobs_is_narrower_than_the_one_before() -> None:
-    knobs = Knobs(workers=2, now=1, prompts=16, limit=11)
+    knobs = KnobValues(workers=2, now=1, prompts=16, limit=11)
     widths = [knob_row(knobs, brevity).cell_length for brevity in range(BREVITIES)]
     assert widths == sorted(widths, reverse=True)
 

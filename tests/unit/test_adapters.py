@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backends.torch.lora_factors import locate_factors
-from engine.backends.torch.model_config import read_model_config
+from engine.backends.common.model_config import read_model_config
+from engine.backends.torch.weights.adapters import locate_factors
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, UnsafeWeights, UnsupportedModel
 from engine.models.adapters import (

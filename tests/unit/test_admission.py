@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.admission import end_tokens, resolve_params, resolve_timeout
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.requests.admission import end_tokens, resolve_params, resolve_timeout
 
 
 def resolve(

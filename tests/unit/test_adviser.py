@@ -11,8 +11,7 @@ import pytest
 from console.adviser import Look, Open, Turn
 from console.adviser.evidence import Counts
 from engine.backends.base import BackendStats
-from engine.insight_values import Goodput, Insight
-from engine.snapshot import Percentiles, Second, Snapshot
+from engine.snapshot import Goodput, Insight, Percentiles, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.adviser import ended, found, healthy, steady
 from tests.fakes.scenes import GIB, NOW

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.backends.torch.ahead import obstacle, plan_after
-from engine.backends.torch.batch import unread
-from engine.backends.torch.landing import fill_unread
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Plan, Sequence
+from engine.backends.torch.cuda.step_transfer import fill_pending_ids
+from engine.backends.torch.scheduler.async_scheduling import async_obstacle, plan_next_step
+from engine.backends.torch.scheduler.batch import pending_token_id
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.torch.scheduler.sequences import Plan, Sequence
 
 
 def scheduler(*, pages: int = 64, max_prompts: int = 8, step_tokens: int = 16, max_model_len: int = 200) -> Scheduler:
@@ -41,9 +41,9 @@ def test_the_next_step_feeds_the_rows_that_this_one_draws() -> None:
     s = scheduler()
     a, b = submit(s, "a", 3), submit(s, "b", 3)
     running = s.plan()
-    assert obstacle(running, s, guesses=False) == ""
-    plan = plan_after(running, s)
-    assert fed(plan) == {"a": [unread(0)], "b": [unread(1)]}
+    assert async_obstacle(running, s, guesses=False) == ""
+    plan = plan_next_step(running, s)
+    assert fed(plan) == {"a": [pending_token_id(0)], "b": [pending_token_id(1)]}
     assert [(chunk.start, chunk.sample) for chunk in plan.chunks] == [(3, True), (3, True)]
     assert [(each.computed, each.known) for each in (a, b)] == [(0, 3), (0, 3)]  # as if nothing had been planned
 
@@ -56,7 +56,7 @@ def test_a_prompt_goes_on_and_others_join_behind_a_step_that_is_not_read() -> No
     commit(s, running)
     running = s.plan()
     submit(s, "new", 5)
-    plan = plan_after(running, s)
+    plan = plan_next_step(running, s)
     assert fed(plan) == {"long": long.token_ids[32:40], "new": [1000 + int.from_bytes(b"new"), 1, 2, 3, 4]}
 
 
@@ -68,7 +68,7 @@ def test_rows_are_counted_over_those_that_are_drawn_for_alone() -> None:
     submit(s, "b", 3)
     running = s.plan()
     assert fed(running).keys() == {"a", "long"}
-    assert fed(plan_after(running, s))["a"] == [unread(0)]
+    assert fed(plan_next_step(running, s))["a"] == [pending_token_id(0)]
 
 
 @pytest.mark.parametrize("end", ["max_tokens", "context"])
@@ -77,14 +77,14 @@ def test_a_sequence_with_room_for_one_more_token_alone_takes_no_part(end: str) -
     submit(s, "ends", 3, most=1 if end == "max_tokens" else None)
     submit(s, "goes on", 2, most=9)
     running = s.plan()
-    assert fed(plan_after(running, s)) == {"goes on": [unread(1)]}
+    assert fed(plan_next_step(running, s)) == {"goes on": [pending_token_id(1)]}
     commit(s, running)
 
 
 def test_one_without_an_answer_takes_no_part() -> None:
     s = scheduler()
     s.submit(Sequence("scored", [1, 2, 3], 3, answers=False))
-    assert not plan_after(s.plan(), s).chunks
+    assert not plan_next_step(s.plan(), s).chunks
 
 
 def _told(s: Scheduler) -> None:
@@ -116,7 +116,7 @@ def test_what_the_next_step_waits_for(happens: Callable[[Scheduler], object], gu
     submit(s, "a", 4)  # its next token takes a new page
     running = s.plan()
     happens(s)
-    found = obstacle(running, s, guesses=guesses)
+    found = async_obstacle(running, s, guesses=guesses)
     assert why in found and bool(why) == bool(found)
 
 
@@ -124,7 +124,7 @@ def test_pages_that_a_launched_step_writes_to_are_nobodys_until_it_is_done() -> 
     s = scheduler(pages=4)
     a = submit(s, "a", 6)
     running = s.plan()
-    plan = plan_after(running, s)
+    plan = plan_next_step(running, s)
     held = s.hold_written(plan)
     assert held == a.pages[1:2]
     commit(s, running)
@@ -153,8 +153,8 @@ def answers(seed: int, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
             del lives[sequence.id]
         alive = [each for each in zip(running.sequences, running.chunks, strict=True) if each[0].pages]
         running, launched = Plan([each for each, _ in alive], [chunk for _, chunk in alive]), None
-        if ahead and not obstacle(running, s, guesses=False):
-            plan = plan_after(running, s)
+        if ahead and not async_obstacle(running, s, guesses=False):
+            plan = plan_next_step(running, s)
             launched = (plan, s.hold_written(plan)) if plan.chunks else None
         ended = s.commit(running, [[100 * each.known + int(each.id)] for each in running.sampled])
         for each in running.sampled:
@@ -176,8 +176,8 @@ def test_answers_come_out_as_they_do_without_planning_ahead() -> None:
 
 
 def test_ids_that_are_unread_are_filled_in_where_they_stand() -> None:
-    ids = torch.tensor([5, unread(2), 6, unread(0), unread(1)])
-    fill_unread(ids, torch.tensor([70, -1, 72]))
+    ids = torch.tensor([5, pending_token_id(2), 6, pending_token_id(0), pending_token_id(1)])
+    fill_pending_ids(ids, torch.tensor([70, -1, 72]))
     assert ids.tolist() == [5, 72, 6, 70, 0]  # nothing was drawn in row 1; token 0 is as good as any
-    fill_unread(ids, torch.tensor([], dtype=torch.int64))
+    fill_pending_ids(ids, torch.tensor([], dtype=torch.int64))
     assert ids.tolist() == [5, 72, 6, 70, 0]

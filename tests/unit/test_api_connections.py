@@ -9,8 +9,15 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from console.api.connections import FIRST_READ_BYTES, MAX_READ_BYTES, MIN_READ_BYTES, READ_S, READERS, Runner
-from engine.child_process import ROOT, python_command
+from console.api.http.connections import (
+    FIRST_READ_BYTES,
+    MAX_READ_BYTES,
+    MIN_READ_BYTES,
+    READ_S,
+    READERS,
+    Runner,
+)
+from engine.system.child_process import ROOT, python_command
 
 
 class Pipe(asyncio.Transport):
@@ -109,7 +116,7 @@ async def test_less_still_is_taken_at_once_of_each_of_many_connections(
 def receive(connection: web.RequestHandler, took_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have bytes come in that take so long."""
     moments = iter([1.0, 1.0 + took_s])
-    monkeypatch.setattr("console.api.connections.time.perf_counter", lambda: next(moments))
+    monkeypatch.setattr("console.api.http.connections.time.perf_counter", lambda: next(moments))
     connection.data_received(b"GET")
     monkeypatch.undo()
 
@@ -156,10 +163,10 @@ async def test_where_there_are_too_many_connections_one_without_a_request_is_clo
 def test_a_server_may_have_as_many_files_open_as_the_system_lets_it() -> None:
     program = """
 import resource
-from console.api.open_files import MIN_CONNECTIONS, RESERVED, max_connections, raise_file_limit
+from console.api.http.listening import MIN_CONNECTIONS, RESERVED_FILES, max_connections, raise_file_limit
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, min(hard, 2000)))
-assert max_connections() == 512 - RESERVED
+assert max_connections() == 512 - RESERVED_FILES
 raise_file_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 2000)
 """

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.api.key_file import KeyFile, KeyRecords, KeysUnavailable
-from console.api.keys import Keys
-from console.api.scopes import allows, scope_needed
-from console.links.api import KeyLimits, NewKey, Scope
+from console.api.http.key_file import KeyFile, KeyRecords, KeysUnavailable
+from console.api.http.keys import Keys
+from console.api.http.scopes import allows, scope_needed
+from console.link.api import KeyLimits, NewKey, Scope
 from engine.errors import InvalidRequest
 from tests.fakes.owners import belongs_to_another
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.api.limits import MAX_ADDRESSES, Addresses, Bucket, Gate, RateLimited
-from console.links.api import KeyLimits
+from console.api.http.limits import MAX_ADDRESSES, AddressLimiter, KeyLimiter, RateLimited, TokenBucket
+from console.link.api import KeyLimits
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def passes(gate: Gate, times: int) -> int:
+def passes(gate: KeyLimiter, times: int) -> int:
     """How many requests in a row get through, each of which ends at once."""
     for at in range(times):
         try:
@@ -33,7 +33,7 @@ def passes(gate: Gate, times: int) -> int:
 
 def test_a_minute_s_requests_may_come_at_once_and_then_one_by_one() -> None:
     clock = Clock()
-    gate = Gate(KeyLimits(requests_per_min=60), clock)
+    gate = KeyLimiter(KeyLimits(requests_per_min=60), clock)
     assert passes(gate, 100) == 60
     clock.now += 1
     assert passes(gate, 100) == 1
@@ -43,7 +43,7 @@ def test_a_minute_s_requests_may_come_at_once_and_then_one_by_one() -> None:
 
 def test_who_is_refused_can_come_back_when_it_was_told_and_not_before() -> None:
     clock = Clock()
-    gate = Gate(KeyLimits(requests_per_min=7), clock)
+    gate = KeyLimiter(KeyLimits(requests_per_min=7), clock)
     passes(gate, 7)
     with pytest.raises(RateLimited) as no, gate.passed("k"):
         pass
@@ -57,7 +57,7 @@ def test_who_is_refused_can_come_back_when_it_was_told_and_not_before() -> None:
 
 def test_tokens_beyond_a_minute_s_are_owed() -> None:
     clock = Clock()
-    gate = Gate(KeyLimits(tokens_per_min=100), clock)
+    gate = KeyLimiter(KeyLimits(tokens_per_min=100), clock)
     gate.used(250)
     clock.now += 89
     assert passes(gate, 1) == 0
@@ -67,18 +67,18 @@ def test_tokens_beyond_a_minute_s_are_owed() -> None:
 
 def test_a_request_that_is_refused_takes_nothing() -> None:
     clock = Clock()
-    gate = Gate(KeyLimits(requests_per_min=2, concurrent=1), clock)
+    gate = KeyLimiter(KeyLimits(requests_per_min=2, concurrent=1), clock)
     with gate.passed("k"):
         assert passes(gate, 5) == 0
     assert passes(gate, 1) == 1
 
 
 def test_a_key_without_limits_passes_always() -> None:
-    assert passes(Gate(KeyLimits(), Clock()), 10_000) == 10_000
+    assert passes(KeyLimiter(KeyLimits(), Clock()), 10_000) == 10_000
 
 
 def test_addresses_are_forgotten_rather_than_kept_without_end() -> None:
-    addresses = Addresses(1, Clock())
+    addresses = AddressLimiter(1, Clock())
     for number in range(MAX_ADDRESSES + 1):
         addresses.enter(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
     addresses.enter("10.0.0.0")
@@ -88,7 +88,7 @@ def test_addresses_are_forgotten_rather_than_kept_without_end() -> None:
 
 @given(st.integers(1, 10_000), st.lists(st.floats(0, 100), max_size=50))
 def test_no_pattern_of_asking_gets_more_than_a_burst_and_the_rate(per_min: int, pauses: list[float]) -> None:
-    bucket, now, taken = Bucket(per_min), 0.0, 0
+    bucket, now, taken = TokenBucket(per_min), 0.0, 0
     for pause in pauses:
         now += pause
         while not bucket.wait_s(now) and taken < 20_000:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.api.traffic import LAST_FAILURES, LINGER_S, MAX_CLIENTS, Ending, Rate, Traffic
+from console.api.http.traffic import LAST_FAILURES, LINGER_S, MAX_CLIENTS, Ending, Rate, Traffic
 
 
 class Clock:

@@ -7,10 +7,10 @@ import asyncio
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from console.api.turns import Turns, taking_turns
+from console.api.http.limits import RequestPacer, pacing_middleware
 
 
-async def begun_by_round(turns: Turns, count: int) -> list[list[int]]:
+async def begun_by_round(turns: RequestPacer, count: int) -> list[list[int]]:
     """Which of so many requests that came at once began in each round of the loop, until all had."""
     begun: list[int] = []
 
@@ -29,17 +29,17 @@ async def begun_by_round(turns: Turns, count: int) -> list[list[int]]:
 
 
 async def test_no_more_than_so_many_begin_in_a_round_and_in_the_order_they_came() -> None:
-    rounds = await begun_by_round(Turns(3), 10)
+    rounds = await begun_by_round(RequestPacer(3), 10)
     assert max(map(len, rounds)) <= 3
     assert [number for each in rounds for number in each] == list(range(10))
 
 
 async def test_one_begins_in_a_round_where_nothing_else_is_said() -> None:
-    assert await begun_by_round(Turns(), 5) == [[0], [1], [2], [3], [4]]
+    assert await begun_by_round(RequestPacer(), 5) == [[0], [1], [2], [3], [4]]
 
 
 async def test_a_request_that_comes_alone_begins_at_once() -> None:
-    turns = Turns(2)
+    turns = RequestPacer(2)
     for _ in range(5):
         taking = asyncio.ensure_future(turns.take())
         await asyncio.sleep(0)
@@ -48,7 +48,7 @@ async def test_a_request_that_comes_alone_begins_at_once() -> None:
 
 
 async def test_a_client_that_left_while_it_waited_takes_no_turn() -> None:
-    turns = Turns(1)
+    turns = RequestPacer(1)
     first, second, third = (asyncio.create_task(turns.take()) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
@@ -57,7 +57,7 @@ async def test_a_client_that_left_while_it_waited_takes_no_turn() -> None:
 
 
 async def test_health_is_answered_while_others_wait_for_their_turn() -> None:
-    take_turn = taking_turns(Turns(1))
+    take_turn = pacing_middleware(RequestPacer(1))
     answered: list[str] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from engine.backends.paged_attention import probe as probing
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, choose
-from engine.backends.paged_attention.face import PagedAttention, implementation
+from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, failure, find_flash_attn, probe
-from engine.backends.paged_attention.tiles import MAX_SPLITS, Gpu, split_count, tile_for
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, Gpu, split_count, tile_for
 from engine.backends.torch.native.attention import Heads
-from engine.backends.torch.native.attention_fit import MAX_ROW_NUMBERS, Turned, native_obstacle
-from engine.backends.torch.native.kernels import Kernels
-from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, RotatedHeads, native_obstacle
+from engine.backends.torch.native.library import Kernels, NativeLibrary
 from engine.errors import InvalidRequest
 
 AMPERE = AttentionFacts(capability=(8, 6), torch=(2, 13, 0), triton=(3, 7, 1), flash=(2, 8, 3))
@@ -184,7 +183,7 @@ def test_heads_that_would_take_gigabytes_to_try_the_native_kernel_with_are_left_
     untried = cast(NativeLibrary, object())
     obstacle = native_obstacle(
         Kernels(untried),
-        [Turned(heads, None)],
+        [RotatedHeads(heads, None)],
         dtype=torch.bfloat16,
         devices=[torch.device("cpu")],
         page_tokens=16,

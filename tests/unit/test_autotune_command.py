@@ -12,16 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.autotune.command import as_json, as_text, tune
-from console.autotune.live import Live
-from console.autotune.mix import Mix
-from console.autotune.record import Verdict
-from console.autotune.space import Setting
-from console.autotune.table import Outcome, remarks_of, sentences, shortened, table_of
-from console.cli import main
-from console.links.tuning import Failed, TuneOrder, TuningReport
-from console.settings import Settings
-from console.tuned import TunedFile
+from console.cli.autotune import Live, as_json, as_text, tune
+from console.cli.main import main
+from console.link.tuning import Failed, TuneOrder, TuningReport
+from console.settings.schema import Settings
+from console.tuning.autotune.load import Mix
+from console.tuning.autotune.record import Verdict
+from console.tuning.autotune.space import Setting
+from console.tuning.autotune.table import Outcome, remarks_of, sentences, shortened, table_of
+from console.tuning.profiles import TunedProfiles
 from engine.models.resolve import resolve_local
 from tests.fakes import tune_scenes
 
@@ -185,7 +184,7 @@ def test_a_model_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("autotune.command.state_dir", "logs.log_dir"):
+    for name in ("cli.autotune.state_dir", "runtime.logs.log_dir"):
         monkeypatch.setattr(f"console.{name}", lambda: tmp_path)
     reports: list[TuningReport] = []
     stream = io.StringIO()
@@ -203,5 +202,5 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
     said = reports[0].said
     assert said.startswith("Cancelled. The best by then gives ") and "The engine is as it was before." in said
     assert said in as_text(reports[0])
-    assert not TunedFile(tmp_path).knows(str(resolve_local("demo", ())))
+    assert not TunedProfiles(tmp_path).knows(str(resolve_local("demo", ())))
     assert '"applied": false' in (tmp_path / "tuned.json").read_text()

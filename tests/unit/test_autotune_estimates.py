@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from console.autotune.estimates import DRIFT, noise_of, quantile, quantile_of, rate_of, student_t
-from console.autotune.record import Record, Sample, Slice, Slo
-from console.autotune.space import Knob, Setting, Space
+from console.tuning.autotune.record import (
+    DRIFT,
+    Record,
+    Sample,
+    Slice,
+    Slo,
+    noise_of,
+    quantile,
+    quantile_of,
+    rate_of,
+    student_t,
+)
+from console.tuning.autotune.space import Knob, Setting, Space
 from tests.fakes.simulated_tuning import knobs
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from console.autotune.estimates import Interval
-from console.autotune.record import Record, Sample, Slice, Slo, pareto
-from console.autotune.space import Setting
+from console.tuning.autotune.record import Interval, Record, Sample, Slice, Slo, pareto
+from console.tuning.autotune.space import Setting
 
 
 def record(prompts: int, tokens_per_s: float, *, ttft_s: float, itl_s: float) -> Record:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from console.autotune.record import Sample, Slice, Slo, pareto
-from console.autotune.search import Search
-from console.autotune.space import Setting, Space
+from console.tuning.autotune.record import Sample, Slice, Slo, pareto
+from console.tuning.autotune.search import Search
+from console.tuning.autotune.space import Setting, Space
 from tests.fakes.simulated_tuning import DEVICES, Device, Noise, knobs, run
 
 RUNS = 10

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from console.autotune.record import Slo
-from console.autotune.rig import Turned
-from console.autotune.search import WINDOW_S, Search
-from console.autotune.space import Setting
-from console.autotune.tuner import BEGIN_SHARE, Tuner, best_of, tried_of
+from console.tuning.autotune.record import Slo
+from console.tuning.autotune.rig import KnobsChanged
+from console.tuning.autotune.search import WINDOW_S, Search
+from console.tuning.autotune.space import Setting
+from console.tuning.autotune.tuner import BEGIN_SHARE, Tuner, best_of, tried_of
 from engine.errors import NoModelLoaded, WorkerFailed
 from tests.fakes.simulated_tuning import DEVICES, Device
 from tests.fakes.tuning_rig import SimulatedRig
@@ -139,7 +139,7 @@ async def test_where_the_setting_in_use_never_answers_it_ends_with_one_sentence(
 
 async def test_a_window_in_which_somebody_turned_a_knob_does_not_count_and_it_is_put_back() -> None:
     found = DEVICE.start.with_value("workers", 3)
-    rig = rig_of(fails={2: Turned(DEVICE.start, found)})
+    rig = rig_of(fails={2: KnobsChanged(DEVICE.start, found)})
     run = tuner(rig)
     assert await run.run(apply=False) is not None
     assert run.notes == ["somebody turned workers to 3: that window does not count, and it is put back"]
@@ -148,7 +148,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_does_not_count_and_it_is
 
 
 async def test_however_often_knobs_are_turned_it_keeps_to_its_time() -> None:
-    turned = Turned(DEVICE.start, DEVICE.start.with_value("workers", 3))
+    turned = KnobsChanged(DEVICE.start, DEVICE.start.with_value("workers", 3))
     rig = rig_of(fails=dict.fromkeys(range(3, 10_000), turned))
     run = tuner(rig, 30)
     await run.run(apply=False)

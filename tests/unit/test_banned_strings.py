@@ -15,13 +15,12 @@ from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob, Token
 from engine.backends.torch.backend import TorchBackend
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.banned import BannedStrings
-from engine.text.masks import GrammarMasks
-from engine.text.stage import TextStage
+from engine.text.grammar import GrammarMasks
+from engine.text.stage import BannedStrings, TextStage
 from engine.text.tokenizer import Tokenizer
-from engine.worker.answer import MAX_TRIES, Answer, Output
 from engine.worker.hosts import ThreadHost
 from engine.worker.protocol import RequestOutput
+from engine.worker.request_state import MAX_TRIES, Output, RequestState
 from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
@@ -163,7 +162,7 @@ def event(token_id: int, logprob: float | None = None) -> TokenEvent:
 
 
 def test_each_token_tried_in_a_place_is_ruled_out_there_until_none_are_left(tokenizer: Tokenizer) -> None:
-    answer, output = Answer(tokenizer, request(banned_strings=tuple("abc"))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=tuple("abc"))), Output()
     answer.take(event(ord("x")), output)
     for tried in ("a", "ab", "abc"):
         answer.take(event(ord(tried[-1])), output)
@@ -176,7 +175,7 @@ def test_each_token_tried_in_a_place_is_ruled_out_there_until_none_are_left(toke
 
 
 def test_an_earlier_place_keeps_its_tries_while_a_later_one_is_tried(tokenizer: Tokenizer) -> None:
-    answer, output = Answer(tokenizer, request(banned_strings=("ab", "acd", "d"))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("ab", "acd", "d"))), Output()
     answer.take(event(ord("a")), output)
     answer.take(event(ord("b")), output)
     assert (bytes((again := answer.rewound()).generated), bytes(again.banned_next)) == (b"", b"a")
@@ -188,7 +187,7 @@ def test_an_earlier_place_keeps_its_tries_while_a_later_one_is_tried(tokenizer: 
 
 
 def test_a_place_with_too_many_tries_ends_the_request_by_name(tokenizer: Tokenizer) -> None:
-    answer, output = Answer(tokenizer, request(banned_strings=("a",))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), Output()
     for _ in range(MAX_TRIES - 1):
         answer.take(event(ord("a")), output)
         answer.rewound()
@@ -200,7 +199,7 @@ def test_a_place_with_too_many_tries_ends_the_request_by_name(tokenizer: Tokeniz
 
 
 def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenizer) -> None:
-    answer, output = Answer(tokenizer, request(banned_strings=("a",))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), Output()
     answer.take(event(ord("a")), output)
     answer.rewound()
     answer.take(TokenEvent(request_id="r", finish="error", message="no finite probabilities"), output)
@@ -211,7 +210,7 @@ def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenize
 
 
 def test_log_probabilities_are_told_with_their_tokens(tokenizer: Tokenizer) -> None:
-    answer, output = Answer(tokenizer, request(banned_strings=("ab",), logprobs=0)), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("ab",), logprobs=0)), Output()
     answer.take(event(ord("a"), -1.0), output)
     assert (output.token_ids, output.logprobs, output.empty) == ([], [], True)
     answer.take(event(ord("b"), -2.0), output)
@@ -310,7 +309,7 @@ def test_no_delta_ever_holds_a_banned_string_and_what_was_told_stays(
     params = {"banned_strings": tuple(banned), "stop": tuple(stop), "max_tokens": 30}
     backend = FakeBackend(reply=saying(said, then=EOS_ID))
     text, ids, asked, lost = "", [], request(**params), False
-    answer = Answer(tokenizer, asked)
+    answer = RequestState(tokenizer, asked)
     backend.max_prompts = 1
     backend.submit(asked)
     for _ in range(3000):
@@ -328,7 +327,7 @@ def test_no_delta_ever_holds_a_banned_string_and_what_was_told_stays(
             lost = True
             backend.cancel("r")
             asked = request(bytes(ids), **params)
-            answer = Answer(tokenizer, asked)
+            answer = RequestState(tokenizer, asked)
             backend.submit(asked)
     else:
         pytest.fail("the answer did not end")
@@ -374,7 +373,7 @@ async def test_the_torch_backend_goes_another_way_from_the_same_start(
 def to_its_end(tokenizer: Tokenizer, asked: BackendRequest, draw: Callable[[list[int]], int]) -> Output:
     """All that comes of a request whose tokens `draw` chooses among those that are left."""
     masks = GrammarMasks(tokenizer, tokenizer.vocab_size)
-    answer, output = Answer(tokenizer, asked), Output()
+    answer, output = RequestState(tokenizer, asked), Output()
     answer.mask = mask = masks.begin(asked).result(PATIENCE_S)
     barred: tuple[int, ...] = ()
     while output.finish is None:

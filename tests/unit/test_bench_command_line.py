@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.command_line import LOADING, Asked, asked_for
 from console.bench.kinds import PLANS
 from console.bench.kinds.latency import Latency
 from console.bench.kinds.serve import Serve
-from console.setting_fields import flag_of
+from console.cli.bench_measure import LOADING, BenchArguments, parse_arguments
+from console.settings.schema import flag_of
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ERICLLM_CONFIG", raising=False)
 
 
-def asked(*argv: str, bench: str = "latency") -> Asked:
-    return asked_for(argv, argparse.ArgumentParser(prog="ericllm bench", allow_abbrev=False), PLANS[bench])
+def asked(*argv: str, bench: str = "latency") -> BenchArguments:
+    return parse_arguments(argv, argparse.ArgumentParser(prog="ericllm bench", allow_abbrev=False), PLANS[bench])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str, bench: str = "latency") -> str:

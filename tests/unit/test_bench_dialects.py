@@ -12,10 +12,9 @@ from console.bench.dialects import DIALECTS
 from console.bench.dialects.base import first_model
 from console.bench.http_target import HttpTarget
 from console.bench.kinds.latency import Latency
-from console.bench.prompts import Prompt
 from console.bench.run import run_bench
 from console.bench.target import Chunk, TargetFailed
-from console.bench.workload import Item
+from console.bench.workload import Item, Prompt
 from engine.simulation.lengths import fixed
 from tests.fakes.bench_server import Server
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from console.bench.draft import BenchDraft
 from console.bench.forms import forms
-from console.links.benches import BenchOrder, BenchServer
+from console.link.benches import BenchOrder, BenchServer
+from console.tui.screens.benches.bench_draft import BenchDraft
 
 FORMS = {form.bench: form for form in forms()}
 SERVE, USERS, GRID = FORMS["serve"], FORMS["users"], FORMS["grid"]

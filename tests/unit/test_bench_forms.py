@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from console.bench.about import ASKED, MEASURES
+from console.bench.about import BENCH_DESCRIPTIONS, DIALECT_DESCRIPTIONS
+from console.bench.comparison import headline, settings_text
 from console.bench.dialects import DIALECTS
 from console.bench.flags import plan_from
 from console.bench.forms import FIELDS, MOST_TOKENS, check_size, forms, ordered
-from console.bench.headline import headline, settings_text
 from console.bench.kinds import PLANS
-from console.bench.kinds.base import Part
+from console.bench.kinds.base import BenchPart
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
-from console.bench.prompts import Fresh
-from console.links.benches import BenchOrder, BenchServer, refuse_from_elsewhere
+from console.bench.workload import Fresh
+from console.link.benches import BenchOrder, BenchServer, refuse_from_elsewhere
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import fixed
 from tests.fakes import bench_scenes
@@ -24,7 +24,7 @@ from tests.fakes.bench_target import PlainIds
 
 
 def test_every_bench_is_offered_with_a_sentence_and_settings_that_it_has() -> None:
-    assert list(PLANS) == list(MEASURES) == list(FIELDS) == [form.bench for form in forms()]
+    assert list(PLANS) == list(BENCH_DESCRIPTIONS) == list(FIELDS) == [form.bench for form in forms()]
     for form in forms():
         assert form.measures.endswith(".")
         assert [field.name for field in form.fields] == list(FIELDS[form.bench])
@@ -68,20 +68,20 @@ def test_what_cannot_be_ordered_is_one_sentence(bench: str, settings: dict[str, 
 def test_a_bench_that_would_fill_the_queue_is_refused_with_numbers() -> None:
     plan = Users(users=(1, 2000), requests=1)
     with pytest.raises(InvalidRequest, match="2,000 requests at once would fill the queue, which takes 1,024"):
-        check_size(plan, [Part(keys={"users": 2000}, requests=2000)], 128, max_queue=1024)
-    check_size(plan, [Part(keys={"users": 2000}, requests=2000)], 128, max_queue=2000)
+        check_size(plan, [BenchPart(keys={"users": 2000}, requests=2000)], 128, max_queue=1024)
+    check_size(plan, [BenchPart(keys={"users": 2000}, requests=2000)], 128, max_queue=2000)
 
 
 def test_requests_that_arrive_by_the_clock_may_all_be_waiting_at_once() -> None:
     with pytest.raises(InvalidRequest, match="1,500 requests at once"):
-        check_size(Serve(requests=1500), [Part(keys={}, requests=1500)], 8, max_queue=1024)
-    check_size(Serve(requests=1500, max_concurrent=8), [Part(keys={}, requests=1500)], 8, max_queue=1024)
+        check_size(Serve(requests=1500), [BenchPart(keys={}, requests=1500)], 8, max_queue=1024)
+    check_size(Serve(requests=1500, max_concurrent=8), [BenchPart(keys={}, requests=1500)], 8, max_queue=1024)
 
 
 def test_prompts_that_take_too_long_to_make_beside_others_are_refused() -> None:
     plan = Users(users=(1,), requests=100, prompt_tokens=fixed(MOST_TOKENS // 50))
     with pytest.raises(InvalidRequest, match="would hold up those who are being served"):
-        check_size(plan, [Part(keys={"users": 1}, requests=100)], MOST_TOKENS // 50, max_queue=1024)
+        check_size(plan, [BenchPart(keys={"users": 1}, requests=100)], MOST_TOKENS // 50, max_queue=1024)
 
 
 @pytest.mark.parametrize("name", ["users", "threads"])
@@ -117,8 +117,8 @@ def test_fresh_prompts_are_as_long_and_as_alike_and_never_those_of_another_run()
 
 
 def test_every_dialect_is_offered_with_what_it_asks() -> None:
-    assert list(ASKED) == list(DIALECTS)
-    assert all(said.startswith(DIALECTS[name].path) for name, said in ASKED.items())
+    assert list(DIALECT_DESCRIPTIONS) == list(DIALECTS)
+    assert all(said.startswith(DIALECTS[name].path) for name, said in DIALECT_DESCRIPTIONS.items())
 
 
 def test_a_server_takes_every_bench_but_those_of_the_engine_here() -> None:

@@ -15,12 +15,11 @@ import msgspec
 import pytest
 
 from console.bench.comparison import LIMITS, WORK, compare
-from console.bench.csv_file import csv_text, write_csv
+from console.bench.export import csv_text, plot, write_csv
 from console.bench.history import FILE, BenchHistory, BenchHistoryError
 from console.bench.kinds import PLANS
-from console.bench.looking import comparison_text, look, referred
 from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, write_result
-from console.bench.svg import plot
+from console.cli.bench import comparison_text, find_result, show_results
 from engine.errors import InvalidRequest
 
 RATE = Column(name="tok_s", title="throughput", unit="tok/s", better="higher")
@@ -258,20 +257,20 @@ def test_a_history_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 def test_a_result_is_named_by_file_number_or_last(tmp_path: Path) -> None:
     history = BenchHistory(tmp_path)
     with pytest.raises(InvalidRequest, match="has 0 results, so there is no last"):
-        referred("last", history)
+        find_result("last", history)
     older, newer = made({1: [1.0]}), made({1: [2.0]})
     number = history.add(older)
     history.add(newer)
     write_result(tmp_path / "r.json", newer)
-    assert referred(str(number), history) == older == referred("last~1", history)
-    assert referred("last", history) == newer == referred(str(tmp_path / "r.json"), history)
+    assert find_result(str(number), history) == older == find_result("last~1", history)
+    assert find_result("last", history) == newer == find_result(str(tmp_path / "r.json"), history)
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        referred("nothing.json", history)
+        find_result("nothing.json", history)
 
 
 def said(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str:
     """What `ericllm bench ...` prints."""
-    assert look(argv, argparse.ArgumentParser(), folder) == 0
+    assert show_results(argv, argparse.ArgumentParser(), folder) == 0
     return capsys.readouterr().out
 
 
@@ -300,4 +299,4 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
 @pytest.mark.parametrize("text", ["9" * 5000, f"last~{'9' * 5000}"])
 def test_a_number_too_long_to_be_read_is_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot be read: File name too long"):
-        referred(text, BenchHistory(tmp_path))
+        find_result(text, BenchHistory(tmp_path))

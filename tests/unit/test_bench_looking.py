@@ -11,11 +11,11 @@ import pytest
 from console.bench.comparison import compare
 from console.bench.history import BenchHistory
 from console.bench.kinds.serve import Serve
-from console.bench.looking import comparison_text, look, shown
 from console.bench.result import BenchResult, Published
 from console.bench.run import run_bench
 from console.bench.text import result_text
-from console.widgets.bench_plot import plotted
+from console.cli.bench import comparison_text, show_results, shown
+from console.tui.screens.benches.plot import plottable_columns
 from engine.simulation.lengths import fixed
 from tests.fakes.bench_target import FakeTarget
 from tests.unit.test_bench_kept_results import RATE, TTFT, made
@@ -67,13 +67,13 @@ def test_the_command_tells_what_the_table_leaves_out_where_it_is_asked_to(
     hidden = msgspec.structs.replace(TTFT, shown=False)
     number = BenchHistory(tmp_path).add(made({1: [10.0, 11.0]}, columns=(RATE, hidden)))
     for argv in (("show", str(number)), ("compare", str(number), "last")):
-        assert look((*argv, *flags), argparse.ArgumentParser(), tmp_path) == 0
+        assert show_results((*argv, *flags), argparse.ArgumentParser(), tmp_path) == 0
         assert ("TTFT (ms)" in capsys.readouterr().out) == bool(flags)
 
 
 async def test_any_number_can_be_plotted_those_of_the_table_first() -> None:
     result = await served()
-    names = [column.name for column in plotted(result)]
+    names = [column.name for column in plottable_columns(result)]
     told = [column.name for column in result.columns if column.shown and result.rows[0].known(column.name)]
     assert names[: len(told)] == told
     assert set(names) == {column.name for column in result.columns if result.rows[0].known(column.name)}

@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from console.bench.measure import BenchCancelled, Crowd, Record, Run, ask
-from console.bench.prompts import Prompt
-from console.bench.summary import Slo, columns, percentile, summarised, tpot_s
+from console.bench.measure import BenchCancelled, ClientPool, Record, Run, ask
+from console.bench.summary import Slo, columns, percentile, summarize, tpot_s
 from console.bench.target import Chunk, TargetFailed
-from console.bench.workload import Item
+from console.bench.workload import Item, Prompt
 from tests.fakes.bench_target import FakeTarget
 
 
@@ -29,7 +28,7 @@ def record(*at_s: float, tokens: int | None = None, error: str = "", sent_s: flo
 
 async def test_each_client_asks_again_once_it_is_answered() -> None:
     target, ended = FakeTarget(), list[Record | None]()
-    run = await Crowd(target, ended.append).closed(
+    run = await ClientPool(target, ended.append).closed(
         [iter([item(user * 10 + turn) for turn in range(3)]) for user in (0, 1)]
     )
     assert sorted(each.number for each in target.asked) == [0, 1, 2, 10, 11, 12]
@@ -41,37 +40,37 @@ async def test_each_client_asks_again_once_it_is_answered() -> None:
 
 async def test_clients_may_share_what_they_send() -> None:
     target = FakeTarget()
-    await Crowd(target).closed([iter([item(number) for number in range(9)])] * 3)
+    await ClientPool(target).closed([iter([item(number) for number in range(9)])] * 3)
     shared = iter([item(number) for number in range(9)])
-    await Crowd(target).closed([shared] * 3)
+    await ClientPool(target).closed([shared] * 3)
     assert sorted(each.number for each in target.asked[9:]) == list(range(9))
 
 
 async def test_arrivals_come_by_the_clock_and_no_more_at_once_than_allowed() -> None:
     target = FakeTarget()
-    run = await Crowd(target).opened([item(number, at_s=0.01 * number) for number in range(5)])
+    run = await ClientPool(target).opened([item(number, at_s=0.01 * number) for number in range(5)])
     assert [each.number for each in target.asked] == list(range(5))
     assert run.seconds >= 0.04
     crowded = FakeTarget()
-    await Crowd(crowded).opened([item(number) for number in range(8)], max_concurrent=2)
+    await ClientPool(crowded).opened([item(number) for number in range(8)], max_concurrent=2)
     assert crowded.most == 2
 
 
 async def test_an_error_is_kept_with_its_request_and_others_go_on() -> None:
-    run = await Crowd(FakeTarget(fails=(1,))).closed([iter([item(0), item(1), item(2)])])
+    run = await ClientPool(FakeTarget(fails=(1,))).closed([iter([item(0), item(1), item(2)])])
     assert [each.error for each in run.records] == ["", "told to fail", ""]
     assert len(run.answered) == 2
 
 
 async def test_a_target_that_answers_nothing_ends_the_run_with_what_it_said() -> None:
     with pytest.raises(TargetFailed, match="told to fail"):
-        await Crowd(FakeTarget(fails=(0, 1))).closed([iter([item(0), item(1)])])
+        await ClientPool(FakeTarget(fails=(0, 1))).closed([iter([item(0), item(1)])])
 
 
 async def test_a_cancelled_run_ends_every_request_under_way() -> None:
     target = FakeTarget(forever=True)
     with pytest.raises(BenchCancelled):
-        await Crowd(target, cancelled=lambda: len(target.asked) == 3).closed([iter([item(n)]) for n in range(3)])
+        await ClientPool(target, cancelled=lambda: len(target.asked) == 3).closed([iter([item(n)]) for n in range(3)])
     assert len(target.closed) == 3
 
 
@@ -83,7 +82,7 @@ async def test_a_late_request_comes_while_all_streams_have_tokens_and_they_end_a
             async for chunk in (FakeTarget() if item.number == 99 else target).send(item):
                 yield chunk
 
-    streams, late = await Crowd(Mixed()).beside([iter([item(n)]) for n in range(3)], item(99), settle_tokens=5)
+    streams, late = await ClientPool(Mixed()).beside([iter([item(n)]) for n in range(3)], item(99), settle_tokens=5)
     assert len(streams) == 3
     assert late.chunks and not late.error
     assert all(stream.chunks[0][0] + stream.sent_s < late.sent_s for stream in streams)
@@ -92,7 +91,7 @@ async def test_a_late_request_comes_while_all_streams_have_tokens_and_they_end_a
 
 async def test_a_stream_that_fails_beside_a_late_request_is_an_error() -> None:
     with pytest.raises(TargetFailed, match="told to fail"):
-        await Crowd(FakeTarget(fails=(1,), forever=True)).beside([iter([item(n)]) for n in range(2)], item(9), 5)
+        await ClientPool(FakeTarget(fails=(1,), forever=True)).beside([iter([item(n)]) for n in range(2)], item(9), 5)
 
 
 class _Told(FakeTarget):
@@ -136,22 +135,22 @@ async def test_times_between_tokens_are_those_that_the_target_measured_however_t
     assert found.gaps_s == [0.25, 0.5, 0.25, 2.0]
     assert found.ttft_s is not None
     assert [at_s - found.ttft_s for at_s in found.times_s] == pytest.approx([0.0, 0.25, 0.75, 1.0, 3.0])
-    assert summarised(Run((found,), seconds=1.0))["mean_itl_ms"] == pytest.approx(750)
+    assert summarize(Run((found,), seconds=1.0))["mean_itl_ms"] == pytest.approx(750)
 
 
 async def test_a_target_that_never_gives_a_token_ends_the_run() -> None:
     with pytest.raises(TargetFailed, match="the answer had no tokens"):
-        await Crowd(_Told(Chunk(prompt_tokens=3))).closed([iter([item(0), item(1)])])
+        await ClientPool(_Told(Chunk(prompt_tokens=3))).closed([iter([item(0), item(1)])])
 
 
 async def test_a_stream_without_tokens_beside_a_late_request_is_an_error() -> None:
     with pytest.raises(TargetFailed, match="the answer had no tokens"):
-        await Crowd(_Told(Chunk(prompt_tokens=3))).beside([iter([item(0)])], item(9), settle_tokens=5)
+        await ClientPool(_Told(Chunk(prompt_tokens=3))).beside([iter([item(0)])], item(9), settle_tokens=5)
 
 
 def test_the_numbers_are_those_of_vllms_bench() -> None:
     run = Run((record(0.1, 0.2, 0.4), record(0.3, 0.4), record(0.5, error="lost")), seconds=2.0)
-    found = summarised(run)
+    found = summarize(run)
     assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (6, 5)
     assert (found["request_throughput"], found["output_throughput"]) == (1.0, 2.5)
@@ -167,16 +166,16 @@ def test_the_numbers_are_those_of_vllms_bench() -> None:
 
 
 def test_what_no_request_gave_is_no_number() -> None:
-    found = summarised(Run((record(0.1, error="lost"),), seconds=1.0))
+    found = summarize(Run((record(0.1, error="lost"),), seconds=1.0))
     assert (found["mean_ttft_ms"], found["p99_itl_ms"], found["tokens_per_chunk"]) == (None, None, None)
 
 
 def test_goodput_counts_answers_that_keep_every_limit() -> None:
     quick, slow_start, slow_tokens = record(0.1, 0.2), record(0.9, 1.0), record(0.1, 0.9)
     run = Run((quick, slow_start, slow_tokens, record(0.1, error="lost")), seconds=2.0)
-    found = summarised(run, Slo(ttft_s=0.5, tpot_s=0.5))
+    found = summarize(run, Slo(ttft_s=0.5, tpot_s=0.5))
     assert (found["request_goodput"], found["slo_attainment"]) == (0.5, 25.0)
-    assert summarised(run, Slo(e2el_s=0.95))["request_goodput"] == 1.0
+    assert summarize(run, Slo(e2el_s=0.95))["request_goodput"] == 1.0
 
 
 def test_time_per_token_is_of_those_after_the_first() -> None:

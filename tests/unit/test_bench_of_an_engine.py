@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from console.bench.history import BenchHistory
-from console.bench.keeping import write_files
-from console.bench.load_text import load_text
+from console.bench.own_engine import load_text
 from console.bench.progress import Showing
 from console.bench.result import read_result
-from console.cli import main
-from console.settings import Settings, state_dir
+from console.cli.bench_measure import write_files
+from console.cli.main import main
+from console.settings.schema import Settings, state_dir
 from engine.backends.base import LoadProgress
 from tests.fakes.bench_target import FakeTarget
 from tests.unit.test_bench_kept_results import made
@@ -52,7 +52,7 @@ def opens(monkeypatch: pytest.MonkeyPatch, sent: signal.Signals | None = None) -
             await asyncio.Event().wait()
         yield FakeTarget()
 
-    monkeypatch.setattr("console.bench.measuring.engine_target", engine_target)
+    monkeypatch.setattr("console.cli.bench_measure.engine_target", engine_target)
     return found
 
 
@@ -63,7 +63,7 @@ def test_a_result_is_remembered_before_its_files_are_written(
         assert len(BenchHistory(state_dir()).results()) == 1
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("console.bench.keeping.replace_file", full)
+    monkeypatch.setattr("console.cli.bench_measure.replace_file", full)
     file = tmp_path / "r.json"
     assert main([*QUICK, "--json", str(file), "--csv", str(tmp_path / "r.csv")]) == 1
     told = capsys.readouterr()

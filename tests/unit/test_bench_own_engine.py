@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console.bench.own_engine import kernels_note
-from engine.backends.torch.native.available import instruction_set_here
+from engine.backends.common.native_kernels import instruction_set_here
 from tests.fakes.scenes import ready_status
 
 
@@ -27,7 +27,7 @@ def test_those_are_compiled_that_torchs_bound_leaves(
     monkeypatch: pytest.MonkeyPatch, bound: str, isa: str | None
 ) -> None:
     flags = frozenset({"avx2", "fma", "avx512_vnni", "avx512vl", "avx512bw"})
-    monkeypatch.setattr("engine.backends.torch.native.available.cpu_flags", lambda: flags)
+    monkeypatch.setattr("engine.backends.common.native_kernels.cpu_flags", lambda: flags)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.delenv("ERICLLM_NATIVE", raising=False)

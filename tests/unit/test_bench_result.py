@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.bench.machine import these_versions, this_machine
 from console.bench.result import (
     SCHEMA_VERSION,
     BenchResult,
@@ -21,7 +20,8 @@ from console.bench.result import (
     read_result,
     write_result,
 )
-from console.bench.trace import read_trace
+from console.bench.run import these_versions, this_machine
+from console.bench.workload import read_trace
 from engine.errors import InvalidRequest
 from engine.simulation.step_costs import MeasuredModel
 

@@ -10,7 +10,7 @@ import pytest
 
 from console.bench.flags import add_flags, plan_of
 from console.bench.kinds import PLANS
-from console.bench.kinds.base import MAX_SEED, Lab, Plan, plan_fits
+from console.bench.kinds.base import MAX_SEED, BenchContext, Plan, plan_fits
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.latency import Latency
 from console.bench.kinds.long import gaps
@@ -18,8 +18,7 @@ from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
 from console.bench.measure import Record
-from console.bench.news import BenchProgress
-from console.bench.result import Column
+from console.bench.result import BenchProgress, Column
 from console.bench.run import failures_text, run_bench
 from console.bench.target import TargetFailed
 from console.bench.text import figure, progress_text, result_text, row_text, span
@@ -155,7 +154,7 @@ async def test_requests_that_failed_are_said_with_the_reason_once_they_count() -
 
 async def test_a_failure_while_warming_up_is_not_counted_among_the_rest() -> None:
     class Slow(Users):
-        async def warm(self, lab: Lab) -> None:
+        async def warm(self, lab: BenchContext) -> None:
             """Plan: two, of which one fails."""
             await lab.closed([iter(lab.items(self.mix(lab), 2))])
 

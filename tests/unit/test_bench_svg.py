@@ -11,9 +11,8 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from console.bench.csv_file import csv_text
+from console.bench.export import WIDTH, csv_text, plot
 from console.bench.result import BenchResult, Column, Key, Row
-from console.bench.svg import WIDTH, plot
 from engine.text.printable import ANY_UNSAFE
 from tests.unit.test_bench_kept_results import made
 

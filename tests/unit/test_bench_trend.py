@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.bench.comparison import compare
+from console.bench.comparison import compare, trend
 from console.bench.result import BenchResult, Column
-from console.bench.trend import trend
 from tests.unit.test_bench_kept_results import RATE, made
 
 GOODPUT = Column(name="request_goodput", title="goodput", better="higher")

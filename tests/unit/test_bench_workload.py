@@ -14,9 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.bench.prompts import Fresh, TokenIds, Words
-from console.bench.trace import Exchange, read_trace, sampled, usable
-from console.bench.workload import MARK_TOKENS, Item, Mix, PrefixMix, arriving, items
+from console.bench.workload import (
+    MARK_TOKENS,
+    Exchange,
+    Fresh,
+    Item,
+    Mix,
+    PrefixMix,
+    TokenIds,
+    Words,
+    arriving,
+    items,
+    read_trace,
+    sampled,
+    usable,
+)
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import TRACE, Length, fixed
 from engine.text.tokenizer import Tokenizer

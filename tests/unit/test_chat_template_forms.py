@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.inspect import inspect
-from engine.models.templates import form_of
+from engine.models.inspect import form_of, inspect
 from tests.fakes.model_folders import write_model
 
 

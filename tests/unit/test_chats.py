@@ -36,8 +36,8 @@ STREAMING = """
 import asyncio, sys
 from pathlib import Path
 from console.chats import ChatSettings, ChatStore, OpenChat
-from console.chats.answering import Answering
-from console.links.conversation import ChatDelta
+from console.chats.conversation import AnswerStream
+from console.link.chat import ChatDelta
 
 async def words():
     for number in range(1, 10**6):
@@ -53,7 +53,7 @@ store = ChatStore(Path(sys.argv[1]))
 chat = OpenChat(store, None, ChatSettings())
 chat.ask("Count")
 turn = chat.begin_answer(chat.branches[0], "demo")
-asyncio.run(Answering(turn, keep, lambda turn: None).run(words()))
+asyncio.run(AnswerStream(turn, keep, lambda turn: None).run(words()))
 """
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.child_process import HUB_SECRETS, ROOT, child_environment, is_secret, python_command
 from engine.cluster import client
+from engine.system.child_process import HUB_SECRETS, ROOT, child_environment, is_secret, python_command
 from engine.worker.process import spawn
 
 SECRET = "s3cret-that-nobody-else-may-read"
@@ -113,7 +113,10 @@ def test_every_process_of_the_product_is_started_without_its_secrets_and_without
             if not any(each in environment for each in ENVIRONMENTS) and environment != HAND_ON.get(path):
                 wrong.append(f"{path}:{line} {called} has its environment from {environment or 'nowhere'}")
         interpreter = "sys.executable" in text.replace("Path(sys.executable).parent", "")
-        if interpreter and path not in ("engine/child_process.py", "engine/installing.py"):  # which only names it
+        if interpreter and path not in (
+            "engine/system/child_process.py",
+            "engine/system/install_command.py",
+        ):  # which only names it
             wrong.append(f"{path} starts Python otherwise than by python_command")
         if OTHERWISE.search(text):
             wrong.append(f"{path} starts processes in a way of its own")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from console.loading import choose_model
-from console.settings import Settings
+from console.runtime.loading import choose_model
+from console.settings.schema import Settings
 from engine.errors import EngineError, InvalidRequest, ModelNotFound
 from tests.fakes.model_folders import write_model
 from tests.fakes.tiny_models import make_tiny_model
@@ -50,7 +50,7 @@ DBRX_EXL2 = {
 def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("console.loading", "engine.worker.factory"):
+    for module in ("console.runtime.loading", "engine.worker.factory"):
         monkeypatch.setattr(f"{module}.exllamav2_lacks", lambda: None)
     folder = write_model(tmp_path / "dbrx", **DBRX_EXL2)
     spec = choose_model(settings(folder, num_experts=3, cache_bits=8)).spec
@@ -61,6 +61,8 @@ def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
 def test_such_a_model_is_refused_by_torch_where_exllamav2_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("console.loading.exllamav2_lacks", lambda: "it computes on NVIDIA GPUs, and none was found")
+    monkeypatch.setattr(
+        "console.runtime.loading.exllamav2_lacks", lambda: "it computes on NVIDIA GPUs, and none was found"
+    )
     with pytest.raises(EngineError, match="torch backend does not know the architecture DbrxForCausalLM"):
         choose_model(settings(write_model(tmp_path / "dbrx", **DBRX_EXL2)))

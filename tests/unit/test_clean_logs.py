@@ -15,15 +15,14 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from console.api.access_log import AccessLine, _encoded
+from console.api.http.observability import AccessLine, _encoded
+from console.api.http.traffic import Ending, Traffic, readable
 from console.api.metrics import SnapshotCollector
-from console.api.traffic import Ending, Traffic, readable
-from console.logs import logging_to
-from engine.log import LogRing
+from console.runtime.logs import logging_to
+from engine.system.log import LogRing
 from engine.text.printable import ANY_UNSAFE
 from engine.worker.channel import WorkerChannel
-from engine.worker.logs import forwarded_logs
-from engine.worker.native import NativeOutput
+from engine.worker.logs import NativeOutput, forwarded_logs
 from engine.worker.protocol import Event, LogLine
 from tests.fakes import fleet_scenes
 from tests.fakes.hostile import HOSTILE, hostile

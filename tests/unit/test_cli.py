@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.settings import Settings
+from console.settings.schema import Settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from textual.app import App
 
-from console import clipboard
-from console.clipboard import copy, native_command, osc_52, through_tmux
-from console.stylesheet import StyledApp
+from console.tui import clipboard
+from console.tui.clipboard import copy, native_command, osc_52, through_tmux
+from console.tui.stylesheet import StyledApp
 
 
 def there(*programs: str) -> Callable[[str], str | None]:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.cluster.library import Ray
+from engine.cluster.driver import Ray
 from engine.errors import ClusterUnavailable
 
 OTHER = 65534
@@ -48,7 +48,7 @@ def join(monkeypatch: pytest.MonkeyPatch, *owners: int) -> tuple[Ray, FakeRay]:
     monkeypatch.setattr(psutil, "process_iter", lambda attributes: running)
     fake = FakeRay(found=bool(owners) or Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").exists())
     imports = SimpleNamespace(import_module=lambda name: fake, util=SimpleNamespace(find_spec=lambda name: fake))
-    monkeypatch.setattr("engine.cluster.library.importlib", imports)
+    monkeypatch.setattr("engine.cluster.driver.importlib", imports)
     return Ray("auto"), fake
 
 

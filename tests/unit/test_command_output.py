@@ -16,28 +16,25 @@ import msgspec
 import pytest
 
 import console
-from console import headless, top
-from console.api.keys import Keys
-from console.autotune.live import Live
+from console.api.http.keys import Keys
 from console.bench.history import BenchHistory
-from console.bench.looking import look
 from console.bench.progress import Progress
-from console.cli import main
-from console.curl import curl_line
-from console.output import say, write
-from console.settings import state_dir
+from console.cli import top
+from console.cli.autotune import Live
+from console.cli.bench import show_results
+from console.cli.main import main
+from console.runtime import headless
+from console.runtime.output import say, write
+from console.settings.schema import state_dir
+from console.tui.screens.api.curl import curl_line
 from engine.models.discover import demo_path
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes import bench_scenes, scenes
 from tests.fakes.hostile import HOSTILE, hostile
 
 PRINTS_ITSELF = {
-    "output.py": "the one place",
-    "headless.py": "its warning is red",
-    "settings_page.py": "a page of the documentation, of our own texts",
-    "commands_page.py": "likewise",
-    "endpoint_page.py": "likewise",
-    "api/parameter_page.py": "likewise",
+    "runtime/output.py": "the one place",
+    "runtime/headless.py": "its warning is red",
     "bench/bare.py": "a child process, read by its parent",
     "bench/child.py": "likewise",
     "bench/http_server.py": "likewise",
@@ -151,7 +148,7 @@ def test_a_kept_result_writes_nothing_to_the_terminal_that_shows_it(
     if as_json and "--csv" in argv:
         pytest.skip("one of the two")
     BenchHistory(tmp_path).add(hostile(bench_scenes.users()))
-    assert look((*argv, *(["--json"] if as_json else [])), argparse.ArgumentParser(), tmp_path) == 0
+    assert show_results((*argv, *(["--json"] if as_json else [])), argparse.ArgumentParser(), tmp_path) == 0
     said = capsys.readouterr().out
     assert is_clean(said) and said.strip()
     if as_json:
@@ -168,7 +165,7 @@ def test_no_text_of_others_begins_a_line_of_its_own(
     (tmp_path / "result.json").write_bytes(msgspec.json.encode(result))
     file = str(tmp_path / "result.json")
     for argv in (("show", file), ("show", file, "--all"), ("compare", file, file)):
-        assert look(argv, argparse.ArgumentParser(), tmp_path) == 0
+        assert show_results(argv, argparse.ArgumentParser(), tmp_path) == 0
     write(top.as_text(top.line_of(hostile(scenes.failed()), forged)))
     folder = tmp_path / forged
     shutil.copytree(demo_path() or "", folder)
@@ -202,7 +199,7 @@ def test_a_copied_curl_line_has_no_character_that_a_shell_or_terminal_would_obey
     ("closed", "arguments", "status"), [(">&-", "path", 0), ("2>&-", "nonsense", 2), ("<&- >&- 2>&-", "path", 0)]
 )
 def test_streams_that_are_closed_are_nobodys_and_no_failure(closed: str, arguments: str, status: int) -> None:
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "console.cli", "config", arguments]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "console.cli.main", "config", arguments]
     done = subprocess.run(command, capture_output=True, check=False, timeout=60)
     assert (done.returncode, b"Traceback" in done.stderr) == (status, False)
 

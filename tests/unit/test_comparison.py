@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from console.links.models import NOTHING, LoadSettings
-from console.load_form import LoadForm
-from console.widgets.model_comparison import Line, Side, compare
-from engine.estimate import Estimate
+from console.link.protocol import NOTHING, LoadSettings
+from console.tui.screens.models.comparison import Line, Side, compare
+from console.tui.screens.models.load_form import LoadForm
 from engine.models.catalog import ModelEntry
+from engine.placement.estimate import Estimate
 from tests.fakes import estimates
 from tests.fakes.link import MODELS
 

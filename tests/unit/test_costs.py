@@ -9,18 +9,26 @@ from typing import Any
 
 import pytest
 
-from engine.backends.torch import loading
-from engine.backends.torch.linear import native_bfloat16 as torch_says
-from engine.backends.torch.native import available
-from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import native_isa
+from engine.backends.common import native_kernels
+from engine.backends.common.native_build import SWITCH
+from engine.backends.torch.model.linear import native_bfloat16 as torch_says
+from engine.backends.torch.native.library import native_isa
+from engine.backends.torch.weights import decoder_loader
 from engine.config import ModelSpec
-from engine.costs import MAX_HEAD_COPY_BYTES, Correction, ModelCosts, Workload, corrected, costs_of, device_kind
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
-from engine.facts import read_facts
 from engine.models.headers import read_header
-from engine.models.parts import divide
-from engine.processor import cpu_flags, native_bfloat16
+from engine.models.inspect import split_into_parts
+from engine.placement.costs import (
+    MAX_HEAD_COPY_BYTES,
+    Correction,
+    ModelCosts,
+    Workload,
+    corrected,
+    costs_of,
+    device_kind,
+)
+from engine.placement.facts import read_facts
+from engine.system.processor import cpu_flags, native_bfloat16
 from tests.fakes.model_folders import write_model, write_safetensors
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -70,7 +78,7 @@ def test_a_tied_head_costs_nothing_on_the_embeddings_device_but_a_packed_copy_on
 
 
 def test_a_tied_head_is_counted_as_a_copy_up_to_the_size_that_the_loader_copies() -> None:
-    assert MAX_HEAD_COPY_BYTES == loading.MAX_HEAD_COPY_BYTES
+    assert MAX_HEAD_COPY_BYTES == decoder_loader.MAX_HEAD_COPY_BYTES
 
 
 EXL2: Tensors = {
@@ -184,7 +192,7 @@ def test_tensors_find_their_parts_under_other_names_too(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "w", dict.fromkeys(names, ("F16", (3,))))
 
     for name, part in names.items():
-        found = divide({name: read_header(tmp_path / "w")[name]}, 2, None)
+        found = split_into_parts({name: read_header(tmp_path / "w")[name]}, 2, None)
         sizes = {
             "embedding": found.embedding.elements,
             "layer": sum(layer.elements for layer in found.layers),
@@ -337,18 +345,18 @@ def test_bfloat16_is_preferred_where_the_processor_or_our_kernels_multiply_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: set[str], compiler: str, switch: str, preferred: bool
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(available, "native_bfloat16", lambda: "avx512_bf16" in flags)
-    monkeypatch.setattr(available, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(available, "find_compiler", lambda: compiler)
-    monkeypatch.setattr(available, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(available, "SHIPPED", tmp_path)
+    monkeypatch.setattr(native_kernels, "native_bfloat16", lambda: "avx512_bf16" in flags)
+    monkeypatch.setattr(native_kernels, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(native_kernels, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(native_kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(native_kernels, "SHIPPED", tmp_path)
     monkeypatch.setenv(SWITCH, switch)
-    assert available.prefers_bfloat16() is preferred
+    assert native_kernels.prefers_bfloat16() is preferred
 
 
 def test_the_kernels_are_for_what_torch_says_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    assert available.instruction_set(platform.machine(), cpu_flags()) == native_isa()
+    assert native_kernels.instruction_set(platform.machine(), cpu_flags()) == native_isa()
 
 
 def test_torch_agrees_on_what_this_processor_multiplies_natively(tmp_path: Path) -> None:

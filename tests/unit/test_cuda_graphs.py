@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.exllama.memory import CudaGpus
-from engine.backends.torch import memory
-from engine.backends.torch.cuda_graphs import CudaRecorder
+from engine.backends.exllamav2.loading import CudaGpus
+from engine.backends.torch.cuda.recorder import CudaRecorder
+from engine.backends.torch_common import memory
 from tests.fakes.cuda import WORKSPACE_BYTES, FakeCuda
 
 DEVICE = torch.device("cuda", 0)

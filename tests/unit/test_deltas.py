@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.deltas import PatchedValue, difference, plain, shaped
+from console.link.frames import PatchedValue, diff, from_plain, to_plain
 from engine.backends.base import BackendStats, SequenceStats
 from engine.config import ModelSpec
 from engine.errors import ErrorInfo
@@ -73,28 +73,28 @@ def patched(old: object, change: object) -> object:
 
 @given(old=snapshots, new=snapshots)
 def test_a_difference_applied_to_the_old_snapshot_is_the_new_one(old: Snapshot, new: Snapshot) -> None:
-    change = difference(old, new)
+    change = diff(old, new)
     travelled = json.loads(msgspec.json.encode(change))
-    tree = plain(old) if travelled is None else patched(plain(old), travelled)
-    assert shaped(tree, Snapshot) == new
+    tree = to_plain(old) if travelled is None else patched(to_plain(old), travelled)
+    assert from_plain(tree, Snapshot) == new
     assert (change is None) == (old == new)
 
 
 @given(walk=st.lists(snapshots, min_size=2, max_size=5))
 def test_differences_add_up(walk: list[Snapshot]) -> None:
-    tree = plain(walk[0])
+    tree = to_plain(walk[0])
     for old, new in itertools.pairwise(walk):
-        if (change := difference(old, new)) is not None:
+        if (change := diff(old, new)) is not None:
             tree = patched(tree, change)
-    assert shaped(tree, Snapshot) == walk[-1]
+    assert from_plain(tree, Snapshot) == walk[-1]
 
 
 def test_a_history_that_moves_on_sends_the_new_second_alone() -> None:
     past = tuple(Second(at=float(at)) for at in range(600))
     old = Snapshot(at=1.0, history=past)
     new = Snapshot(at=1.0, history=(*past[1:], Second(at=600.0, output_tokens=7)))
-    change = difference(old, new)
-    assert change == {"history": [0, [[1, 599], [plain(new.history[-1])]]]}
+    change = diff(old, new)
+    assert change == {"history": [0, [[1, 599], [to_plain(new.history[-1])]]]}
 
 
 def test_a_row_that_changed_sends_its_changed_fields_alone() -> None:
@@ -102,7 +102,7 @@ def test_a_row_that_changed_sends_its_changed_fields_alone() -> None:
     second = RequestRow(id="b", source="chat", state="queued")
     old = Snapshot(at=1.0, requests=(first, second))
     new = Snapshot(at=1.0, requests=(msgspec.structs.replace(first, output_tokens=2), second))
-    assert difference(old, new) == {"requests": [0, [[0, {"output_tokens": [2]}], [1, 1]]]}
+    assert diff(old, new) == {"requests": [0, [[0, {"output_tokens": [2]}], [1, 1]]]}
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_a_row_that_changed_sends_its_changed_fields_alone() -> None:
 )
 def test_a_change_of_another_value_is_refused(change: object) -> None:
     with pytest.raises(ValueError, match="does not belong"):
-        patched(plain(Snapshot(at=1.0)), change)
+        patched(to_plain(Snapshot(at=1.0)), change)

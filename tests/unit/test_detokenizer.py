@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from engine.config import SamplingParams
 from engine.errors import UnsupportedModel
-from engine.text.detokenizer import IncrementalDetokenizer, begins_text
-from engine.text.folder import TokenizerFolder
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer, begins_text
+from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes import tiny_tokenizers
 
 KINDS = ("byte_level", "byte_fallback", "metaspace")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
 from engine.devices.host import held_bytes
-from engine.ram import Ram, read_ram
-from engine.sampler import DeviceSampler
+from engine.devices.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
+from engine.system.memory import Ram, read_ram
 
 GIB = 2**30
 

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.base import PrefixChanges
-from engine.dispatch.choose import Offer, Slot, choose
-from engine.dispatch.prefixes import PrefixMemory
-from engine.dispatch.step_cost import StepCost, StepPrice
+from engine.scheduling.routing import Offer, PrefixMemory, Slot, StepCost, StepPrice, choose_worker
 
 PRICE = StepPrice(fixed_s=0.01, prompt_token_s=0.001, answer_s=0.002)
 
@@ -24,11 +22,11 @@ def offer(active: int = 0, *, cached: int = 0, pending: int = 0, price: StepPric
 
 def test_of_equal_workers_the_first_is_chosen() -> None:
     offers = [offer(1), offer(1)]
-    assert choose(offers, 10, 10) is offers[0]
+    assert choose_worker(offers, 10, 10) is offers[0]
 
 
 def test_a_worker_that_holds_more_of_the_prompt_is_cheaper() -> None:
-    assert choose([offer(), offer(cached=512)], 600, 100).cached_tokens == 512
+    assert choose_worker([offer(), offer(cached=512)], 600, 100).cached_tokens == 512
 
 
 @pytest.mark.parametrize(("answer_tokens", "tolerated"), [(10, 51), (100, 5), (1000, 0)])
@@ -39,20 +37,20 @@ def test_a_prefix_outweighs_a_crowd_as_long_as_it_saves_more_than_that_costs(
     holder = next(
         active
         for active in range(100)
-        if choose([offer(), offer(active + 1, cached=512)], 600, answer_tokens).cached_tokens == 0
+        if choose_worker([offer(), offer(active + 1, cached=512)], 600, answer_tokens).cached_tokens == 0
     )
     assert holder == tolerated
 
 
 def test_prompts_that_wait_there_outweigh_a_short_prefix() -> None:
-    assert choose([offer(), offer(cached=64, pending=127)], 100, 10).cached_tokens == 64
-    assert choose([offer(), offer(cached=64, pending=129)], 100, 10).cached_tokens == 0
+    assert choose_worker([offer(), offer(cached=64, pending=127)], 100, 10).cached_tokens == 64
+    assert choose_worker([offer(), offer(cached=64, pending=129)], 100, 10).cached_tokens == 0
 
 
 def test_a_faster_worker_takes_more() -> None:
     slow = StepPrice(fixed_s=0.05, prompt_token_s=0.01, answer_s=0.01)
     fast = offer(3)
-    assert choose([offer(0, price=slow), fast], 100, 100) is fast
+    assert choose_worker([offer(0, price=slow), fast], 100, 100) is fast
 
 
 # --- measured cost -------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
-from engine.backends.prefix import page_keys
-from engine.dispatcher import OVERTAKERS, Dispatcher, Slot
-from engine.request import Request
+from engine.backends.common.page_keys import page_keys
+from engine.requests.request import Request
+from engine.scheduling.queue import MAX_OVERTAKERS, Dispatcher, Slot
 from engine.worker.protocol import RequestOutput, StepBatch
 from tests.fakes.requests import make_request
 
@@ -354,10 +354,10 @@ def test_a_prefix_that_costs_less_than_a_step_lets_nobody_go_first() -> None:
 
 def test_a_request_lets_so_many_go_first_and_no_more() -> None:
     follower = make_request([*PREFIX, 1])
-    others = [make_request() for _ in range(OVERTAKERS + 1)]
+    others = [make_request() for _ in range(MAX_OVERTAKERS + 1)]
     dispatcher = full_holder(follower, *others)
-    order = [request for _ in range(OVERTAKERS + 1) for request, _ in dispatcher.assign(slots(3, 4), 0.0)]
-    assert order == [*others[:OVERTAKERS], follower]
+    order = [request for _ in range(MAX_OVERTAKERS + 1) for request, _ in dispatcher.assign(slots(3, 4), 0.0)]
+    assert order == [*others[:MAX_OVERTAKERS], follower]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.torch.drafting import NEAR, Candidate, Drafting, Turn, depths
-from engine.backends.torch.step_time import StepTime
+from engine.backends.torch.speculation.draft_planner import (
+    NEAR,
+    DraftCandidate,
+    DraftPlanner,
+    DraftTurn,
+    num_draft_tokens,
+)
+from engine.backends.torch.speculation.step_time import StepTime
 
 STEP_S, STEP_ROW_S = 0.020, 0.0005
 
@@ -20,7 +26,7 @@ def learned(fixed_s: float, row_s: float) -> StepTime:
 
 
 def chosen(*holds: float, pass_s: float, spare: int = 99, most: int = 7) -> list[int]:
-    return depths(
+    return num_draft_tokens(
         holds,
         [most] * len(holds),
         rows=len(holds),
@@ -36,13 +42,13 @@ class Machine:
 
     def __init__(self, *, holds: int, pass_s: float, decodes: int = 1, behind: int = 100) -> None:
         self.time = StepTime()
-        self.drafting = Drafting(4, self.time, StepTime())
+        self.drafting = DraftPlanner(4, self.time, StepTime())
         self.holds, self.pass_s, self.decodes = holds, pass_s, decodes
         self.behind = dict.fromkeys(map(str, range(decodes)), behind)
         self.steps, self.spent_s, self.draft_s, self.tokens, self.fed = 0, 0.0, 0.0, 0, 0
 
-    def step(self) -> dict[str, Turn]:
-        candidates = [Candidate(name, behind, 99) for name, behind in self.behind.items()]
+    def step(self) -> dict[str, DraftTurn]:
+        candidates = [DraftCandidate(name, behind, 99) for name, behind in self.behind.items()]
         turns = self.drafting.plan(candidates, rows=self.decodes, tokens=float(self.decodes), spare=99, budget=128)
         for ahead in range(max((max(turn.guesses, 1) for turn in turns.values()), default=0)):
             fed = [turn.fed if ahead == 0 else 1 for turn in turns.values() if turn.guesses > ahead or ahead == 0]
@@ -53,7 +59,7 @@ class Machine:
         self.time.observe(rows, seconds)
         self.drafting.stepped(self.decodes, seconds)
         for name in self.behind:
-            turn = turns.get(name, Turn(0, 0))
+            turn = turns.get(name, DraftTurn(0, 0))
             held = min(self.holds, turn.guesses)
             if turn.guesses:
                 self.drafting.came(name, turn.guesses, held)
@@ -92,7 +98,7 @@ def test_the_likeliest_go_first_into_the_room_there_is() -> None:
 )
 def test_nobody_gets_more_than_there_is_room_for(pairs: list[tuple[float, int]], spare: int, pass_s: float) -> None:
     holds, rooms = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    taken = depths(
+    taken = num_draft_tokens(
         holds,
         rooms,
         rows=max(1, len(pairs)),
@@ -106,10 +112,10 @@ def test_nobody_gets_more_than_there_is_room_for(pairs: list[tuple[float, int]],
 
 
 def test_nothing_is_guessed_before_a_step_was_timed_and_nothing_where_there_is_no_room() -> None:
-    drafting = Drafting(4, StepTime(), StepTime())
-    assert drafting.plan([Candidate("a", 1, 9)], rows=1, tokens=1.0, spare=9, budget=9) == {}
-    drafting = Drafting(4, learned(STEP_S, STEP_ROW_S), StepTime())
-    assert drafting.plan([Candidate("a", 1, 9)], rows=1, tokens=1.0, spare=0, budget=9) == {}
+    drafting = DraftPlanner(4, StepTime(), StepTime())
+    assert drafting.plan([DraftCandidate("a", 1, 9)], rows=1, tokens=1.0, spare=9, budget=9) == {}
+    drafting = DraftPlanner(4, learned(STEP_S, STEP_ROW_S), StepTime())
+    assert drafting.plan([DraftCandidate("a", 1, 9)], rows=1, tokens=1.0, spare=0, budget=9) == {}
     assert drafting.plan([], rows=1, tokens=1.0, spare=9, budget=9) == {}
 
 

@@ -8,8 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.effects import BAND, ENOUGH_S, SETTLE_S, WINDOW_S, Change, Effect, Effects, changes, effect_of, load_of
-from console.tried import SeenSettings, settings_seen
+from console.tuning.effects import (
+    BAND,
+    ENOUGH_S,
+    SETTLE_S,
+    WINDOW_S,
+    Change,
+    Effect,
+    Effects,
+    ObservedSettings,
+    changes,
+    effect_of,
+    load_of,
+    observed_settings,
+)
 from engine.snapshot import Mark, Second, Snapshot
 
 START = 1000.0
@@ -206,18 +218,18 @@ def test_the_newest_change_comes_first() -> None:
 def test_each_pair_of_knob_values_has_what_it_gave_the_present_one_last() -> None:
     history = _history(180, tokens=lambda at: 100 if at <= 60 else 200 if at <= 120 else 300)
     marks = [_mark(60, 1, 2), _mark(120, 8, 16, knob="max_prompts")]
-    found = settings_seen(history, marks, "demo", 2, 16)
+    found = observed_settings(history, marks, "demo", 2, 16)
     assert [(each.workers, each.max_prompts, each.tokens_per_s) for each in found[:2]] == [(2, 8, 200), (1, 8, 100)]
     assert (found[2].workers, found[2].max_prompts, found[2].tokens_per_s, found[2].now) == (2, 16, 300, True)
 
 
 def test_a_setting_that_never_had_load_is_left_out() -> None:
-    found = settings_seen(_history(120, load=lambda at: 8 if at > 60 else 0), [_mark(60)], "demo", 2, 8)
+    found = observed_settings(_history(120, load=lambda at: 8 if at > 60 else 0), [_mark(60)], "demo", 2, 8)
     assert [(each.workers, each.now) for each in found] == [(2, True)]
 
 
 def test_what_was_in_use_is_worked_out_once_for_each_second() -> None:
-    seen, history = SeenSettings(), _history(120)
+    seen, history = ObservedSettings(), _history(120)
     first = Snapshot(at=START, history=history[:119], target_workers=1, max_prompts=8)
     assert seen.of(first, "demo") is seen.of(first, "demo")
     later = Snapshot(at=START, history=history, target_workers=1, max_prompts=8)
@@ -226,7 +238,7 @@ def test_what_was_in_use_is_worked_out_once_for_each_second() -> None:
 
 def test_knobs_of_another_model_are_not_this_one_s() -> None:
     other = replace_model(_mark(60, 1, 5), "other")
-    found = settings_seen(_history(120), [other], "demo", 2, 8)
+    found = observed_settings(_history(120), [other], "demo", 2, 8)
     assert [each.workers for each in found] == [2]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.energy import MAX_DAYS, EnergyFile, EnergyMeter, day_of, power_of
+from engine.metrics.insight import MAX_DAYS, EnergyFile, EnergyMeter, day_of, power_of
 from engine.snapshot import DeviceReading
 
 

@@ -98,7 +98,7 @@ def test_a_stop_while_modules_are_imported_is_no_traceback() -> None:
         "import os, signal, sys\n"
         "class Stop:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        if name == 'console.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "        if name == 'console.cli.main': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Stop())\n"
     )
     done = ericllm("--version", program=stopping + RUN)
@@ -122,7 +122,7 @@ def test_a_stop_that_whoever_started_it_ignores_is_ignored() -> None:
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "class Stop:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        if name == 'console.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "        if name == 'console.cli.main': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Stop())\n"
     )
     assert ericllm("--version", program=stopping + RUN).stdout.startswith("ericllm ")
@@ -144,9 +144,9 @@ def test_all_that_is_kept_lies_in_the_folder_that_is_named(tmp_path: Path) -> No
     program = WITHOUT_HOME + (
         "import sys, ericllm_main\n"
         "ericllm_main.main()\n"
-        "from console.settings import data_dir, log_dir, state_dir\n"
-        "from console.theme import user_config_path\n"
-        "from engine.backends.torch.native.build import cache_folder\n"
+        "from console.settings.schema import data_dir, log_dir, state_dir\n"
+        "from console.tui.theme import user_config_path\n"
+        "from engine.backends.common.native_build import cache_folder\n"
         "from engine.models.hub_cache import hub_cache_folder\n"
         "print(data_dir(), log_dir(), state_dir(), user_config_path('ericllm'), cache_folder(), hub_cache_folder())\n"
     )

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.cli import main
-from console.estimate import as_text, estimate_for
-from console.settings import Settings
+from console.cli.main import main
+from console.runtime.estimate import as_text, estimate_for
+from console.settings.schema import Settings
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
-from engine.costs import Correction, Workload
 from engine.devices import HostProbe, simulated_readings
 from engine.errors import InvalidRequest
-from engine.estimate import Estimate, estimate
-from engine.facts import read_facts
 from engine.models.resolve import resolve
+from engine.placement.costs import Correction, Workload
+from engine.placement.estimate import Estimate, estimate
+from engine.placement.facts import read_facts
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
@@ -214,7 +214,7 @@ def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(t
 
 def test_nothing_heavy_is_imported_for_it() -> None:
     script = (
-        "import sys; from console.cli import main; main(['estimate', 'demo', '--json', '--devices', 'sim:1']); "
+        "import sys; from console.cli.main import main; main(['estimate', 'demo', '--json', '--devices', 'sim:1']); "
         "heavy = {'torch', 'exllamav2', 'textual', 'aiohttp', 'tokenizers', 'transformers', 'numpy'}; "
         "heavy &= set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.quant.exl2_writer import measure_linear, pack_linear, row_order, stored_shapes
-from engine.backends.torch.quant.rounding import round_groups
-from engine.backends.torch.quant.widths import WIDTHS, MatrixShape
+from engine.backends.torch.quant.bit_allocation import WIDTHS, MatrixShape
+from engine.backends.torch.quant.exl2_packing import measure_linear, pack_linear, round_groups, row_order, stored_shapes
 from tests.fakes import exl2_tensors
 
 MIXES = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.config import ModelSpec
-from engine.costs import ModelCosts, Workload, costs_of
 from engine.errors import InvalidRequest
-from engine.facts import read_facts
 from engine.models.inspect import inspect
+from engine.placement.costs import ModelCosts, Workload, costs_of
+from engine.placement.facts import read_facts
 from tests.fakes.tiny_models import MIXTURES, make_tiny_model
 
 

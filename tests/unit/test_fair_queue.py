@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.dispatch.fairness import FairQueue
-from engine.dispatch.heap import MutableHeap
-from engine.dispatch.line import Line
-from engine.request import Request
+from engine.requests.request import Request
+from engine.scheduling.queue import FairQueue, MutableHeap, PriorityQueue
 from tests.fakes.requests import make_request
 
 AGEING_S = 30.0
@@ -32,7 +30,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 1000), st.integers(-5, 5)), max_size=
 def test_a_later_request_overtakes_only_by_priorities_worth_the_time_between_them(
     asked: list[tuple[float, int]],
 ) -> None:
-    line = Line(AGEING_S)
+    line = PriorityQueue(AGEING_S)
     for created, priority in asked:
         line.add(make_request(created=created, priority=priority))
     order = line.take_all()

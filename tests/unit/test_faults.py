@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory
+from engine.backends.torch_common.errors import ends_worker, is_device_lost, is_out_of_memory
 from engine.errors import WorkerFailed
 
 _ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call."
@@ -36,18 +36,18 @@ NEITHER = [
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
 def test_out_of_memory_is_no_lost_device(error: Exception) -> None:
     assert is_out_of_memory(error)
-    assert not device_is_lost(error)
+    assert not is_device_lost(error)
 
 
 @pytest.mark.parametrize("error", LOST, ids=repr)
 def test_what_every_later_call_fails_with_is_a_lost_device(error: Exception) -> None:
-    assert device_is_lost(error)
+    assert is_device_lost(error)
     assert not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", NEITHER, ids=repr)
 def test_what_fails_alone_is_neither(error: Exception) -> None:
-    assert not device_is_lost(error)
+    assert not is_device_lost(error)
     assert not is_out_of_memory(error)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from console.finding import Finding
+from console.runtime.loading import ModelLookup
 from engine.backends.base import LoadProgress
 from engine.errors import LoadCancelled, ModelNotFound
 
@@ -16,7 +16,7 @@ Report, Cancelled = Callable[[LoadProgress], None], Callable[[], bool]
 
 
 async def test_what_is_found_is_given_and_how_far_it_is_told() -> None:
-    finding, progress = Finding("demo"), LoadProgress(phase="make", done=1, total=2)
+    finding, progress = ModelLookup("demo"), LoadProgress(phase="make", done=1, total=2)
 
     def find(report: Report, cancelled: Cancelled) -> str:
         report(progress)
@@ -27,7 +27,7 @@ async def test_what_is_found_is_given_and_how_far_it_is_told() -> None:
 
 
 async def test_who_is_cancelled_meanwhile_goes_on_once_the_thread_has_given_up() -> None:
-    finding, begun, ended = Finding("demo"), threading.Event(), threading.Event()
+    finding, begun, ended = ModelLookup("demo"), threading.Event(), threading.Event()
 
     def find(report: Report, cancelled: Cancelled) -> str:
         begun.set()
@@ -48,4 +48,4 @@ async def test_why_nothing_was_found_is_raised() -> None:
         raise ModelNotFound("no such model")
 
     with pytest.raises(ModelNotFound, match="no such model"):
-        await Finding("demo").by(find)
+        await ModelLookup("demo").by(find)

@@ -19,12 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.backends.base import BackendRequest
-from engine.backends.torch.masks import hold
-from engine.backends.torch.sampler import SampleRow, sample
+from engine.backends.torch.sampling.sampler import SampleRow, apply_masks, sample
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.grammar import check, stack_bytes
-from engine.text.masks import COMPILED_KEPT, GrammarMask, GrammarMasks
+from engine.text.grammar import COMPILED_KEPT, GrammarMask, GrammarMasks, check, stack_bytes
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
 
@@ -375,7 +373,7 @@ class Only:
 def test_masks_of_a_batch_leave_their_own_rows_what_they_allow_and_the_others_everything(vocab: int) -> None:
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
     held, last = logits.clone(), vocab - 1
-    hold(held, {1: Only(0, last, vocab=vocab), 3: Only(vocab=vocab)})
+    apply_masks(held, {1: Only(0, last, vocab=vocab), 3: Only(vocab=vocab)})
     assert torch.equal(held[0], logits[0])
     assert torch.equal(held[2], logits[2])
     assert held[1].isfinite().nonzero().flatten().tolist() == sorted({0, last})

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.torch.guesses import Guesser, Guesses, Lookup, allot, held
-from engine.backends.torch.step_time import StepTime
+from engine.backends.torch.speculation.ngram import (
+    NgramDrafter,
+    PromptLookup,
+    SequenceDrafter,
+    allot,
+    held,
+)
+from engine.backends.torch.speculation.step_time import StepTime
 
 
-def lookup(*token_ids: int) -> Lookup:
-    made = Lookup()
+def lookup(*token_ids: int) -> PromptLookup:
+    made = PromptLookup()
     made.extend(token_ids)
     return made
 
@@ -46,7 +52,7 @@ def test_a_guess_follows_a_likeness_of_the_end_of_the_text(token_ids: list[int],
 
 
 def test_guesses_that_come_to_nothing_are_made_less_and_less() -> None:
-    guesser = Guesser(lookup(*[1, 2] * 9))
+    guesser = SequenceDrafter(lookup(*[1, 2] * 9))
     tried = []
     for step in range(60):
         if guesser.guess(2):
@@ -57,7 +63,7 @@ def test_guesses_that_come_to_nothing_are_made_less_and_less() -> None:
 
 
 def test_one_that_holds_has_it_guess_at_every_step_again() -> None:
-    guesser = Guesser(lookup(*[1, 2] * 9))
+    guesser = SequenceDrafter(lookup(*[1, 2] * 9))
     for guessed, right in ((2, 0), (2, 0), (2, 0), (2, 2)):
         guesser.learn(guessed, right)
     guesser._skip = 0
@@ -111,6 +117,6 @@ def test_tokens_stay_up_to_the_one_drawn_behind_the_last_guess_that_held(
 
 
 def test_who_asks_for_no_guesses_gets_none() -> None:
-    guesses = Guesses(0, StepTime())
+    guesses = NgramDrafter(0, StepTime())
     guesses.begin("a", [1, 2] * 4)
     assert guesses.plan(["a"], 9) == {}

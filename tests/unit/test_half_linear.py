@@ -7,13 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.torch import half_linear, linear, model_loading, quantised_size
-from engine.backends.torch.half_linear import HalfLinear, kept_by_float16
-from engine.backends.torch.linear import LinearFactory, PackedLinear, PlainLinear, kind_of, sum_onto
-from engine.backends.torch.native.build import SWITCH
+from engine.backends.common import packed_weights
+from engine.backends.common.native_build import SWITCH
+from engine.backends.torch.model import linear
+from engine.backends.torch.model import linear as half_linear
+from engine.backends.torch.model.linear import (
+    Fp16Linear,
+    LinearFactory,
+    PackedLinear,
+    PlainLinear,
+    fits_float16,
+    kind_of,
+    sum_onto,
+)
+from engine.backends.torch.weights import model_loader
 from engine.config import DtypeName, ModelSpec
-from engine.costs import ModelCosts, Workload, costs_of, torch_costs
-from engine.facts import read_facts
+from engine.placement import costs as torch_costs
+from engine.placement.costs import ModelCosts, Workload, costs_of
+from engine.placement.facts import read_facts
 from engine.worker import process
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
@@ -46,7 +57,7 @@ def test_products_over_halves_are_those_over_float32(shape: tuple[int, int], row
     weight = weight_of(*shape)
     bias = torch.linspace(-1, 1, shape[0]) if with_bias else None
     x, residual = torch.randn(rows, shape[1]), torch.randn(rows, shape[0])
-    half, plain = HalfLinear(weight, bias), PlainLinear(weight, bias)
+    half, plain = Fp16Linear(weight, bias), PlainLinear(weight, bias)
     torch.testing.assert_close(half(x), plain(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(sum_onto(residual, half, x), residual + plain(x), atol=1e-5, rtol=1e-5)
 
@@ -64,20 +75,20 @@ def test_weights_are_kept_as_halves_where_float16_has_their_numbers(factory: Lin
 def test_a_weight_out_of_float16s_range_stays_float32(factory: LinearFactory, worst: float) -> None:
     weight = weight_of(640, 512)
     weight[17, 5] = worst
-    assert not isinstance(factory.make(weight), HalfLinear)
+    assert not isinstance(factory.make(weight), Fp16Linear)
 
 
 def test_a_weight_too_small_for_float16_stays_float32(factory: LinearFactory) -> None:
-    assert not isinstance(factory.make(weight_of(640, 512) * 2.0**-20), HalfLinear)
-    assert kept_by_float16(torch.zeros(4, 4))
+    assert not isinstance(factory.make(weight_of(640, 512) * 2.0**-20), Fp16Linear)
+    assert fits_float16(torch.zeros(4, 4))
 
 
 def test_a_torch_whose_halves_multiply_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(HalfLinear):
+    class Wrong(Fp16Linear):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return super().__call__(x) * 1.01
 
-    monkeypatch.setattr(linear, "HalfLinear", Wrong)
+    monkeypatch.setattr(linear, "Fp16Linear", Wrong)
     factory = LinearFactory(CPU, torch.float32, halves=True)
     weight = weight_of(640, 512)
     assert isinstance(factory.make(weight), PackedLinear)
@@ -85,7 +96,7 @@ def test_a_torch_whose_halves_multiply_wrongly_is_found_out(monkeypatch: pytest.
 
 
 def test_a_torch_without_halves_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "halves_available", lambda: False)
+    monkeypatch.setattr(linear, "fp16_linear_available", lambda: False)
     assert isinstance(LinearFactory(CPU, torch.float32, halves=True).make(weight_of(640, 512)), PackedLinear)
 
 
@@ -94,8 +105,8 @@ def test_a_model_of_16_bits_keeps_them_where_nothing_multiplies_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: bool
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(model_loading, "native_bfloat16", lambda: False)
-    for module in (linear, quantised_size, torch_costs):
+    monkeypatch.setattr(model_loader, "native_bfloat16", lambda: False)
+    for module in (linear, packed_weights, torch_costs):
         monkeypatch.setattr(module, "PACK_FLOAT32_MIN_ELEMENTS", 0)
     folder = make_tiny_model(tmp_path, dtype="bfloat16", tie=tie)
     halves, exact = load_runner(folder, dtype="auto"), load_runner(folder, dtype="float32")
@@ -113,8 +124,8 @@ def test_a_model_of_16_bits_keeps_them_where_nothing_multiplies_bfloat16(
 
 def test_a_model_of_float32_keeps_its_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(model_loading, "native_bfloat16", lambda: False)
-    for module in (linear, quantised_size, torch_costs):
+    monkeypatch.setattr(model_loader, "native_bfloat16", lambda: False)
+    for module in (linear, packed_weights, torch_costs):
         monkeypatch.setattr(module, "PACK_FLOAT32_MIN_ELEMENTS", 0)
     runner = load_runner(make_tiny_model(tmp_path, dtype="float32"), dtype="auto")
     assert runner.linear == "onednn"
@@ -123,7 +134,7 @@ def test_a_model_of_float32_keeps_its_bits(tmp_path: Path, monkeypatch: pytest.M
 def test_what_float16_keeps_of_bfloat16_is_all_of_it_from_a_hundred_thousandth_on() -> None:
     numbers = torch.tensor([2.0**-17, -(2.0**-14) * 1.9921875, 1.0078125, 65280.0])
     assert torch.equal(numbers.bfloat16().float(), numbers.half().float())
-    assert half_linear.halves_available()
+    assert half_linear.fp16_linear_available()
 
 
 @pytest.mark.parametrize(("kernels", "turns"), [(True, "3000"), (False, "10000")])

@@ -7,9 +7,8 @@ from typing import get_args
 import pytest
 
 from engine.backends.base import BackendStats, LoadPhase, LoadProgress
-from engine.health import PATIENCE, Activity, AwakeClock, describe_silence, patience_s
-from engine.vitals import Vitals
 from engine.worker.protocol import StepBatch
+from engine.workers.supervision import PATIENCE, Activity, AwakeClock, Heartbeat, describe_silence, patience_s
 
 
 def test_every_phase_of_a_load_has_its_patience() -> None:
@@ -61,7 +60,7 @@ def test_time_in_which_the_loop_stood_still_does_not_count() -> None:
 
 def test_a_worker_that_reports_is_well_however_long_it_works() -> None:
     clock = AwakeClock(0.0)
-    vitals = Vitals(clock)
+    vitals = Heartbeat(clock)
     vitals.begin(0.0)
     vitals.ready(0.0)
     for second in range(1, 1000):
@@ -76,7 +75,7 @@ def test_a_worker_that_reports_is_well_however_long_it_works() -> None:
 
 
 def test_the_warm_up_counts_as_a_step() -> None:
-    vitals = Vitals(AwakeClock(0.0))
+    vitals = Heartbeat(AwakeClock(0.0))
     vitals.begin(0.0)
     for done, now in ((0, 10.0), (1, 52.0)):
         vitals.progressed(LoadProgress(phase="warm_up", done=done, total=1, unit="steps"), now)
@@ -85,7 +84,7 @@ def test_the_warm_up_counts_as_a_step() -> None:
 
 
 def test_what_a_load_says_of_its_largest_step_counts_before_the_warm_up() -> None:
-    vitals = Vitals(AwakeClock(0.0))
+    vitals = Heartbeat(AwakeClock(0.0))
     vitals.begin(0.0)
     vitals.progressed(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"), 10.0)
     vitals.ready(12.0, step_s=15.0)
@@ -93,7 +92,7 @@ def test_what_a_load_says_of_its_largest_step_counts_before_the_warm_up() -> Non
 
 
 def test_steps_that_are_reported_late_and_together_keep_the_times_at_which_they_ended() -> None:
-    vitals = Vitals(AwakeClock(0.0))
+    vitals = Heartbeat(AwakeClock(0.0))
     ended = []
     for sent_s, arrived_s in ((7.0, 100.2), (7.5, 100.6), (8.0, 103.0), (8.5, 103.0), (9.0, 103.0)):
         vitals.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=sent_s), arrived_s)
@@ -102,7 +101,7 @@ def test_steps_that_are_reported_late_and_together_keep_the_times_at_which_they_
 
 
 def test_a_clock_of_another_machine_that_runs_slower_does_not_make_reports_look_later_and_later() -> None:
-    vitals = Vitals(AwakeClock(0.0))
+    vitals = Heartbeat(AwakeClock(0.0))
     for hour in range(1, 25):
         arrived_s = 3600.0 * hour
         vitals.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=arrived_s * (1 - 5e-5)), arrived_s)
@@ -110,6 +109,6 @@ def test_a_clock_of_another_machine_that_runs_slower_does_not_make_reports_look_
 
 
 def test_a_worker_that_does_not_say_when_it_sent_a_report_sent_it_as_it_arrived() -> None:
-    vitals = Vitals(AwakeClock(0.0))
+    vitals = Heartbeat(AwakeClock(0.0))
     vitals.sign(StepBatch(outputs=[], stats=BackendStats()), 5.0)
     assert vitals.step_ended_at == 5.0

@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 
-from engine.backends.exllama.adapters import read_adapter
+from engine.backends.exllamav2.plan import read_adapter
 from engine.config import AdapterSpec
 from engine.errors import EngineError, UnsupportedModel
 from engine.models.adapters import (
+    MAX_CHARACTERS,
+    MAX_EXPRESSIONS,
     MAX_TARGETS,
     AdapterConfig,
+    ModulePatterns,
     describe_adapter,
     find_adapters,
     read_adapter_config,
     read_factor_headers,
     version_of,
 )
-from engine.models.module_patterns import MAX_CHARACTERS, MAX_EXPRESSIONS, ModulePatterns
 from tests.fakes.adapters import write_adapter_config
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_safetensors

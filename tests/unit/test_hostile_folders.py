@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from engine.config import BackendKind, ModelSpec
-from engine.costs import Workload, costs_of
 from engine.errors import EngineError, ModelLoadFailed, UnsupportedModel
-from engine.facts import read_facts
 from engine.models import discover as discovering
 from engine.models import inspect as inspecting
 from engine.models.discover import discover
 from engine.models.files import MAX_FILES, MAX_JSON_BYTES, is_file, open_file, read_file, read_json_object
 from engine.models.headers import MAX_TENSORS, read_header, read_headers
 from engine.models.inspect import inspect
-from engine.text.folder import TokenizerFolder
+from engine.placement.costs import Workload, costs_of
+from engine.placement.facts import read_facts
+from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.hostile_folders import FOLDERS, HEADERS, Spoil, bytes_of, many
 from tests.fakes.model_folders import write_model

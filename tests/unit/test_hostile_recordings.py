@@ -12,15 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.clock import MAX_TIME
-from console.deltas import plain
-from console.frames import Frame
-from console.recording import reader
-from console.recording.link import ReplayLink
-from console.recording.playhead import Playhead
-from console.recording.reader import Recording
-from console.recording.store import SEGMENT_BYTES, Packer, RecordingUnusable
-from console.recording.writer import RecordingWriter
+from console.link.frames import Frame, to_plain
+from console.link.recording import reader
+from console.link.recording.link import Playhead, ReplayLink
+from console.link.recording.reader import Recording
+from console.link.recording.recorder import RecordingWriter
+from console.link.recording.store import SEGMENT_BYTES, Packer, RecordingUnusable
+from console.text import MAX_TIME
 from engine.snapshot import LogEntry, RequestRow, Snapshot
 from tests.fakes.bounds import outcome, within_bounds
 
@@ -90,7 +88,7 @@ def zeros() -> bytes:
         bomb(b"\xdd\xff\xff\xff\xff"),
         lambda: bomb(b"\x91" * MIB),
         bomb(msgspec.msgpack.encode({"snapshot": float("nan")})),
-        bomb(msgspec.msgpack.encode(plain(frame(0)) | {"answers": {"a": ["x" * 70_000]}})),
+        bomb(msgspec.msgpack.encode(to_plain(frame(0)) | {"answers": {"a": ["x" * 70_000]}})),
         zlib.compress(b"\xc0")[:-1],
         b"",
         b"\x00",
@@ -109,7 +107,7 @@ def test_a_frame_that_is_a_bomb_or_none_is_one_sentence(path: Path, data: Any) -
 def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
     raw = msgspec.msgpack.encode({"answers": {"x": [[0] * 19_000]}})
     packer = Packer()
-    first = packer.packed(plain(frame(0)))
+    first = packer.packed(to_plain(frame(0)))
     with sqlite3.connect(path) as database:
         database.execute("DELETE FROM frames")
         insert = "INSERT INTO frames (at, segment, data) VALUES (?, 1, ?)"
@@ -128,7 +126,7 @@ def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
 
 def test_changes_that_multiply_a_list_are_one_sentence(path: Path) -> None:
     packer = Packer()
-    first = packer.packed(plain(frame(0)))
+    first = packer.packed(to_plain(frame(0)))
     rows = [packer.packed({"snapshot": {"requests": [0, [[0, 2**n], [0, 2**n]]]}}) for n in range(24)]
     with sqlite3.connect(path) as database:
         database.execute("DELETE FROM frames")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest, UnsupportedModel
-from engine.models.vocabulary import refuse_other_vocabulary
-from engine.text.patterns import is_quick
 from engine.text.tokenizer import Tokenizer
-from engine.text.tokenizer_file import read_tokenizer, refusing_panics
+from engine.text.tokenizer_config import refuse_other_vocabulary
+from engine.text.tokenizer_file import is_linear_pattern, read_tokenizer, refusing_panics
 from tests.fakes import tiny_tokenizers
 from tests.fakes.bounds import outcome, within_bounds
 
@@ -251,7 +250,7 @@ PUBLISHED = (
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
 def test_the_patterns_of_published_models_are_known_to_be_quick(pattern: str) -> None:
-    assert is_quick(pattern)
+    assert is_linear_pattern(pattern)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_the_patterns_of_published_models_are_known_to_be_quick(pattern: str) ->
     [SLOW, "[a-z ]*[a-z ]*~", "(a+)+$", "(a|a)*c", r"(.*)\1", "a?a?a?b", "(?i:a*b*c)", "a*b*(?i:x|y)", "a+b+(?!c)"],
 )
 def test_a_pattern_that_may_take_long_is_not(pattern: str) -> None:
-    assert not is_quick(pattern)
+    assert not is_linear_pattern(pattern)
 
 
 def test_tokens_that_the_library_panics_on_are_refused_and_the_next_are_read(tmp_path: Path) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.deltas import MAX_TEXT, PatchedValue, plain, shaped
-from console.foreign_values import MAX_ITEMS, MAX_VALUES, from_json, from_msgpack, num_values
-from console.frames import MAX_HISTORY, Frame, FrameEvent, FrameReader
+from console.link.bounded_decode import MAX_ITEMS, MAX_VALUES, decode_json, decode_msgpack, num_values
+from console.link.frames import (
+    MAX_HISTORY,
+    MAX_TEXT,
+    Frame,
+    FrameEvent,
+    FrameReader,
+    PatchedValue,
+    from_plain,
+    to_plain,
+)
 from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Second, Snapshot, WorkerReading
 from tests.fakes import scenes
 from tests.fakes.bounds import outcome
@@ -47,7 +55,7 @@ def refused(read: Any, num_bytes: int = 0) -> str:
 )
 def test_json_that_is_too_much_or_none_is_refused(make: Callable[[], bytes]) -> None:
     data = make()
-    assert refused(lambda: from_json(data), len(data))
+    assert refused(lambda: decode_json(data), len(data))
 
 
 @pytest.mark.parametrize(
@@ -68,24 +76,24 @@ def test_json_that_is_too_much_or_none_is_refused(make: Callable[[], bytes]) -> 
 )
 def test_msgpack_that_is_too_much_or_none_is_refused(make: Callable[[], bytes]) -> None:
     data = make()
-    assert refused(lambda: from_msgpack(data), len(data))
+    assert refused(lambda: decode_msgpack(data), len(data))
 
 
 def test_a_snapshot_of_thousands_of_requests_is_not_too_much() -> None:
     busy = scenes.busy()
     rows = tuple(msgspec.structs.replace(busy.requests[0], id=f"chatcmpl-{number:032x}") for number in range(5000))
     snapshot = msgspec.structs.replace(busy, requests=rows, history=scenes.history(600, devices=8))
-    event = from_json(msgspec.json.encode(FrameEvent(full=plain(Frame(snapshot=snapshot)))))
-    assert FrameReader().frame(shaped(event, FrameEvent)).snapshot == snapshot
-    packed = msgspec.msgpack.encode(plain(Frame(snapshot=snapshot)))
-    assert shaped(from_msgpack(packed)[0], Frame).snapshot == snapshot
+    event = decode_json(msgspec.json.encode(FrameEvent(full=to_plain(Frame(snapshot=snapshot)))))
+    assert FrameReader().frame(from_plain(event, FrameEvent)).snapshot == snapshot
+    packed = msgspec.msgpack.encode(to_plain(Frame(snapshot=snapshot)))
+    assert from_plain(decode_msgpack(packed)[0], Frame).snapshot == snapshot
 
 
 def grown(value: Any, change: Any, times: int) -> Any:
     tree = PatchedValue(value)
     for _ in range(times):
         tree.patch(change(tree.value))
-    return shaped(tree.value, Any)
+    return from_plain(tree.value, Any)
 
 
 def test_changes_of_a_few_bytes_do_not_double_a_list_for_ever() -> None:
@@ -112,7 +120,7 @@ def test_lists_in_lists_do_not_multiply_each_other() -> None:
         tree = PatchedValue(nested(12))
         for depth in reversed(range(12)):
             tree.patch(repeat(depth))
-        shaped(tree.value, Any)
+        from_plain(tree.value, Any)
 
     assert "values" in refused(run)
 
@@ -209,22 +217,24 @@ def test_a_change_that_is_none_is_refused_and_changes_nothing(change: Any) -> No
     ],
 )
 def test_more_than_a_screen_can_show_is_refused(name: str, item: msgspec.Struct, count: int) -> None:
-    frame = plain(Frame(snapshot=Snapshot(at=1.0)))
-    frame["snapshot"][name] = [plain(item)] * count
+    frame = to_plain(Frame(snapshot=Snapshot(at=1.0)))
+    frame["snapshot"][name] = [to_plain(item)] * count
     assert f"it holds {count:,} {name}" in refused(lambda: FrameReader().frame(FrameEvent(full=frame)))
 
 
 def test_of_a_longer_history_the_last_ten_minutes_are_shown() -> None:
     history = tuple(Second(at=float(at)) for at in range(MAX_HISTORY + 5))
-    event = from_json(msgspec.json.encode(FrameEvent(full=plain(Frame(snapshot=Snapshot(at=1.0, history=history))))))
-    assert FrameReader().frame(shaped(event, FrameEvent)).snapshot.history == history[5:]
+    event = decode_json(
+        msgspec.json.encode(FrameEvent(full=to_plain(Frame(snapshot=Snapshot(at=1.0, history=history)))))
+    )
+    assert FrameReader().frame(from_plain(event, FrameEvent)).snapshot.history == history[5:]
 
 
 @pytest.mark.parametrize("path", [5, None, ["a"], {"a": 1}])
 def test_a_path_that_is_no_text_is_of_another_type(path: Any) -> None:
-    frame = plain(Frame(snapshot=scenes.busy()))
+    frame = to_plain(Frame(snapshot=scenes.busy()))
     frame["snapshot"]["status"]["spec"]["path"] = path
-    assert refused(lambda: shaped(frame, Frame))
+    assert refused(lambda: from_plain(frame, Frame))
 
 
 def test_values_are_counted_where_they_are() -> None:

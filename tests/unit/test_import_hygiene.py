@@ -43,28 +43,31 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 
 def test_deciding_needs_no_torch() -> None:
-    parts = ("torch", "exllama", "paged_attention", "faults", "cublas")
+    parts = ("torch", "exllamav2", "paged_attention")
     heavy = (*(f"engine.backends.{part}" for part in parts), "engine.demo", "engine.models.synthetic")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
-    light += [f"engine.backends.torch.{name}" for name in ("scheduler", "pages", "batch")] + ["engine.demo"]
+    light += [*modules("engine/backends/torch/scheduler"), "engine.demo"]
     light += ["engine.backends.paged_attention.choose"]
     assert loaded_after(light, TORCH) == []
 
 
 def test_neither_the_headless_path_nor_the_api_nor_a_console_on_another_instance_loads_textual_or_torch() -> None:
     """The last before there is a screen."""
-    headless = ["console.headless", "console.runtime", "console.loading", "console.local"]
-    elsewhere = [*modules("console/remote"), *modules("console/recording"), "console.attach", "console.top"]
-    names = [*headless, *modules("console/api"), *elsewhere, "console.readonly", "console.calls"]
+    headless = ["console.runtime.headless", "console.runtime.runtime", "console.runtime.loading", "console.link.local"]
+    elsewhere = [*modules("console/link"), "console.cli.attach", "console.cli.top"]
+    names = [*headless, *modules("console/api"), *elsewhere, "console.link.readonly", "console.link.rpc"]
     assert loaded_after(names, (*SCREENS, *TORCH)) == []
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    assert loaded_after(["console.cli"], (*SCREENS, *WEB, *TORCH, "huggingface_hub", "tokenizers")) == []
+    assert loaded_after(["console.cli.main"], (*SCREENS, *WEB, *TORCH, "huggingface_hub", "tokenizers")) == []
 
 
 def test_a_plain_run_loads_nothing_of_a_cluster() -> None:
-    assert loaded_after(["console.headless", "console.terminal", "engine.engine"], ("ray", "engine.cluster")) == []
+    assert (
+        loaded_after(["console.runtime.headless", "console.tui.terminal", "engine.engine"], ("ray", "engine.cluster"))
+        == []
+    )
 
 
 def test_even_with_a_cluster_ray_stays_out_of_this_process() -> None:
@@ -72,4 +75,4 @@ def test_even_with_a_cluster_ray_stays_out_of_this_process() -> None:
 
 
 def test_the_screens_load_no_torch() -> None:
-    assert loaded_after(["console.app", *modules("console/screens"), *modules("console/widgets")], TORCH) == []
+    assert loaded_after(modules("console/tui"), TORCH) == []

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from engine.backends.base import BackendStats, DraftPosition
-from engine.insight import (
+from engine.metrics.meter import percentiles
+from engine.metrics.session import (
     LENGTH_BOUNDS,
     RELATIVE_ERROR,
     BusyClock,
@@ -18,8 +19,7 @@ from engine.insight import (
     SessionCounter,
     Slo,
 )
-from engine.insight_values import Insight
-from engine.metrics import percentiles
+from engine.snapshot import Insight
 
 
 def answer(**changes: object) -> Ended:

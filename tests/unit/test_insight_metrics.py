@@ -6,8 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.metrics import SnapshotCollector
-from engine.insight_values import DeviceWork, Insight
-from engine.snapshot import Snapshot
+from engine.snapshot import DeviceWork, Insight, Snapshot
 from tests.fakes import insight_scenes, scenes
 
 

@@ -8,12 +8,32 @@ import msgspec
 import pytest
 from textual.content import Content
 
-from console.widgets import insight_words as words
-from console.widgets.insight_charts import gauge, histogram, percent, share_bars
-from console.widgets.insight_numbers import cost, duration, energy, of_limit, scaled, short, tokens
-from console.widgets.insight_words import Room
-from engine.insight_values import DeviceWork, Energy, Goodput, Insight, Lengths, Session
-from engine.snapshot import DeviceLimits, DeviceReading, Snapshot
+from console.tui.screens.insight import text as words
+from console.tui.screens.insight.text import (
+    Room,
+    cost,
+    duration,
+    energy,
+    gauge,
+    histogram,
+    of_limit,
+    percent,
+    scaled,
+    share_bars,
+    three_digits,
+    tokens,
+)
+from engine.snapshot import (
+    DeviceLimits,
+    DeviceReading,
+    DeviceWork,
+    Energy,
+    Goodput,
+    Insight,
+    Lengths,
+    Session,
+    Snapshot,
+)
 from tests.fakes import insight_scenes, scenes
 
 ROOM = Room(54)
@@ -37,7 +57,7 @@ def of(**changes: object) -> Snapshot:
     [(0.0, "0.00"), (0.523, "0.52"), (1.0, "1.0"), (5.23, "5.2"), (52.3, "52"), (1204.4, "1,204")],
 )
 def test_numbers_have_the_digits_that_matter(value: float, expected: str) -> None:
-    assert short(value) == expected
+    assert three_digits(value) == expected
 
 
 @pytest.mark.parametrize(

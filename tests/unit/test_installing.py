@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import installing
-from engine.installing import install_extra, pip_install
+from engine.system import install_command
+from engine.system.install_command import install_extra, pip_install
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def test_one_of_pipx_for_all_users_is_named_as_such(environment: Path, monkeypat
 
 
 def test_advice_leaves_setuptools_importable() -> None:
-    code = "from engine.installing import pip_install; pip_install('ninja'); import setuptools"
+    code = "from engine.system.install_command import pip_install; pip_install('ninja'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_one_of_uv_which_has_no_pip_is_named_to_uv(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing.PathFinder, "find_spec", lambda name: None)
+    monkeypatch.setattr(install_command.PathFinder, "find_spec", lambda name: None)
     assert pip_install("ninja") == f"uv pip install --python {environment} ninja"
     monkeypatch.setenv("VIRTUAL_ENV", str(environment))  # of `uv venv`, where `pip` would be that of the system
     assert pip_install("ninja") == f"uv pip install --python {environment} ninja"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.api import json_bounds
-from console.api.json_bounds import MAX_ITEMS, MAX_VALUES, JsonBounds
+from console.api.http import json_bounds
+from console.api.http.json_bounds import MAX_ITEMS, MAX_VALUES, JsonBounds
 from engine.errors import InvalidRequest
 from tests.fakes.bounds import outcome
 

@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.exllama.kernels import KernelBuild
-from engine.backends.paged_attention import probe
-from engine.backends.paged_attention.choose import AttentionFacts
-from engine.backends.paged_attention.face import implementation
-from engine.backends.torch.native import available, build
-from engine.backends.torch.native.build import (
+from engine.backends.common import native_build, native_kernels
+from engine.backends.common.native_build import (
     CannotBuild,
     build_library,
     cache_folder,
@@ -23,6 +19,10 @@ from engine.backends.torch.native.build import (
     kept_library,
     library_key,
 )
+from engine.backends.exllamav2.library import KernelBuild
+from engine.backends.paged_attention import probe
+from engine.backends.paged_attention.choose import AttentionFacts
+from engine.backends.paged_attention.interface import implementation
 from tests.fakes.native_libraries import SETS
 from tests.fakes.owners import belongs_to_another
 
@@ -150,9 +150,9 @@ def test_a_folder_of_another_user_is_refused_by_name(
     monkeypatch.setattr(Path, "chmod", lambda path, mode: None)  # root could
     with pytest.raises(CannotBuild, match=f"{cache} cannot be used: .*glibc belongs to another user"):
         build_library("avx2", cache)
-    monkeypatch.setattr(available, "cache_folder", lambda: cache)
-    monkeypatch.setattr(available, "find_compiler", lambda: "")
-    assert "avx2" not in available.read_native().kept
+    monkeypatch.setattr(native_kernels, "cache_folder", lambda: cache)
+    monkeypatch.setattr(native_kernels, "find_compiler", lambda: "")
+    assert "avx2" not in native_kernels.read_native().kept
 
 
 def test_a_loose_mask_of_modes_makes_no_library_that_is_not_trusted(tmp_path: Path, compiler: Path) -> None:
@@ -193,7 +193,7 @@ def evil_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.skipif(not SETS, reason="there is no C++ compiler, or no AVX2")
 def test_the_trial_of_a_library_runs_no_code_of_the_current_folder(evil_folder: Path) -> None:
     library = build_library(SETS[0], cache_folder())
-    build._Build(SETS[0], library.parent).try_out(library)
+    native_build._Build(SETS[0], library.parent).try_out(library)
     assert not evil_folder.exists(), evil_folder.read_text()
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from console.api.keys import Keys
-from console.cli import main
-from console.links.api import KeyLimits
+from console.api.http.keys import Keys
+from console.cli.main import main
+from console.link.api import KeyLimits
 
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the keys are."""
-    monkeypatch.setattr("console.keys_command.state_dir", lambda: tmp_path)
+    monkeypatch.setattr("console.cli.api_keys.state_dir", lambda: tmp_path)
     return tmp_path
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.kv_codes import HeadCodec
-from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.common.kv_format import HeadFormat
+from engine.backends.torch.kv.codec import HeadCodec
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits, DeviceShare
 from engine.errors import InvalidRequest

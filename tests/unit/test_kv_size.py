@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.torch.kv_size import TYPICAL_TOKENS, kv_pages
+from engine.backends.common.kv_format import TYPICAL_TOKENS, kv_pages
 from engine.errors import InsufficientMemory
 
 GIB = 2**30

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import model_loading
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.kv import KvPool
-from engine.backends.torch.model import Decoder
-from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.kv.pool import KvPool
+from engine.backends.torch.model.decoder import Decoder
+from engine.backends.torch.model.step_plan import StepPlan
+from engine.backends.torch.native.library import Kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.step_plan import StepPlan
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights import model_loader
 from tests.fakes.families import make_family
 from tests.fakes.oracle import load_runner
 from tests.fakes.tiny_models import make_tiny_model
@@ -33,7 +33,7 @@ def test_wanted_rows_are_what_they_are_among_all(
     model: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(model_loading, "find_kernels", lambda *_, **__: Kernels(problem="unwanted"))
+        monkeypatch.setattr(model_loader, "find_kernels", lambda *_, **__: Kernels(problem="unwanted"))
     runner = _loaded(make_tiny_model(tmp_path) if model == "llama" else make_family(tmp_path, model))
     found = runner.forward(STEP)
     computed: list[int] = []

@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 
 from engine.config import DeviceShare
-from engine.costs import Correction
-from engine.ledger import MAX_LOADS, MAX_MODELS, Ledger, LedgerFile, Load, load_of, with_resident
-from engine.plan import Placement
+from engine.placement.costs import Correction
+from engine.placement.load_history import (
+    MAX_LOADS,
+    MAX_MODELS,
+    LoadHistory,
+    LoadHistoryFile,
+    MeasuredLoad,
+    measured_load,
+    with_resident,
+)
+from engine.placement.plan import Placement
 
 
-def load(used_weights: int = 100, used_working: int = 50) -> Load:
-    return Load(
+def load(used_weights: int = 100, used_working: int = 50) -> MeasuredLoad:
+    return MeasuredLoad(
         planned_weights_bytes=100,
         used_weights_bytes=used_weights,
         planned_working_bytes=50,
@@ -36,11 +44,13 @@ def placed(*shares: tuple[str, int, int], correction: Correction | None = None) 
 
 
 def test_a_model_that_was_never_loaded_is_not_corrected() -> None:
-    assert Ledger().correction("m") == Correction()
+    assert LoadHistory().correction("m") == Correction()
 
 
 def test_the_most_that_the_last_loads_took_is_what_corrects() -> None:
-    ledger = Ledger().with_load("m", load(120, 80)).with_load("m", load(110, 90)).with_load("other", load(200, 500))
+    ledger = (
+        LoadHistory().with_load("m", load(120, 80)).with_load("m", load(110, 90)).with_load("other", load(200, 500))
+    )
     assert ledger.correction("m") == Correction(weights_factor=1.2, working_bytes=40, loads=2)
     for _ in range(MAX_LOADS):
         ledger = ledger.with_load("m", load())
@@ -48,18 +58,18 @@ def test_the_most_that_the_last_loads_took_is_what_corrects() -> None:
 
 
 def test_weights_are_corrected_downwards_but_working_memory_never() -> None:
-    found = Ledger().with_load("m", load(80, 10)).correction("m")
+    found = LoadHistory().with_load("m", load(80, 10)).correction("m")
     assert (found.weights_factor, found.working_bytes) == (0.8, 0)
 
 
 def test_an_absurd_load_corrects_within_bounds() -> None:
-    assert Ledger().with_load("m", load(10**6, 0)).correction("m").weights_factor == 2.0
-    assert Ledger().with_load("m", load(1, 0)).correction("m").weights_factor == 0.5
-    assert Ledger().with_load("m", load(0, 0)).correction("m").weights_factor == 1.0
+    assert LoadHistory().with_load("m", load(10**6, 0)).correction("m").weights_factor == 2.0
+    assert LoadHistory().with_load("m", load(1, 0)).correction("m").weights_factor == 0.5
+    assert LoadHistory().with_load("m", load(0, 0)).correction("m").weights_factor == 1.0
 
 
 def test_the_models_loaded_longest_ago_are_forgotten() -> None:
-    ledger = Ledger()
+    ledger = LoadHistory()
     for number in range(MAX_MODELS):
         ledger = ledger.with_load(str(number), load())
     ledger = ledger.with_load("0", load()).with_load("new", load())
@@ -73,7 +83,7 @@ def test_a_load_is_compared_with_what_was_planned_before_any_correction() -> Non
         ("sim:0", 150, 30), ("sim:1", 150, 40), correction=Correction(weights_factor=1.5, working_bytes=10)
     )
     used = (DeviceShare(device="sim:0", weights_bytes=140, working_bytes=31),)
-    found = load_of(placement, used)
+    found = measured_load(placement, used)
     assert (found.planned_weights_bytes, found.planned_working_bytes, found.devices) == (200, 50, 2)
     assert (found.used_weights_bytes, found.used_working_bytes) == (140, 31)
 
@@ -81,17 +91,17 @@ def test_a_load_is_compared_with_what_was_planned_before_any_correction() -> Non
 def test_on_a_cpu_all_that_the_process_holds_counts_and_else_what_shares_leave_out_is_added() -> None:
     used = (DeviceShare(device="cpu", weights_bytes=100, kv_bytes=50, working_bytes=7),)
     placement = placed(("cpu", 100, 20))
-    assert load_of(placement, used, resident_bytes=500).used_working_bytes == 350
-    assert load_of(placement, used).used_working_bytes == 8
+    assert measured_load(placement, used, resident_bytes=500).used_working_bytes == 350
+    assert measured_load(placement, used).used_working_bytes == 8
     gpu = (DeviceShare(device="cuda:1", weights_bytes=100, working_bytes=7),)
-    assert load_of(placed(("cuda:1", 100, 20)), gpu, resident_bytes=500).used_working_bytes == 7
+    assert measured_load(placed(("cuda:1", 100, 20)), gpu, resident_bytes=500).used_working_bytes == 7
 
 
 def test_what_is_noted_is_read_again_by_anybody(tmp_path: Path) -> None:
     used = (DeviceShare(device="sim:0", weights_bytes=110, working_bytes=25),)
-    LedgerFile(tmp_path / "state").note(placed(("sim:0", 100, 20)), used)
-    LedgerFile(tmp_path / "state").note(placed(("sim:0", 100, 20)), used)
-    assert LedgerFile(tmp_path / "state").read().correction("m") == Correction(
+    LoadHistoryFile(tmp_path / "state").note(placed(("sim:0", 100, 20)), used)
+    LoadHistoryFile(tmp_path / "state").note(placed(("sim:0", 100, 20)), used)
+    assert LoadHistoryFile(tmp_path / "state").read().correction("m") == Correction(
         weights_factor=1.1, working_bytes=5, loads=2
     )
     assert [file.name for file in (tmp_path / "state").iterdir()] == ["loads.json"]
@@ -100,8 +110,8 @@ def test_what_is_noted_is_read_again_by_anybody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"loads": {"m": 3}}', b"\xff\xfe"])
 def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "loads.json").write_bytes(content)
-    file = LedgerFile(tmp_path)
-    assert file.read() == Ledger()
+    file = LoadHistoryFile(tmp_path)
+    assert file.read() == LoadHistory()
     file.note(placed(("sim:0", 100, 20)), (DeviceShare(device="sim:0", weights_bytes=90),))
     assert file.read().correction("m").loads == 1
 
@@ -109,13 +119,15 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path, content: bytes
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, "engine"):
-        LedgerFile(tmp_path / "file").note(placed(("sim:0", 1, 1)), (DeviceShare(device="sim:0", weights_bytes=9),))
+        LoadHistoryFile(tmp_path / "file").note(
+            placed(("sim:0", 1, 1)), (DeviceShare(device="sim:0", weights_bytes=9),)
+        )
     assert "cannot be" in caplog.text
 
 
 def test_a_load_that_nobody_planned_or_measured_is_not_noted(tmp_path: Path) -> None:
-    LedgerFile(tmp_path).note(Placement(shares=(), kv_tokens=1), (DeviceShare(device="cpu"),))
-    LedgerFile(tmp_path).note(placed(("cpu", 1, 1)), ())
+    LoadHistoryFile(tmp_path).note(Placement(shares=(), kv_tokens=1), (DeviceShare(device="cpu"),))
+    LoadHistoryFile(tmp_path).note(placed(("cpu", 1, 1)), ())
     assert not list(tmp_path.iterdir())
 
 

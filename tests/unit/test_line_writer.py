@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.line_writer import KEPT_FILES, LineWriter
+from console.runtime.line_writer import KEPT_FILES, LineWriter
 
 
 def encode(line: object) -> bytes:
@@ -97,7 +97,7 @@ def test_a_line_that_cannot_be_made_is_left_out_alone(tmp_path: Path) -> None:
 def test_stdout_that_nobody_reads_any_more_costs_its_lines_alone() -> None:
     program = """if True:
         import sys, threading
-        from console.line_writer import LineWriter
+        from console.runtime.line_writer import LineWriter
         writer = LineWriter(None, lambda line: str(line).encode(), max_bytes=1)
         writer.open()
         sys.stdin.read()

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.last_settings import MAX_MODELS, LastSettings, model_key
-from console.links.models import NOTHING, LoadSettings
-from console.load_form import LoadForm
-from console.load_pace import LoadPaces, Pace
+from console.link.protocol import NOTHING, LoadSettings
+from console.tui.load_pace import LoadPaces, Pace
+from console.tui.screens.models.load_form import LoadForm
+from console.tuning.last_settings import MAX_MODELS, LastSettings, model_key
 from engine.backends.base import LoadProgress
 from tests.fakes.link import MODELS
 

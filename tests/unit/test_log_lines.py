@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from console.log_lines import LogLines, source_of
-from console.widgets.log_view import wrapped
+from console.tui.screens.logs.log_lines import LogLines, source_of
+from console.tui.screens.logs.view import wrapped
 from engine.snapshot import LogEntry
 
 
@@ -87,11 +87,11 @@ def test_lines_as_text_are_those_of_the_log_file() -> None:
     ("logger", "source"),
     [
         ("engine", "engine"),
-        ("engine.worker.native", "engine"),
+        ("engine.worker.logs", "engine"),
         ("w12", "w12"),
         ("api", "api"),
-        ("console.api.stream", "api"),
-        ("console.runtime", "console"),
+        ("console.api.requests.stream", "api"),
+        ("console.runtime.runtime", "console"),
         ("", "other"),
     ],
 )

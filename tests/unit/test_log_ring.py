@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from engine.log import MAX_LINE, LogRing, RingHandler
 from engine.snapshot import LogEntry
+from engine.system.log import MAX_LINE, LogRing, RingHandler
 
 
 def messages(ring: LogRing, after: int = 0) -> list[str]:

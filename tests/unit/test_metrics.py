@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.metrics import HISTORY_SECONDS, Metrics, Rate, Window, percentiles
+from engine.metrics.meter import HISTORY_SECONDS, Metrics, Rate, Window, percentiles
 
 
 def tick(metrics: Metrics, now: float, **gauges: object) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.mirror import Mirror
-from engine.backends.torch.mirror_plan import LEAST_ROW_TOKENS, mirror_tokens, row_tokens, runs
+from engine.backends.common.step_memory import SLACK_PAIRS
+from engine.backends.torch.kv.staging import LEAST_ROW_TOKENS, ContiguousKvStaging, row_tokens, runs, staging_tokens
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.step_memory import SLACK_PAIRS
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model
@@ -35,7 +34,7 @@ def load(folder: Path, most_sequences: int, **settings: object) -> ModelRunner:
     return runner
 
 
-def mirror_of(runner: ModelRunner) -> Mirror:
+def mirror_of(runner: ModelRunner) -> ContiguousKvStaging:
     mirror = runner._mirror
     assert mirror is not None
     return mirror
@@ -100,7 +99,7 @@ def test_a_step_that_failed_leaves_nothing_to_trust(
     twin.feed(chunk(0, 30, pages, stay=1))
     twin.feed(chunk(30, 1, pages, stay=1))
     with monkeypatch.context() as patch:
-        patch.setattr("engine.backends.torch.model.attend", lambda *_: pytest.fail("out of memory"))
+        patch.setattr("engine.backends.torch.model.decoder.attend", lambda *_: pytest.fail("out of memory"))
         with pytest.raises(BaseException, match="out of memory"):
             twin.kept.forward([chunk(31, 1, pages, stay=1)])
     twin.plain.forward([chunk(31, 1, pages, stay=1, salt=4)])
@@ -174,9 +173,9 @@ def test_a_model_with_windows_keeps_nothing(tmp_path: Path) -> None:
 
 def test_too_little_memory_or_nobody_to_serve_means_no_mirror() -> None:
     sizes = {"pool_tokens": 4 * LEAST, "bytes_per_token": 100}
-    assert mirror_tokens(most_sequences=1, free_bytes=1 << 40, **sizes) == LEAST
-    assert mirror_tokens(most_sequences=0, free_bytes=1 << 40, **sizes) == 0
-    assert mirror_tokens(most_sequences=1, free_bytes=8 * 100 * (LEAST - 1), **sizes) == 0
+    assert staging_tokens(most_sequences=1, free_bytes=1 << 40, **sizes) == LEAST
+    assert staging_tokens(most_sequences=0, free_bytes=1 << 40, **sizes) == 0
+    assert staging_tokens(most_sequences=1, free_bytes=8 * 100 * (LEAST - 1), **sizes) == 0
 
 
 def test_rows_are_as_long_as_lets_most_tokens_fit() -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import loading
-from engine.backends.torch.linear import LinearFactory
-from engine.backends.torch.lora import AdaptedRows, LoraAdapter, LowRank, add_adapters
-from engine.backends.torch.mlp import GatedMlp
+from engine.backends.common.native_build import SWITCH
+from engine.backends.torch.model.decoder import FusedBlock, Residual
+from engine.backends.torch.model.linear import LinearFactory
+from engine.backends.torch.model.lora import AdaptedRows, LoraAdapter, LowRank, add_adapters
+from engine.backends.torch.model.mlp import GatedMlp
+from engine.backends.torch.model.norms import RmsNorm, unchanged
 from engine.backends.torch.native import fusing
-from engine.backends.torch.native.block import FusedBlock, Residual
-from engine.backends.torch.native.build import SWITCH
-from engine.backends.torch.native.kernels import find_kernels
 from engine.backends.torch.native.layer import Fused, NativeLinear
-from engine.backends.torch.norms import RmsNorm, unchanged
+from engine.backends.torch.native.library import find_kernels
+from engine.backends.torch.weights import decoder_loader
 from tests.fakes.families import make_family
 from tests.fakes.native_libraries import native
 from tests.fakes.oracle import Driver, load_runner
@@ -86,7 +86,7 @@ def test_in_bfloat16_the_fused_model_is_as_near_to_float32_as_its_parts_are(
     folder = make_tiny_model(tmp_path, dtype="bfloat16")
     _, exact = answers(folder)
     _, logits = answers(folder, dtype="bfloat16")
-    monkeypatch.setattr(loading, "fused", lambda decoder: decoder)
+    monkeypatch.setattr(decoder_loader, "fused", lambda decoder: decoder)
     _, apart = answers(folder, dtype="bfloat16")
     assert not torch.equal(logits[0], apart[0])
     assert (logits[0] - exact[0]).abs().max() <= 1.5 * (apart[0] - exact[0]).abs().max()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 from tests.fakes.attending import Attending, Kernel, Shape, seeded

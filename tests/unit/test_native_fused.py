@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from engine.backends.torch.mlp import ACTIVATIONS
-from engine.backends.torch.model_config import Activation
+from engine.backends.common.model_config import Activation
+from engine.backends.torch.model.mlp import ACTIVATIONS
 from engine.backends.torch.native.layer import Fused, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from tests.fakes.native_libraries import LIBRARIES, native

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
-from engine.backends.torch.native import build, kernels, trial
-from engine.backends.torch.native.build import (
+from engine.backends.common import native_build
+from engine.backends.common.native_build import (
     SWITCH,
     CannotBuild,
     InstructionSet,
@@ -28,9 +27,11 @@ from engine.backends.torch.native.build import (
     find_compiler,
     kept_library,
 )
-from engine.backends.torch.native.kernels import find_kernels, native_isa
+from engine.backends.torch.model.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
+from engine.backends.torch.native import library as kernels
+from engine.backends.torch.native import trial
 from engine.backends.torch.native.layer import NativeLinear
-from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.native.library import NativeLibrary, find_kernels, native_isa
 from engine.errors import LoadCancelled, ModelLoadFailed
 from tests.fakes.native_libraries import LIBRARIES, native
 
@@ -168,7 +169,7 @@ def test_two_processes_at_once_compile_once(tmp_path: Path, monkeypatch: pytest.
         made = list(pool.map(_build_and_stat, [folder, folder]))
     assert made[0] == made[1]
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
-    assert len((tmp_path / "made").read_text().splitlines()) == len(build.SOURCES) + 1
+    assert len((tmp_path / "made").read_text().splitlines()) == len(native_build.SOURCES) + 1
 
 
 def _build_and_stat(folder: Path) -> tuple[str, int, int]:
@@ -191,8 +192,8 @@ def test_a_change_of_the_source_makes_another_library(tmp_path: Path, monkeypatc
     _compile_to(monkeypatch, b"the library")
     before = build_library("avx2", tmp_path)
     source = tmp_path / "changed.h"
-    source.write_text(build.HEADERS[0].read_text() + "\n")
-    monkeypatch.setattr(build, "HEADERS", (source, *build.HEADERS[1:]))
+    source.write_text(native_build.HEADERS[0].read_text() + "\n")
+    monkeypatch.setattr(native_build, "HEADERS", (source, *native_build.HEADERS[1:]))
     assert kept_library("avx2", tmp_path) is None
     assert build_library("avx2", tmp_path) != before
 
@@ -230,8 +231,8 @@ def test_a_compiler_that_says_much_is_read_while_it_runs(tmp_path: Path, monkeyp
 def test_a_library_that_came_with_the_wheel_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped, cache = tmp_path / "shipped", tmp_path / "cache"
     _compile_to(monkeypatch, b"the library")
-    (made,) = [each for each in build.ship_libraries(shipped) if each.name.startswith("avx2")]
-    monkeypatch.setattr(build, "find_compiler", lambda: "")
+    (made,) = [each for each in native_build.ship_libraries(shipped) if each.name.startswith("avx2")]
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "")
     assert build_library("avx2", cache, shipped) == made
     assert not cache.exists()
 
@@ -254,9 +255,11 @@ def test_a_load_waits_for_the_compiler_and_shows_how_far_it_is(tmp_path: Path, m
 
     found = find_kernels(torch.bfloat16, CPU, report=report)
     assert found.library is not None
-    assert {(each.phase, each.total, each.unit) for each in seen} == {("kernels", len(build.SOURCES) + 1, "files")}
+    assert {(each.phase, each.total, each.unit) for each in seen} == {
+        ("kernels", len(native_build.SOURCES) + 1, "files")
+    }
     assert [each.done for each in seen] == sorted(each.done for each in seen)
-    assert (seen[0].done, seen[-1].done) == (0, len(build.SOURCES) + 1)
+    assert (seen[0].done, seen[-1].done) == (0, len(native_build.SOURCES) + 1)
 
 
 def test_a_compiler_that_hangs_is_ended_and_its_load_goes_on_with_a_warning(
@@ -264,7 +267,7 @@ def test_a_compiler_that_hangs_is_ended_and_its_load_goes_on_with_a_warning(
 ) -> None:
     _in_a_new_process(tmp_path / "kept", monkeypatch)
     _compiler(tmp_path, monkeypatch, "")
-    monkeypatch.setattr(build, "MAX_BUILD_S", 0.1)
+    monkeypatch.setattr(native_build, "MAX_BUILD_S", 0.1)
     found = find_kernels(torch.bfloat16, CPU)
     assert (found.library, found.problem) == (
         None,
@@ -306,7 +309,7 @@ def test_who_waits_for_a_build_that_fails_does_not_build_and_the_next_load_does(
     first.join()
     assert first.exitcode == 0
     tries = len(made.read_text().splitlines())
-    assert tries <= len(build.SOURCES)
+    assert tries <= len(native_build.SOURCES)
     with pytest.raises(CannotBuild, match="no such machine"):
         build_library("avx2", folder)
     assert len(made.read_text().splitlines()) > tries
@@ -338,7 +341,7 @@ def test_the_compiler_is_the_one_that_cxx_names(tmp_path: Path, monkeypatch: pyt
     compiler.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/first\nexit 3\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"{compiler} --for-tests")
-    assert build.find_compiler() == str(compiler)
+    assert native_build.find_compiler() == str(compiler)
     with pytest.raises(CannotBuild, match="mine ended with 3"):
         build_library("avx2", tmp_path / "cache")
     assert (tmp_path / "first").read_text() == "--for-tests\n"
@@ -379,7 +382,7 @@ def test_a_full_disk_is_named_and_leaves_no_library(tmp_path: Path, monkeypatch:
     def full(made: Path, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(build, "_keep", full)
+    monkeypatch.setattr(native_build, "_keep", full)
     with pytest.raises(CannotBuild, match="No space left on device"):
         build_library("avx2", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["avx2.lock"]
@@ -405,7 +408,7 @@ def test_a_library_that_was_compiled_before_is_ready_at_once(monkeypatch: pytest
     def unwanted(*_: object, **named: object) -> Path:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(build, "_Build", unwanted)
+    monkeypatch.setattr(native_build, "_Build", unwanted)
     seen: list[LoadProgress] = []
     ready = find_kernels(torch.bfloat16, CPU, report=seen.append).library
     assert ready is not None
@@ -461,8 +464,8 @@ def _compile_to(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
         for command in commands:
             Path(command[command.index("-o") + 1]).write_bytes(content)
 
-    monkeypatch.setattr(build, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(build._Build, "_run", run)
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(native_build._Build, "_run", run)
 
 
 def _compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -498,9 +501,9 @@ def test_a_library_whose_products_are_torchs_passes_its_trial(library: NativeLib
 
 @needs_compiler
 def test_a_library_that_ends_its_trial_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_TRIED_FIRST", frozenset({"avx2"}))
-    monkeypatch.setattr(build, "SOURCES", build.SOURCES[-1:])
-    monkeypatch.setattr(build, "trial_command", lambda library, isa: ["/bin/sh", "-c", "kill -ILL $$"])
+    monkeypatch.setattr(native_build, "_TRIED_FIRST", frozenset({"avx2"}))
+    monkeypatch.setattr(native_build, "SOURCES", native_build.SOURCES[-1:])
+    monkeypatch.setattr(native_build, "trial_command", lambda library, isa: ["/bin/sh", "-c", "kill -ILL $$"])
     with pytest.raises(CannotBuild, match="kernels for avx2 do not work on this machine: /bin/sh ended with -4"):
         build_library("avx2", tmp_path)
     assert kept_library("avx2", tmp_path) is None
@@ -511,9 +514,9 @@ def test_a_shipped_library_is_tried_on_the_machine_that_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _compile_to(monkeypatch, b"for tiles")
-    build.ship_libraries(tmp_path / "shipped")
+    native_build.ship_libraries(tmp_path / "shipped")
     tried: list[str] = []
-    monkeypatch.setattr(build._Build, "try_out", lambda build, made: tried.append(made.name))
+    monkeypatch.setattr(native_build._Build, "try_out", lambda native_build, made: tried.append(made.name))
     for _ in range(2):
         kept = build_library("amx-bf16", tmp_path / "cache", tmp_path / "shipped")
         assert kept.parent == tmp_path / "cache"
@@ -523,9 +526,9 @@ def test_a_shipped_library_is_tried_on_the_machine_that_uses_it(
 @needs_compiler
 def test_a_shipped_library_is_used_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compile_to(monkeypatch, b"for tiles")
-    build.ship_libraries(tmp_path / "shipped")
+    native_build.ship_libraries(tmp_path / "shipped")
     tried: list[str] = []
-    monkeypatch.setattr(build._Build, "try_out", lambda build, made: tried.append(made.name))
+    monkeypatch.setattr(native_build._Build, "try_out", lambda native_build, made: tried.append(made.name))
     (tmp_path / "file").touch()
     found = build_library("amx-bf16", tmp_path / "file" / "cache", tmp_path / "shipped")
     assert found.parent == tmp_path / "shipped"

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from engine.devices import NvmlProbe, computable
-from engine.ram import read_ram
 from engine.snapshot import ProcessMemory
+from engine.system.memory import read_ram
 from tests.fakes.nvml import GIB, Card, FakeNvml, mig_slice
 
 Machine = Callable[..., NvmlProbe]

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from engine import observer as observers
 from engine.backends.base import BackendStats
 from engine.config import DeviceShare, EngineConfig
-from engine.energy import EnergyFile
+from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineBusy, EngineError, InvalidRequest
-from engine.observer import SAVE_S, Observer
-from engine.sampler import DeviceSampler
+from engine.metrics import insight as observers
+from engine.metrics.insight import SAVE_S, EnergyFile, InsightCollector
 from engine.snapshot import DeviceLimits, DeviceReading
 from tests.fakes.engines import until
 
@@ -62,7 +61,7 @@ class Watched:
     def __init__(self, folder: Path | None, watts: float | None = 100.0, **settings: Any) -> None:
         self.sampler = DeviceSampler()
         self.sampler.latest = (gpu(watts),)
-        self.observer = Observer(EngineConfig(state_dir=folder, **settings), self.sampler)
+        self.observer = InsightCollector(EngineConfig(state_dir=folder, **settings), self.sampler)
         self.second = 0
 
     async def start(self) -> Watched:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from engine.config import DeviceShare
-from engine.costs import RUNTIME_BYTES
 from engine.devices import simulated_readings
-from engine.occupancy import occupied
+from engine.placement.costs import RUNTIME_BYTES
+from engine.placement.occupancy import with_reservations
 from engine.snapshot import DeviceReading, WorkerState
 
 GIB = 2**30
@@ -39,23 +39,23 @@ def card(free_gib: float) -> DeviceReading:
 @pytest.mark.parametrize("state", ["starting", "loading", "restarting"])
 def test_what_a_worker_is_still_to_load_is_set_aside(state: WorkerState) -> None:
     worker = Worker("w0", state, (share("cuda:0", 5),))
-    assert occupied([card(20)], [worker])[0].free_bytes == 15 * GIB
+    assert with_reservations([card(20)], [worker])[0].free_bytes == 15 * GIB
 
 
 def test_what_a_worker_holds_is_in_the_reading_already() -> None:
     worker = Worker("w0", "ready", (share("cuda:0", 5),), (share("cuda:0", 4),))
-    assert occupied([card(20)], [worker])[0].free_bytes == 20 * GIB
+    assert with_reservations([card(20)], [worker])[0].free_bytes == 20 * GIB
 
 
 def test_a_worker_that_is_to_go_gives_back_what_it_holds_and_no_more_than_there_is() -> None:
     worker = Worker("w0", "ready", (share("cuda:0", 5),), (share("cuda:0", 4),))
-    assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 14 * GIB
-    assert occupied([card(23)], [worker], gone=[worker])[0].free_bytes == 24 * GIB
+    assert with_reservations([card(10)], [worker], gone=[worker])[0].free_bytes == 14 * GIB
+    assert with_reservations([card(23)], [worker], gone=[worker])[0].free_bytes == 24 * GIB
 
 
 def test_a_worker_that_is_to_go_before_it_has_loaded_gives_back_nothing() -> None:
     worker = Worker("w0", "loading", (share("cuda:0", 5),))
-    assert occupied([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
+    assert with_reservations([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
 
 
 def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() -> None:
@@ -64,13 +64,13 @@ def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() 
     own = msgspec.structs.replace(planned, shared_bytes=0)
     for shares, together in ((planned, 4 + 3), (own, 3 * (4 + 1))):
         loading = [Worker(f"w{number}", "loading", (shares,)) for number in range(3)]
-        assert occupied([cpu], loading)[0].free_bytes == (20 - together) * GIB
+        assert with_reservations([cpu], loading)[0].free_bytes == (20 - together) * GIB
         ready = [Worker(f"w{number}", "ready", (shares,), (shares,)) for number in range(3)]
-        assert occupied([cpu], ready, gone=ready)[0].free_bytes == (20 + together) * GIB
+        assert with_reservations([cpu], ready, gone=ready)[0].free_bytes == (20 + together) * GIB
     ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(3)]
     more = Worker("w3", "loading", (planned,))
-    assert occupied([cpu], [*ready, more])[0].free_bytes == 19 * GIB
-    assert occupied([cpu], ready, gone=ready[:2])[0].free_bytes == 22 * GIB
+    assert with_reservations([cpu], [*ready, more])[0].free_bytes == 19 * GIB
+    assert with_reservations([cpu], ready, gone=ready[:2])[0].free_bytes == 22 * GIB
 
 
 def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> None:
@@ -81,17 +81,18 @@ def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> Non
     devices = [*simulated_readings((24.0,)), host]
     loading = [Worker(f"w{number}", "loading", (planned,)) for number in range(2)]
     once = 4 * GIB + 2 * (2 * GIB + RUNTIME_BYTES["cpu"])
-    assert occupied(devices, loading)[1].free_bytes == 20 * GIB - once
+    assert with_reservations(devices, loading)[1].free_bytes == 20 * GIB - once
     ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(2)]
-    assert occupied(devices, ready)[1].free_bytes == 20 * GIB
-    assert occupied(devices, ready, gone=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
+    assert with_reservations(devices, ready)[1].free_bytes == 20 * GIB
+    assert with_reservations(devices, ready, gone=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
 
 
 def test_a_failed_worker_holds_nothing_that_could_be_given_back() -> None:
     dead = Worker("w0", "failed", (share("cuda:0", 5),), (share("cuda:0", 4),))
-    assert occupied([card(10)], [dead], gone=[dead])[0].free_bytes == 10 * GIB
+    assert with_reservations([card(10)], [dead], gone=[dead])[0].free_bytes == 10 * GIB
     assert (
-        occupied(simulated_readings((24.0,)), [Worker("w0", "failed", (share("sim:0", 5),))])[0].free_bytes == 24 * GIB
+        with_reservations(simulated_readings((24.0,)), [Worker("w0", "failed", (share("sim:0", 5),))])[0].free_bytes
+        == 24 * GIB
     )
 
 
@@ -99,5 +100,5 @@ def test_a_simulated_device_has_nothing_but_what_was_promised() -> None:
     first = Worker("w0", "ready", (share("sim:0", 5),), (share("sim:0", 4),))
     second = Worker("w1", "loading", (share("sim:0", 6),))
     readings = simulated_readings((24.0,))
-    assert occupied(readings, [first, second])[0].free_bytes == 13 * GIB
-    assert occupied(readings, [first, second], gone=[first])[0].free_bytes == 18 * GIB
+    assert with_reservations(readings, [first, second])[0].free_bytes == 13 * GIB
+    assert with_reservations(readings, [first, second], gone=[first])[0].free_bytes == 18 * GIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from console.api.ollama.answers import Figures, Stopwatch
+from console.api.dialects.ollama.answers import Figures, Stopwatch
 from engine.snapshot import RequestRow
 
 

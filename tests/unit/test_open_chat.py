@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from console.chats import Branch, ChatSettings, ChatStore, OpenChat, Turn, TurnNote
-from console.chats.answering import Answering
-from console.chats.code_blocks import code_blocks
-from console.chats.export import export, from_json, read_into, to_json, to_markdown, write_new
-from console.links.conversation import ChatDelta
+from console.chats.conversation import AnswerStream
+from console.chats.export import code_blocks, export, from_json, read_into, to_json, to_markdown, write_new
+from console.link.chat import ChatDelta
 from engine.errors import InvalidRequest, QueueFull
 
 
@@ -131,7 +130,7 @@ async def deltas(
 async def test_an_answer_is_shown_as_it_comes_and_kept_whole(store: ChatStore, chat: OpenChat) -> None:
     chat.ask("Q")
     shown: list[str] = []
-    answering = Answering(
+    answering = AnswerStream(
         chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: shown.append(turn.content)
     )
     await answering.run(deltas("one", " two"))
@@ -143,7 +142,7 @@ async def test_an_answer_is_shown_as_it_comes_and_kept_whole(store: ChatStore, c
 
 async def test_a_failed_answer_keeps_what_came_and_says_why(chat: OpenChat) -> None:
     chat.ask("Q")
-    answering = Answering(chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: None)
+    answering = AnswerStream(chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: None)
     await answering.run(deltas("half", finish=None, failure=QueueFull("The queue is full")))
     note = answering.turn.note
     assert (answering.turn.content, note.finish, note.problem) == ("half", "error", "The queue is full")
@@ -155,7 +154,7 @@ async def test_going_on_adds_to_the_same_answer_and_to_its_tokens(chat: OpenChat
     chat.keep(msgspec.structs.replace(stopped, note=TurnNote(model="demo", output_tokens=2, finish="length")))
     turn = chat.resume_answer(chat.branches[0])
     assert turn is not None
-    await (answering := Answering(turn, chat.keep, lambda turn: None)).run(deltas(" fast", "."))
+    await (answering := AnswerStream(turn, chat.keep, lambda turn: None)).run(deltas(" fast", "."))
     assert (answering.turn.content, answering.turn.note.output_tokens) == ("It is fast.", 4)
     assert len(chat.tree) == 2
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from console.link import ApiStatus, EngineLink
-from console.opening import OpeningLink
-from console.standing import Standing, standing_of
+from console.link.protocol import ApiStatus, EngineLink
+from console.link.status import LinkStatus, link_status
+from console.tui.terminal import OpeningLink
 from engine.snapshot import Snapshot
 from tests.fakes.link import FakeLink
 
@@ -18,7 +18,7 @@ def test_until_the_engine_is_there_a_screen_sees_nothing_and_waits_for_nothing()
     assert (snapshot.workers, snapshot.models, snapshot.at > 0) == ((), (), True)
     assert (link.api_status().running, link.api_status().port) == (False, 8123)
     assert link.logs(7) == (7, ())
-    assert standing_of(link) == Standing(reach="starting")
+    assert link_status(link) == LinkStatus(reach="starting")
 
 
 def test_then_it_is_the_engines_own() -> None:
@@ -29,7 +29,7 @@ def test_then_it_is_the_engines_own() -> None:
     assert link.api_status() == engine.api_status()
     assert link.logs() == engine.logs()
     assert link.settings is engine.settings
-    assert standing_of(link) == Standing()
+    assert link_status(link) == LinkStatus()
 
 
 def test_who_asks_for_more_waits_for_the_engine() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.worker.outbox import CROWD, HELD_S, MESSAGES_PER_S, Outbox
+from engine.worker.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 
-SHORT_S = CROWD / MESSAGES_PER_S / 4
+SHORT_S = MIN_BATCHED_REQUESTS / MESSAGES_PER_S / 4
 """A step so short that four of them fit into the time that a crowd is held for."""
 
 
-def fill(outbox: Outbox, requests: int = CROWD, token: int = 7) -> None:
+def fill(outbox: Outbox, requests: int = MIN_BATCHED_REQUESTS, token: int = 7) -> None:
     """A step's token for each of so many requests."""
     for number in range(requests):
         outbox.of(f"r{number}").token_ids.append(token)
@@ -22,17 +22,27 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
     for step in range(1, 9):
         fill(outbox, token=step)
         ended_s += SHORT_S
-        told.append(outbox.stepped(ended_s - SHORT_S, ended_s, CROWD))
+        told.append(outbox.stepped(ended_s - SHORT_S, ended_s, MIN_BATCHED_REQUESTS))
         if told[-1]:
             break
     assert told == [False, False, False, False, True]
-    assert (outbox.done.steps, round(outbox.done.seconds / SHORT_S), outbox.done.answers) == (5, 5, 5 * CROWD)
-    assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * CROWD
+    assert (outbox.done.steps, round(outbox.done.seconds / SHORT_S), outbox.done.answers) == (
+        5,
+        5,
+        5 * MIN_BATCHED_REQUESTS,
+    )
+    assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * MIN_BATCHED_REQUESTS
     assert not outbox.holds
 
 
 @pytest.mark.parametrize(
-    ("requests", "held_s"), [(CROWD, CROWD / MESSAGES_PER_S), (20, 20 / MESSAGES_PER_S), (32, HELD_S), (500, HELD_S)]
+    ("requests", "held_s"),
+    [
+        (MIN_BATCHED_REQUESTS, MIN_BATCHED_REQUESTS / MESSAGES_PER_S),
+        (20, 20 / MESSAGES_PER_S),
+        (32, MAX_DELAY_S),
+        (500, MAX_DELAY_S),
+    ],
 )
 def test_the_more_answers_the_longer_they_are_held_up_to_what_can_be_seen(requests: int, held_s: float) -> None:
     step_s = held_s / 100
@@ -47,33 +57,33 @@ def test_the_more_answers_the_longer_they_are_held_up_to_what_can_be_seen(reques
 
 def test_few_requests_are_told_at_every_step() -> None:
     outbox = Outbox()
-    fill(outbox, CROWD - 1)
-    assert outbox.stepped(0.0, SHORT_S, CROWD)
+    fill(outbox, MIN_BATCHED_REQUESTS - 1)
+    assert outbox.stepped(0.0, SHORT_S, MIN_BATCHED_REQUESTS)
 
 
 def test_long_steps_are_told_one_by_one() -> None:
     outbox = Outbox()
     fill(outbox)
-    assert outbox.stepped(0.0, HELD_S * 1.1, CROWD)
+    assert outbox.stepped(0.0, MAX_DELAY_S * 1.1, MIN_BATCHED_REQUESTS)
 
 
 def test_a_first_token_and_an_end_go_at_once_and_the_others_when_they_are_due() -> None:
     for urgent in ("first", "end"):
         outbox = Outbox()
         fill(outbox)
-        assert not outbox.stepped(0.0, SHORT_S, CROWD)
+        assert not outbox.stepped(0.0, SHORT_S, MIN_BATCHED_REQUESTS)
         fill(outbox)
         if urgent == "first":
             outbox.of("new").cached_tokens = 0
             outbox.of("new").token_ids.append(9)
         else:
             outbox.of("r0").finish = "stop"
-        assert outbox.stepped(SHORT_S, 2 * SHORT_S, CROWD)
+        assert outbox.stepped(SHORT_S, 2 * SHORT_S, MIN_BATCHED_REQUESTS)
         told = outbox.take(everything=False)
         assert [output.request_id for output in told] == ["new" if urgent == "first" else "r0"]
         assert outbox.holds
         left = {output.request_id for output in outbox.take()}
-        assert left == {f"r{number}" for number in range(urgent == "end", CROWD)}
+        assert left == {f"r{number}" for number in range(urgent == "end", MIN_BATCHED_REQUESTS)}
         assert not outbox.holds
 
 
@@ -89,11 +99,13 @@ def test_each_token_has_the_time_of_its_own_step_however_long_it_is_held() -> No
     for step_s in (SHORT_S, SHORT_S / 2, SHORT_S / 4):
         fill(outbox)
         ended_s += step_s
-        assert not outbox.stepped(ended_s - step_s, ended_s, CROWD)
-    assert [output.gaps for output in outbox.take()] == [pytest.approx([SHORT_S / 2, SHORT_S / 4])] * CROWD
+        assert not outbox.stepped(ended_s - step_s, ended_s, MIN_BATCHED_REQUESTS)
+    assert [output.gaps for output in outbox.take()] == [
+        pytest.approx([SHORT_S / 2, SHORT_S / 4])
+    ] * MIN_BATCHED_REQUESTS
     fill(outbox)
-    outbox.stepped(ended_s + 0.1, ended_s + 0.2, CROWD)
-    assert [output.gaps for output in outbox.take()] == [pytest.approx([0.2])] * CROWD
+    outbox.stepped(ended_s + 0.1, ended_s + 0.2, MIN_BATCHED_REQUESTS)
+    assert [output.gaps for output in outbox.take()] == [pytest.approx([0.2])] * MIN_BATCHED_REQUESTS
 
 
 def test_tokens_of_one_step_share_the_time_since_those_before() -> None:

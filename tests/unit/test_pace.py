@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from console.pace import is_news
+from console.tui.app import should_redraw
 from engine.snapshot import ModelStatus, Snapshot, Totals, WorkerReading
 
 QUIET = Snapshot(at=100.0, workers=(WorkerReading(id="w0", state="ready"),))
@@ -15,13 +15,13 @@ def later(seconds: float, **changes: object) -> Snapshot:
 
 
 def test_the_first_snapshot_is_drawn() -> None:
-    assert is_news(None, QUIET)
+    assert should_redraw(None, QUIET)
 
 
 def test_an_engine_that_does_nothing_is_drawn_once_a_second() -> None:
-    assert not is_news(QUIET, later(0.25, uptime_s=0.25, kv_usage=0.1))
-    assert not is_news(QUIET, later(0.75))
-    assert is_news(QUIET, later(1.0))
+    assert not should_redraw(QUIET, later(0.25, uptime_s=0.25, kv_usage=0.1))
+    assert not should_redraw(QUIET, later(0.75))
+    assert should_redraw(QUIET, later(1.0))
 
 
 def test_whatever_is_done_is_drawn_at_once() -> None:
@@ -35,13 +35,13 @@ def test_whatever_is_done_is_drawn_at_once() -> None:
         {"totals": Totals(requests=1)},
         {"workers": (WorkerReading(id="w0", state="restarting"),)},
     ):
-        assert is_news(QUIET, later(0.25, **changes)), changes
+        assert should_redraw(QUIET, later(0.25, **changes)), changes
 
 
 def test_the_end_of_the_last_request_is_drawn_at_once() -> None:
-    assert is_news(later(0, running=1), later(0.25))
+    assert should_redraw(later(0, running=1), later(0.25))
 
 
 def test_another_snapshot_of_the_same_moment_is_drawn() -> None:
-    assert not is_news(QUIET, QUIET)
-    assert is_news(QUIET, later(0, kv_usage=0.5))
+    assert not should_redraw(QUIET, QUIET)
+    assert should_redraw(QUIET, later(0, kv_usage=0.5))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
-from engine.backends.paged_attention.face import implementation
+from engine.backends.paged_attention.interface import implementation
 from tests.fakes.paged import Call, Case, same_bits
 
 EDGES = (0, 1, 255, 256, 257)

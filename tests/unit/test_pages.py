@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.backends.base import PrefixChanges
-from engine.backends.prefix import short
-from engine.backends.torch.pages import PagePool
+from engine.backends.common.page_keys import short
+from engine.backends.torch.scheduler.page_pool import PagePool
 
 
 def chain(pool: PagePool, *pages_of_tokens: list[int]) -> list[bytes]:

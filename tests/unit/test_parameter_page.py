@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from console.api.body import Body
-from console.api.parameter_page import bodies, page
+from console.api.requests.body import Body
+from tools.docs_pages.parameters import bodies, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "api" / "parameters.md"
 
@@ -19,7 +19,7 @@ def kinds(base: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 def test_the_page_is_made_of_the_tables() -> None:
-    renew = "renew it: python -m console.api.parameter_page > docs/api/parameters.md"
+    renew = "renew it: python -m tools.docs_pages.parameters > docs/api/parameters.md"
     assert PAGE.read_text() == page() + "\n", renew
 
 

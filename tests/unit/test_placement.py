@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ModelSpec
-from engine.costs import ModelCosts, device_kind
 from engine.errors import InsufficientMemory, InvalidRequest
-from engine.placement import candidates, plan_costs
-from engine.plan import Placement, Plan
+from engine.placement.costs import ModelCosts, device_kind
+from engine.placement.plan import Placement, Plan, candidates, plan_costs
 from engine.snapshot import DeviceReading
 
 MIB = 2**20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from console.planning.calibrating import calibrated, probe_simulated
-from console.planning.comparing import Figures, simulated_answers
+from console.planning.validation import Figures, calibrated, probe_simulated, simulated_answers
 from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Mix, OpenDemand
 from engine.simulation.lengths import uniform

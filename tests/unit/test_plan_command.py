@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.cli import main
-from console.planning.flags import parse
-from console.planning.unused import questions
+from console.cli.main import main
+from console.cli.plan import parse, questions
 from engine.cluster.wire import SILENCE_S
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor

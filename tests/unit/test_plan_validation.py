@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.planning.comparing import Answer, Comparison, Run, validation_text
 from console.planning.timekeeper import TimekeepingBackend
+from console.planning.validation import Answer, Comparison, Run, validation_text
 from engine.backends.base import BackendRequest
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InvalidRequest

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.prefix import SHORT_BYTES, PageHash, page_keys, short
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Sequence
+from engine.backends.common.page_keys import SHORT_BYTES, PageHash, page_keys, short
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.torch.scheduler.sequences import Sequence
 
 SALT = b"salt"
 tokens = st.lists(st.integers(0, 2**31), max_size=40)

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from console.api.key_file import KeyFile, KeyRecords
+from console.api.http.key_file import KeyFile, KeyRecords
 from console.bench.history import BenchHistory
 from console.chats import ChatSettings, ChatStore
 from console.chats.export import write_new
-from console.cli import main
-from console.config_file import replace_file as replace_settings
-from console.line_writer import LineWriter
-from console.logs import _file_handler, logging_to
-from console.recording.writer import RecordingWriter
-from console.screens.logs import save
-from engine.files import replace_file
-from engine.log import LogRing
-from engine.worker.native import NativeOutput
+from console.cli.main import main
+from console.link.recording.recorder import RecordingWriter
+from console.runtime.line_writer import LineWriter
+from console.runtime.logs import _file_handler, logging_to
+from console.settings.file import replace_file as replace_settings
+from console.tui.screens.logs.screen import save
+from engine.system.files import replace_file
+from engine.system.log import LogRing
+from engine.worker.logs import NativeOutput
 from tests.fakes.bench_scenes import users
 
 GROUP_AND_OTHERS = 0o077

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from console.logs import logging_to
-from console.native_stderr import native_stderr_logged
-from engine.log import LogRing
+from console.runtime.logs import logging_to
+from console.tui.terminal import native_stderr_logged
+from engine.system.log import LogRing
 
 
 def test_a_line_is_written_as_it_was_when_it_was_said(tmp_path: Path) -> None:

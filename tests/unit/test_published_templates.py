@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from console.api.conversation import read_messages, render
+from console.api.requests.conversation import read_messages, render
 from console.api.tools import CallReader, Tool, fitting, spoken, tool_use, whole
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.errors import InvalidRequest

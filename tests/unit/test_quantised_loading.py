@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.linear import LinearFactory, kind_of
-from engine.backends.torch.moe import MixtureMlp
-from engine.backends.torch.native import kernels
-from engine.backends.torch.native.build import SWITCH, find_compiler
-from engine.backends.torch.native.kernels import native_isa
-from engine.backends.torch.native.layer import NativeLinear
-from engine.backends.torch.native.quantised import INTEGER_SETS, bits_of
+from engine.backends.common.native_build import SWITCH, find_compiler
+from engine.backends.common.torch_load_settings import refuse_settings
+from engine.backends.torch.model.linear import LinearFactory, kind_of
+from engine.backends.torch.model.mlp import MixtureMlp
+from engine.backends.torch.native import library as kernels
+from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of
+from engine.backends.torch.native.library import native_isa
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.settings import refuse_settings
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.errors import InvalidRequest, ModelLoadFailed
@@ -119,7 +118,7 @@ def test_two_workers_have_quantised_weights_once_and_others_have_their_own(tmp_p
 def test_a_kernel_that_does_not_multiply_as_it_must_ends_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.torch.linear.is_like", lambda layer, weight, bits: False)
+    monkeypatch.setattr("engine.backends.torch.model.linear.is_like", lambda layer, weight, bits: False)
     with pytest.raises(ModelLoadFailed, match=r"int4 kernel multiplies by .* weights unlike torch"):
         load(make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False), "int4")
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.layer import Fused
+from engine.backends.common.packed_weights import GROUP_INPUTS, Bits, packed_bytes
+from engine.backends.torch.native.layer import Fused, quantised
 from engine.backends.torch.native.library import NativeLibrary
-from engine.backends.torch.native.quantised import quantised
-from engine.backends.torch.quantised_size import GROUP_INPUTS, Bits, packed_bytes
 from tests.fakes.native_libraries import SETS, native_set
 from tests.fakes.quantised_weights import rounded, weight_of
 

@@ -14,16 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.called import as_link
-from console.frames import Frame
-from console.link import ApiStatus
-from console.links.conversation import ChatMessage
-from console.recording.link import OnlyRecorded, ReplayLink
-from console.recording.playhead import SPEEDS, Playhead, time_of
-from console.recording.reader import Recording
-from console.recording.recorder import Recorder
-from console.recording.store import Packer, RecordingUnusable, rounded
-from console.recording.writer import RecordingWriter
+from console.link.chat import ChatMessage
+from console.link.frames import Frame
+from console.link.protocol import ApiStatus
+from console.link.recording.link import SPEEDS, OnlyRecorded, Playhead, ReplayLink, time_of
+from console.link.recording.reader import Recording
+from console.link.recording.recorder import Recorder, RecordingWriter
+from console.link.recording.store import Packer, RecordingUnusable, rounded
+from console.link.rpc import as_link
 from engine.config import SamplingParams
 from engine.snapshot import LogEntry, RequestRow, Second, Snapshot
 from tests.fakes.link import FakeLink
@@ -331,7 +329,7 @@ async def test_a_recording_takes_no_orders_and_shows_its_log_as_far_as_it_had_co
 
 
 def test_what_records_and_replays_loads_no_terminal_toolkit() -> None:
-    rooms = "console.recording.link, console.recording.writer, console.readonly"
+    rooms = "console.link.recording.link, console.link.recording.recorder, console.link.readonly"
     code = f"import sys, {rooms}; sys.exit('textual' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import records
 from engine.config import SamplingParams
-from engine.records import MAX_BURSTS, Burst, Records, RequestText, Timeline, text_of, unlike_neutral
+from engine.requests import history
+from engine.requests.history import (
+    MAX_TOKEN_BATCHES,
+    RequestHistory,
+    RequestText,
+    Timeline,
+    TokenBatch,
+    non_default_params,
+    text_of,
+)
 from engine.snapshot import RequestRow
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -21,7 +29,7 @@ def _row(order: int, **fields: object) -> RequestRow:
     return RequestRow(**values)  # type: ignore[arg-type]
 
 
-def _ended(kept: Records, order: int, text: RequestText | None = None, **fields: object) -> None:
+def _ended(kept: RequestHistory, order: int, text: RequestText | None = None, **fields: object) -> None:
     timeline = Timeline()
     timeline.taken("w0", 100.0 + order)
     timeline.came(101.0 + order, 1)
@@ -37,9 +45,9 @@ def test_a_short_answer_keeps_every_burst() -> None:
     for at, tokens in ((10.0, 1), (10.5, 4), (11.0, 2)):
         timeline.came(at, tokens)
     assert timeline.bursts(10.0) == (
-        Burst(since_s=0.0, until_s=0.0, tokens=1),
-        Burst(since_s=0.5, until_s=0.5, tokens=4),
-        Burst(since_s=1.0, until_s=1.0, tokens=2),
+        TokenBatch(since_s=0.0, until_s=0.0, tokens=1),
+        TokenBatch(since_s=0.5, until_s=0.5, tokens=4),
+        TokenBatch(since_s=1.0, until_s=1.0, tokens=2),
     )
 
 
@@ -50,7 +58,7 @@ def test_bursts_are_few_in_order_and_lose_no_token(came: list[tuple[int, int]]) 
         now += gap_ms / 1000
         timeline.came(now, tokens)
     bursts = timeline.bursts(50.0)
-    assert len(bursts) == min(len(came), len(bursts)) <= MAX_BURSTS
+    assert len(bursts) == min(len(came), len(bursts)) <= MAX_TOKEN_BATCHES
     assert sum(burst.tokens for burst in bursts) == sum(tokens for _, tokens in came)
     assert all(burst.since_s <= burst.until_s for burst in bursts)
     assert all(before.until_s < after.since_s for before, after in itertools.pairwise(bursts))
@@ -80,21 +88,21 @@ def test_a_stay_says_when_and_whether_its_worker_was_lost() -> None:
 
 def test_only_what_is_not_neutral_is_told_and_texts_by_their_number() -> None:
     params = SamplingParams(temperature=0.7, seed=3, stop=("secret",), logit_bias={1: 2.0, 2: 1.0}, ignore_eos=True)
-    assert unlike_neutral(params) == {
+    assert non_default_params(params) == {
         "temperature": 0.7,
         "logit_bias": "2 tokens",
         "seed": 3,
         "stop": "1 string",
         "ignore_eos": True,
     }
-    assert unlike_neutral(SamplingParams()) == {}
+    assert non_default_params(SamplingParams()) == {}
 
 
 # -- the memory -------------------------------------------------------------------------------------------------------
 
 
 def test_rows_come_by_increments_oldest_first() -> None:
-    kept = Records()
+    kept = RequestHistory()
     for order in range(1, 4):
         _ended(kept, order)
     total, rows = kept.finished()
@@ -106,9 +114,9 @@ def test_rows_come_by_increments_oldest_first() -> None:
 
 
 def test_many_rows_come_in_parts_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "KEPT_ROWS", 10)
-    monkeypatch.setattr(records, "ROWS_AT_ONCE", 4)
-    kept = Records()
+    monkeypatch.setattr(history, "KEPT_ROWS", 10)
+    monkeypatch.setattr(history, "ROWS_AT_ONCE", 4)
+    kept = RequestHistory()
     for order in range(1, 26):
         _ended(kept, order)
     after, seen = 0, list[int]()
@@ -122,13 +130,13 @@ def test_many_rows_come_in_parts_and_the_oldest_are_forgotten(monkeypatch: pytes
 
 
 def test_a_row_comes_back_whole() -> None:
-    kept = Records()
+    kept = RequestHistory()
     _ended(kept, 1, finish="length", ttft_s=0.25, model="demo", client="bob", worker="w0")
     assert kept.finished()[1] == [_row(1, finish="length", ttft_s=0.25, model="demo", client="bob", worker="w0")]
 
 
 def test_a_detail_is_the_newest_of_its_id_or_the_one_of_its_number() -> None:
-    kept = Records()
+    kept = RequestHistory()
     _ended(kept, 1, id="same", prompt_tokens=1)
     _ended(kept, 2, id="same", prompt_tokens=2)
     newest, first = kept.detail("same"), kept.detail("same", 1)
@@ -140,8 +148,8 @@ def test_a_detail_is_the_newest_of_its_id_or_the_one_of_its_number() -> None:
 
 
 def test_an_old_row_has_no_timeline_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "KEPT_DETAILS", 2)
-    kept = Records()
+    monkeypatch.setattr(history, "KEPT_DETAILS", 2)
+    kept = RequestHistory()
     for order in range(1, 4):
         _ended(kept, order)
     old = kept.detail("r1")
@@ -150,8 +158,8 @@ def test_an_old_row_has_no_timeline_any_more(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_texts_are_kept_of_the_last_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "KEPT_TEXTS", 2)
-    kept = Records()
+    monkeypatch.setattr(history, "KEPT_TEXTS", 2)
+    kept = RequestHistory()
     for order in range(1, 4):
         _ended(kept, order, RequestText(prompt=f"p{order}", answer="a"))
     found = [kept.detail(f"r{order}", texts=True) for order in (1, 3)]
@@ -166,7 +174,7 @@ class _Bytes:
 
 
 def test_of_a_long_text_both_ends_are_kept_and_what_lies_between_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "TEXT_TOKENS", 4)
+    monkeypatch.setattr(history, "TEXT_TOKENS", 4)
     text = text_of(_Bytes(), [97, 98, 99, 100, 101, 102, 103], [120])  # type: ignore[arg-type]
     assert text.prompt.startswith("ab") and text.prompt.endswith("fg") and "3 tokens left out" in text.prompt
     assert (text.answer, text.cut) == ("x", True)

@@ -13,14 +13,14 @@ import pytest
 from engine.backends.base import BackendStats, LoadProgress
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import ErrorInfo
-from engine.replica import Replica
-from engine.request import Request
-from engine.restarts import Backoff
+from engine.requests.request import Request
+from engine.requests.stream import RequestStream
 from engine.snapshot import WorkerReading
-from engine.stream import RequestStream
 from engine.worker import protocol
 from engine.worker.hosts import WorkerExit
 from engine.worker.protocol import Hello, LogLine, Progress
+from engine.workers.replica import Replica
+from engine.workers.supervision import Backoff
 from tests.fakes.hosts import PlayedHost
 
 HANG_S = 60.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.request_list import SHOWS, SORTS, RequestList, key_of
+from console.tui.screens.requests.request_list import SHOWS, SORTS, RequestList, key_of
 from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow
 

@@ -9,24 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.widgets.request_card import NO_TIMELINE, NOT_ALLOWED, NOT_KEPT, card, told
-from console.widgets.timeline import Phase, chart, listing, pauses, phases, rates
-from engine.records import Burst, RequestDetail, Stay
+from console.tui.screens.requests.detail import (
+    NO_TIMELINE,
+    NOT_ALLOWED,
+    NOT_KEPT,
+    Phase,
+    pauses,
+    phase_list,
+    phases,
+    prompt_and_answer,
+    rates,
+    request_card,
+    timeline_chart,
+)
+from engine.requests.history import RequestDetail, TokenBatch, WorkerSpan
 from engine.snapshot import RequestRow
 from tests.fakes import request_scenes
 
 
-def _detail(age_s: float, stays: tuple[Stay, ...] = (), bursts: tuple[Burst, ...] = (), **row: object) -> RequestDetail:
+def _detail(
+    age_s: float, stays: tuple[WorkerSpan, ...] = (), bursts: tuple[TokenBatch, ...] = (), **row: object
+) -> RequestDetail:
     values = {"id": "r", "source": "api", "state": "decode", "age_s": age_s, **row}
     return RequestDetail(row=RequestRow(**values), stays=stays, bursts=bursts)  # type: ignore[arg-type]
 
 
-def _burst(at: float, tokens: int = 1) -> Burst:
-    return Burst(since_s=at, until_s=at, tokens=tokens)
+def _burst(at: float, tokens: int = 1) -> TokenBatch:
+    return TokenBatch(since_s=at, until_s=at, tokens=tokens)
 
 
 def test_a_request_waits_computes_its_prompt_and_decodes() -> None:
-    detail = _detail(3.0, (Stay(worker="w0", since_s=0.5),), (_burst(1.0), _burst(2.0)))
+    detail = _detail(3.0, (WorkerSpan(worker="w0", since_s=0.5),), (_burst(1.0), _burst(2.0)))
     assert phases(detail) == [
         Phase("queued", 0.0, 0.5),
         Phase("prefill", 0.5, 1.0, "w0"),
@@ -39,7 +52,7 @@ def test_a_request_that_waits_has_one_phase_so_far() -> None:
 
 
 def test_a_request_that_ended_before_its_first_token_never_decoded() -> None:
-    detail = _detail(2.0, (Stay(worker="w0", since_s=0.5, until_s=2.0),), state="finished")
+    detail = _detail(2.0, (WorkerSpan(worker="w0", since_s=0.5, until_s=2.0),), state="finished")
     assert [phase.kind for phase in phases(detail)] == ["queued", "prefill"]
 
 
@@ -53,7 +66,7 @@ def test_a_move_after_a_death_is_told() -> None:
         ("prefill", "w1", False),
         ("decode", "w1", False),
     ]
-    said = "\n".join(line.plain for line in listing(request_scenes.moved()))
+    said = "\n".join(line.plain for line in phase_list(request_scenes.moved()))
     assert "✖ w0 was lost; the request went back to the queue" in said
     assert "812 tokens, 256 of them cached" in said
 
@@ -72,7 +85,7 @@ def test_the_phases_of_any_life_cover_it_without_a_gap() -> None:
 )
 def test_the_curve_holds_every_token(parts: list[tuple[float, float, int]], end: float, width: int) -> None:
     bursts = [
-        Burst(since_s=min(one, other) * end, until_s=max(one, other) * end, tokens=tokens)
+        TokenBatch(since_s=min(one, other) * end, until_s=max(one, other) * end, tokens=tokens)
         for one, other, tokens in parts
     ]
     values = rates(bursts, end, width)
@@ -82,7 +95,7 @@ def test_the_curve_holds_every_token(parts: list[tuple[float, float, int]], end:
 
 @pytest.mark.parametrize("width", [40, 74, 200])
 def test_the_chart_fits_and_says_its_times(width: int) -> None:
-    lines = chart(request_scenes.moved(), width)
+    lines = timeline_chart(request_scenes.moved(), width)
     assert all(line.cell_length <= width for line in lines)
     assert lines[-1].plain.startswith("0") and lines[-1].plain.endswith("6.40 s")
     assert "first token 960 ms" in lines[-1].plain
@@ -99,7 +112,7 @@ def test_only_pauses_that_stand_out_are_told_the_longest_first() -> None:
 
 
 def test_the_card_says_all_that_is_known() -> None:
-    said = card(request_scenes.moved(), 100).plain
+    said = request_card(request_scenes.moved(), 100).plain
     for words in (
         "● decode on w1",
         "NeuralHermes-7B with poet",
@@ -113,16 +126,16 @@ def test_the_card_says_all_that_is_known() -> None:
 
 
 def test_the_card_of_one_that_failed_says_why() -> None:
-    assert "the request was given up: 3 workers died" in card(request_scenes.failed(), 100).plain
+    assert "the request was given up: 3 workers died" in request_card(request_scenes.failed(), 100).plain
 
 
 def test_the_card_says_when_the_timeline_is_gone() -> None:
     old = RequestDetail(row=request_scenes.moved().row, timeline=False)
-    said = card(old, 100).plain
+    said = request_card(old, 100).plain
     assert NO_TIMELINE in said and "Sampling" not in said
 
 
 def test_text_is_shown_as_it_is_or_it_is_said_why_not() -> None:
-    assert "What is [b]max_prompts[/b]?" in told(request_scenes.with_text()).plain
-    assert NOT_ALLOWED in told(request_scenes.moved()).plain
-    assert NOT_KEPT in told(msgspec.structs.replace(request_scenes.moved(), texts=True)).plain
+    assert "What is [b]max_prompts[/b]?" in prompt_and_answer(request_scenes.with_text()).plain
+    assert NOT_ALLOWED in prompt_and_answer(request_scenes.moved()).plain
+    assert NOT_KEPT in prompt_and_answer(msgspec.structs.replace(request_scenes.moved(), texts=True)).plain

@@ -8,8 +8,7 @@ import pytest
 
 from engine.backends.base import LoadProgress
 from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, ModelNotFound
-from engine.models.resolve import is_hub_id, resolve, resolve_local
-from engine.models.unfinished import making_in
+from engine.models.resolve import exclusive_making, is_hub_id, resolve, resolve_local
 from tests.fakes.model_folders import write_model
 
 COMMIT = "a" * 40
@@ -174,8 +173,8 @@ def test_what_was_left_unfinished_is_removed_when_the_next_one_is_made(tmp_path:
     cut.mkdir()
     (cut / ".tmpAbC").write_bytes(b"weights")
     whole = write_model(tmp_path / "135m")
-    with making_in(tmp_path):
+    with exclusive_making(tmp_path):
         assert (cut.exists(), whole.exists()) == (False, True)
         (cut / "begun").mkdir(parents=True)
-        with making_in(tmp_path):
+        with exclusive_making(tmp_path):
             assert (cut / "begun").exists(), "another is being made there now"

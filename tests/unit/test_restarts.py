@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.restarts import Backoff, Deaths
+from engine.workers.supervision import Backoff, CrashCounter
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -11,24 +11,24 @@ def test_waits_double_up_to_the_longest() -> None:
 
 
 def test_the_last_of_five_deaths_in_a_row_is_for_good() -> None:
-    deaths = Deaths(Backoff(0.5, 30.0), limit=5)
+    deaths = CrashCounter(Backoff(0.5, 30.0), limit=5)
     assert [deaths.add(worked_s=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
 
 
 def test_deaths_are_forgotten_after_it_has_worked_for_a_while() -> None:
-    deaths = Deaths(Backoff(0.5, 30.0), limit=3)
+    deaths = CrashCounter(Backoff(0.5, 30.0), limit=3)
     assert [deaths.add(worked_s=0.0), deaths.add(worked_s=30.1), deaths.add(worked_s=30.0)] == [0.5, 0.5, 1.0]
     assert deaths.in_a_row == 2
 
 
 def test_deaths_that_a_request_is_blamed_for_do_not_count_and_still_lengthen_the_wait() -> None:
-    deaths = Deaths(Backoff(0.5, 30.0), limit=5)
+    deaths = CrashCounter(Backoff(0.5, 30.0), limit=5)
     waits = [deaths.add(1.0, given_up=number % 3 == 2) for number in range(12)]
     assert (deaths.in_a_row, None in waits, waits[-1]) == (0, False, 30.0)
 
 
 def test_an_operator_who_tries_again_begins_a_new_row() -> None:
-    deaths = Deaths(Backoff(0.5, 30.0), limit=2)
+    deaths = CrashCounter(Backoff(0.5, 30.0), limit=2)
     deaths.add(0.0)
     assert deaths.add(0.0) is None
     deaths.forget()

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.config_file import edited, replace_file, sample
-from console.links.settings import HIDDEN, SettingRow
-from console.runtime import Runtime
-from console.setting_fields import fields
-from console.setting_rows import setting_rows
-from console.settings import Settings
-from console.sources import Sources, load_settings
+from console.link.settings import HIDDEN, SettingRow
+from console.runtime.runtime import Runtime
+from console.settings.file import edited, replace_file, sample
+from console.settings.rows import setting_rows
+from console.settings.schema import Settings, fields
+from console.settings.sources import Sources, load_settings
 from engine.errors import EngineClosed, InvalidRequest
 
 COMMENTED = """\

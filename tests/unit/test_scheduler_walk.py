@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.sequences import Sequence
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.scheduler.sequences import Sequence
 from engine.errors import ContextLengthExceeded
 from tests.fakes.scheduling import scheduler
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.command_line import asked_for
 from console.bench.kinds import PLANS
-from console.elsewhere import add_key, key_of
-from console.key_warnings import folder_warnings, key_warnings
-from console.runtime import Runtime
-from console.secret_file import MAX_BYTES, read_secret
-from console.serving import api_settings
-from console.sources import Sources
+from console.cli.bench_measure import parse_arguments
+from console.cli.remote_args import add_key, key_of
+from console.runtime.runtime import Runtime, api_settings
+from console.settings.secrets import MAX_SECRET_BYTES, folder_warnings, key_warnings, read_secret
+from console.settings.sources import Sources
 from engine.errors import InvalidRequest
 from tests.fakes.bounds import outcome
 from tests.fakes.owners import belongs_to_another
@@ -65,7 +63,7 @@ def test_a_key_that_comes_first_hides_the_other_kind_and_two_at_once_are_refused
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n" + KEY.encode(), b" \t\n", b"k" * (MAX_BYTES + 1), b"\xff\xfe", b"a\x1b[31mb"]
+    "content", [b"", b"\n" + KEY.encode(), b" \t\n", b"k" * (MAX_SECRET_BYTES + 1), b"\xff\xfe", b"a\x1b[31mb"]
 )
 def test_a_file_without_a_key_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "key"
@@ -102,9 +100,9 @@ def test_attach_top_and_record_take_a_key_from_a_file(key_file: Path, monkeypatc
 def test_a_bench_of_a_server_takes_its_key_from_a_file(key_file: Path) -> None:
     plan = next(iter(PLANS.values()))
     url = ("--url", "http://127.0.0.1:1")
-    assert asked_for([*url, "--key-file", str(key_file)], argparse.ArgumentParser(), plan).key == KEY
+    assert parse_arguments([*url, "--key-file", str(key_file)], argparse.ArgumentParser(), plan).key == KEY
     with pytest.raises(SystemExit):
-        asked_for([*url, "--key", "typed", "--key-file", str(key_file)], argparse.ArgumentParser(), plan)
+        parse_arguments([*url, "--key", "typed", "--key-file", str(key_file)], argparse.ArgumentParser(), plan)
 
 
 def test_a_key_on_the_command_line_is_warned_of_and_one_in_a_private_file_is_not(

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from console.api.serial_thread import SerialThread
+from console.api.http.serial_thread import SerialThread
 
 
 async def test_pieces_are_done_one_at_a_time_in_their_order_in_one_thread() -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from console.config_file import sample
-from console.setting_fields import fields
-from console.setting_values import span_s
-from console.settings import Settings
-from console.sources import load_settings
+from console.settings.file import sample
+from console.settings.schema import Settings, fields
+from console.settings.sources import load_settings
+from console.settings.values import span_s
 from engine.errors import InvalidRequest
 
 ERICLLM_FLAGS = {

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Sequence
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.torch.scheduler.sequences import Sequence
 from engine.simulation.leap import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepCosts, StepShape
 from engine.simulation.worker import steps_held

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine.errors import ErrorInfo
-from engine.stream import RequestStream
+from engine.requests.stream import RequestStream
 
 
 class Cancelled:

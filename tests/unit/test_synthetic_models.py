@@ -17,7 +17,7 @@ from engine.models import synthetic
 from engine.models.files import read_json_object
 from engine.models.headers import read_header
 from engine.models.inspect import inspect
-from engine.models.synthetic_sketch import sketch_synthetic
+from engine.models.synthetic import sketch_synthetic
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

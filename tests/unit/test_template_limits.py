@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from engine.child_process import child_environment, python_command
 from engine.errors import EngineError, InvalidRequest
+from engine.system.child_process import child_environment, python_command
 from engine.text import chat_template
 from engine.text.chat_template import ChatTemplate, TemplateLimits
 from engine.text.template_sandbox import TemplateEnvironment

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.backends.base import BackendRequest, FinishReason
 from engine.config import SamplingParams
-from engine.text.folder import TokenizerFolder
 from engine.text.stage import TextStage
 from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes import tiny_tokenizers
 
 END = 2

@@ -9,8 +9,8 @@ import pytest
 
 from engine.config import SamplingParams
 from engine.errors import UnsupportedModel
-from engine.text.folder import GenerationDefaults
 from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_config import GenerationDefaults
 from tests.fakes import tiny_tokenizers
 
 

@@ -13,9 +13,8 @@ from console.api.tools.formats import FORMATS, ToolFormat
 from engine.backends.base import BackendRequest
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.detokenizer import IncrementalDetokenizer
-from engine.text.masks import GrammarMask, GrammarMasks
-from engine.text.tokenizer import Tokenizer
+from engine.text.grammar import GrammarMask, GrammarMasks
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.fakes.model import EOS_ID
 from tests.fakes.tool_templates import write_tool_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.torch.settings import refuse_settings
+from engine.backends.common.torch_load_settings import refuse_settings
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch import linear
-from engine.backends.torch.linear import PACK_FLOAT32_MIN_ELEMENTS, LinearFactory, PackedLinear, PlainLinear, sum_onto
+from engine.backends.torch.model import linear
+from engine.backends.torch.model.linear import (
+    PACK_FLOAT32_MIN_ELEMENTS,
+    LinearFactory,
+    PackedLinear,
+    PlainLinear,
+    sum_onto,
+)
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.torch.archs import ARCHITECTURES
-from engine.backends.torch.model_config import ModelConfig, read_model_config
-from engine.backends.torch.settings import apply_settings, refuse_settings
+from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.model_config import ModelConfig, read_model_config
+from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel
 from tests.fakes.tiny_models import tiny_config

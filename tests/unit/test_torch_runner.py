@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import memory, model_loading
+from engine.backends.common.native_build import InstructionSet
 from engine.backends.torch.device_memory import pick_device
-from engine.backends.torch.model_loading import pick_dtype
-from engine.backends.torch.native import kernels
-from engine.backends.torch.native.build import InstructionSet
+from engine.backends.torch.native import library
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.weights import model_loader
+from engine.backends.torch.weights.model_loader import pick_dtype
+from engine.backends.torch_common import memory
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never
@@ -188,7 +189,7 @@ def test_dtype_auto_is_the_stored_one_on_cuda_and_a_fast_one_on_a_cpu(monkeypatc
     cpu = torch.device("cpu")
     assert pick_dtype("auto", "float16", torch.device("cuda", 0), kernels=False) == torch.float16
     assert pick_dtype("auto", "float16", cpu, kernels=True) == torch.bfloat16
-    monkeypatch.setattr(model_loading, "native_bfloat16", lambda: False)
+    monkeypatch.setattr(model_loader, "native_bfloat16", lambda: False)
     assert pick_dtype("auto", "bfloat16", cpu, kernels=False) == torch.float32
     assert pick_dtype("float32", "bfloat16", cpu, kernels=True) == torch.float32
 
@@ -210,8 +211,8 @@ def test_a_load_that_has_no_use_for_the_kernels_does_not_wait_for_the_compiler(
     def wanted(isa: InstructionSet, *_: object) -> NoReturn:
         raise AssertionError(f"the kernels for {isa} were wanted")
 
-    monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
-    monkeypatch.setattr(kernels, "_find", wanted)
+    monkeypatch.setattr(library, "native_isa", lambda: "avx2")
+    monkeypatch.setattr(library, "_find", wanted)
     runner = load_runner(make_tiny_model(tmp_path), dtype="float16")
     assert runner.attention is not None
     assert (runner.dtype_name, runner.attention.name) == ("float16", "gathered")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.torch import memory
 from engine.backends.torch.device_memory import DeviceMemory, StepOutOfMemory
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch_common import memory
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import NUM_PAGES, PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from console.autotune.draft import FORM, KNOBS, TuneDraft
-from console.links.tuning import TuneOrder
+from console.link.tuning import TuneOrder
+from console.tui.screens.tune.autotune_draft import FORM, KNOBS, TuneDraft
 from engine.errors import InvalidRequest
 
 

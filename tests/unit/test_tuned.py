@@ -7,13 +7,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.autotune.space import Setting
-from console.cli import main
-from console.links.tuning import Tried
-from console.setting_rows import setting_rows
-from console.settings import Settings
-from console.sources import Sources
-from console.tuned import Tuned, TunedFile, hardware_of, settings_for, settings_of, tuned_for, usable, with_tuned
+from console.cli.main import main
+from console.link.tuning import Tried
+from console.settings.rows import setting_rows
+from console.settings.schema import Settings
+from console.settings.sources import Sources
+from console.tuning.autotune.space import Setting
+from console.tuning.profiles import (
+    TunedProfile,
+    TunedProfiles,
+    hardware_of,
+    settings_for,
+    settings_of,
+    tuned_for,
+    usable,
+    with_tuned,
+)
 from engine.devices import new_probe
 from engine.models.resolve import resolve_local
 from engine.snapshot import DeviceReading
@@ -21,7 +30,7 @@ from engine.snapshot import DeviceReading
 SETTINGS = {"num_workers": 2, "max_prompts": 24, "cache_bits": 8}
 
 
-def found(model: str = "m", hardware: str = "h", *, applied: bool = True, settings: object = None) -> Tuned:
+def found(model: str = "m", hardware: str = "h", *, applied: bool = True, settings: object = None) -> TunedProfile:
     measured = Tried(
         setting=Setting(workers=2),
         tokens_per_s=100.0,
@@ -34,17 +43,17 @@ def found(model: str = "m", hardware: str = "h", *, applied: bool = True, settin
         windows=3,
     )
     chosen = dict(SETTINGS if settings is None else settings)  # type: ignore[call-overload]
-    return Tuned(model=model, hardware=hardware, at=1.0, applied=applied, settings=chosen, measured=measured)
+    return TunedProfile(model=model, hardware=hardware, at=1.0, applied=applied, settings=chosen, measured=measured)
 
 
 def of_demo(folder: Path, **more: object) -> None:
     """Something was found for the demo on this machine."""
     key = str(resolve_local("demo", ()))
-    TunedFile(folder).keep(found(key, hardware_of(new_probe(()).read()), **more))  # type: ignore[arg-type]
+    TunedProfiles(folder).keep(found(key, hardware_of(new_probe(()).read()), **more))  # type: ignore[arg-type]
 
 
 def test_what_was_found_is_kept_by_model_and_hardware(tmp_path: Path) -> None:
-    kept = TunedFile(tmp_path)
+    kept = TunedProfiles(tmp_path)
     kept.keep(found("a"))
     kept.keep(found("a", "other"))
     kept.keep(found("a", settings={"num_workers": 3}))
@@ -54,7 +63,7 @@ def test_what_was_found_is_kept_by_model_and_hardware(tmp_path: Path) -> None:
 
 
 def test_what_is_applied_stays_in_use_beside_what_is_found_after_it(tmp_path: Path) -> None:
-    kept = TunedFile(tmp_path)
+    kept = TunedProfiles(tmp_path)
     kept.keep(found("a", settings={"num_workers": 3}))
     for workers in (4, 5):
         kept.keep(found("a", applied=False, settings={"num_workers": workers}))
@@ -74,11 +83,11 @@ def test_a_run_that_applies_nothing_leaves_what_is_in_use_in_use(tmp_path: Path)
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("a file")
     with pytest.raises(OSError, match="folder"):
-        TunedFile(tmp_path / "folder").keep(found("a"))
+        TunedProfiles(tmp_path / "folder").keep(found("a"))
 
 
 def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
-    kept = TunedFile(tmp_path)
+    kept = TunedProfiles(tmp_path)
     assert kept.file is not None
     kept.file.write_text("nonsense")
     assert kept.of("a", "h") is None
@@ -87,7 +96,7 @@ def test_a_file_that_cannot_be_read_is_begun_anew(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
-    kept = TunedFile(None)
+    kept = TunedProfiles(None)
     kept.keep(found("a"))
     assert kept.of("a", "h") is None
 
@@ -164,7 +173,7 @@ def test_what_was_set_while_the_program_ran_stays(tmp_path: Path) -> None:
 
 
 def test_hardware_goes_by_its_devices_and_a_cpu_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("console.tuned.usable_cores", lambda: 8)
+    monkeypatch.setattr("console.tuning.profiles.usable_cores", lambda: 8)
     cpu = DeviceReading(id="cpu", name="AMD EPYC 7763", kind="cpu", utilisation=0.0, total_bytes=1)
     gpu = DeviceReading(id="cuda:0", name="NVIDIA GeForce RTX 3090", kind="cuda", utilisation=0.0, total_bytes=1)
     assert hardware_of([cpu]) == "AMD EPYC 7763, 8 cores"

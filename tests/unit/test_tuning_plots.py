@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.bench.machine import these_versions, this_machine
+from console.bench.export import plot
 from console.bench.result import BenchResult, Row, TargetInfo, encoded, read_result
-from console.bench.svg import plot
-from console.settings import Settings
-from console.sources import changed, load_settings
+from console.bench.run import these_versions, this_machine
+from console.settings.schema import Settings
+from console.settings.sources import changed, load_settings
 from tests.performance.tuning_plots import DOCS, Sweep, Turn, drawn, joined, shortened, sweeps
 
 SWEEPS = sweeps()

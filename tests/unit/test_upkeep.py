@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.torch.upkeep import FREE_SHARE, Upkeep
+from engine.backends.torch.speculation.ngram import FREE_SHARE, SpeculationBudget
 
 STEP_S = 0.002
 
 
-def run(upkeep: Upkeep, steps: int, *, looking_s: float, saved_s: float = 0.0) -> tuple[int, float]:
+def run(upkeep: SpeculationBudget, steps: int, *, looking_s: float, saved_s: float = 0.0) -> tuple[int, float]:
     """In how many of the steps was looked, and how long it took in all, less what was saved."""
     looked, cost_s = 0, 0.0
     for _ in range(steps):
@@ -23,33 +23,33 @@ def run(upkeep: Upkeep, steps: int, *, looking_s: float, saved_s: float = 0.0) -
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 3.0])
 def test_looking_that_finds_nothing_costs_a_hundredth_at_most(share: float) -> None:
-    _, cost_s = run(Upkeep(), 20_000, looking_s=share * STEP_S)
+    _, cost_s = run(SpeculationBudget(), 20_000, looking_s=share * STEP_S)
     assert cost_s < 2 * FREE_SHARE * 20_000 * STEP_S
 
 
 def test_a_single_long_look_at_the_beginning_is_forgiven() -> None:
-    upkeep = Upkeep()
+    upkeep = SpeculationBudget()
     run(upkeep, 1, looking_s=5 * STEP_S)
     assert upkeep.due()
 
 
 def test_looking_that_costs_next_to_nothing_goes_on() -> None:
-    assert run(Upkeep(), 5_000, looking_s=0.9 * FREE_SHARE * STEP_S)[0] == 5_000
+    assert run(SpeculationBudget(), 5_000, looking_s=0.9 * FREE_SHARE * STEP_S)[0] == 5_000
 
 
 def test_looking_that_is_paid_for_goes_on() -> None:
-    assert run(Upkeep(), 5_000, looking_s=0.1 * STEP_S, saved_s=0.11 * STEP_S)[0] == 5_000
+    assert run(SpeculationBudget(), 5_000, looking_s=0.1 * STEP_S, saved_s=0.11 * STEP_S)[0] == 5_000
 
 
 def test_what_saves_nothing_any_more_is_given_up_soon_however_much_it_saved() -> None:
-    upkeep = Upkeep()
+    upkeep = SpeculationBudget()
     run(upkeep, 10_000, looking_s=0.1 * STEP_S, saved_s=0.5 * STEP_S)
     looked, _ = run(upkeep, 1_000, looking_s=0.1 * STEP_S)
     assert looked < 400
 
 
 def test_what_begins_to_save_is_found_out_and_goes_on() -> None:
-    upkeep = Upkeep()
+    upkeep = SpeculationBudget()
     run(upkeep, 5_000, looking_s=0.1 * STEP_S)
     run(upkeep, 520, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)
     assert run(upkeep, 1_000, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)[0] == 1_000

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.backends.base import BackendStats, DraftPosition, FinishReason
-from engine.metrics import Metrics
-from engine.usage import (
+from engine.metrics.meter import (
     CHOICES,
     DECODE_TIME,
     E2E,
@@ -19,6 +18,7 @@ from engine.usage import (
     Choices,
     Ended,
     HistogramCounter,
+    Metrics,
     ModelUsage,
     UsageMeter,
 )

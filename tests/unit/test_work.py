@@ -11,12 +11,11 @@ from engine.backends.base import BackendStats, LoadedModel, SequenceStats
 from engine.config import DeviceShare
 from engine.devices import cpu_limits
 from engine.devices.cpu_limits import LimitsFile, measure_cpu
-from engine.devices.limits import nvidia_limits
-from engine.doctor.child import ProbeFailed
+from engine.devices.nvml import nvidia_limits
+from engine.doctor.probe_process import ProbeFailed
 from engine.errors import EngineError
-from engine.insight_values import DeviceWork
-from engine.snapshot import DeviceLimits, DeviceReading
-from engine.work import WorkerNow, WorkMeter
+from engine.metrics.insight import WorkerCounters, WorkMeter
+from engine.snapshot import DeviceLimits, DeviceReading, DeviceWork
 
 GIB = 2**30
 LIMITS = DeviceLimits(flops_16bit_per_s=1e14, flops_32bit_per_s=1e13, bytes_per_s=1e12)
@@ -51,9 +50,9 @@ def worked(
 ) -> list[DeviceWork]:
     """A worker that did 50 steps in two seconds, with `tokens` prompt tokens, and generates 100 tokens a second."""
     meter, held = WorkMeter(), of or model()
-    meter.read(10.0, [WorkerNow("w0", held, BackendStats(), 0.0)], devices)
+    meter.read(10.0, [WorkerCounters("w0", held, BackendStats(), 0.0)], devices)
     now = BackendStats(steps=50, prompt_tokens_computed=tokens, **stats)  # type: ignore[arg-type]
-    return list(meter.read(12.0, [WorkerNow("w0", held, now, 100.0)], devices))
+    return list(meter.read(12.0, [WorkerCounters("w0", held, now, 100.0)], devices))
 
 
 def test_operations_are_two_per_parameter_and_token_prompts_included() -> None:
@@ -100,7 +99,7 @@ def test_float32_is_held_against_what_the_device_does_in_float32() -> None:
 
 
 def test_a_worker_that_does_nothing_asks_for_nothing() -> None:
-    meter, idle = WorkMeter(), WorkerNow("w0", model(), BackendStats(steps=50), 0.0)
+    meter, idle = WorkMeter(), WorkerCounters("w0", model(), BackendStats(steps=50), 0.0)
     for second in range(10):
         (work,) = meter.read(float(second), [idle], [gpu()])
     assert (work.flops_per_s, work.bytes_per_s) == (0.0, 0.0)
@@ -109,7 +108,7 @@ def test_a_worker_that_does_nothing_asks_for_nothing() -> None:
 def test_a_worker_that_was_started_again_counts_from_there() -> None:
     meter = WorkMeter()
     for second, steps in ((0.0, 5000), (1.0, 10), (2.0, 30)):
-        (work,) = meter.read(second, [WorkerNow("w0", model(), BackendStats(steps=steps), 40.0)], [gpu()])
+        (work,) = meter.read(second, [WorkerCounters("w0", model(), BackendStats(steps=steps), 40.0)], [gpu()])
     assert work.bytes_per_s == pytest.approx(20 * 2e9)
 
 
@@ -117,7 +116,7 @@ def test_what_was_done_long_ago_does_not_count() -> None:
     meter = WorkMeter()
     for second in range(20):
         steps = min(second, 10) * 100
-        (work,) = meter.read(float(second), [WorkerNow("w0", model(), BackendStats(steps=steps), 0.0)], [gpu()])
+        (work,) = meter.read(float(second), [WorkerCounters("w0", model(), BackendStats(steps=steps), 0.0)], [gpu()])
     assert work.bytes_per_s == 0.0
 
 

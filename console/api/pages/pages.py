@@ -12,8 +12,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from console.api.described import describes
-from console.api.errors import NotFound
+from console.api.http.errors import NotFound
+from console.api.requests.schemas import describes
 
 FOLDER = Path(__file__).parent
 PAGES = ("chat", "docs")

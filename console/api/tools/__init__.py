@@ -23,11 +23,15 @@ from console.api.tools.calls import (
     ToolCall,
     ToolChoice,
     arguments_of,
+    calling_turn,
+    fitting,
+    named,
+    result_turn,
+    spoken,
 )
 from console.api.tools.formats import ToolFormat, format_of, known_format
-from console.api.tools.history import calling_turn, fitting, named, result_turn, spoken
 from console.api.tools.reader import CallReader, whole
-from console.api.tools.use import NO_TOOLS, ToolUse, finish_of, tool_use
+from console.api.tools.tool_use import NO_TOOLS, ToolUse, finish_of, tool_use
 
 __all__ = [
     "NO_TOOLS",

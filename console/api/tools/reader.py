@@ -21,7 +21,7 @@ from console.api.tools.calls import (
     ToolCall,
 )
 from console.api.tools.formats import ToolFormat
-from console.api.tools.source import Malformed, Reading, Source
+from console.api.tools.json_stream import Malformed, Reading, Source
 
 log = logging.getLogger("api")
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item
-from engine.config import quoted
+from engine.config import quote_value
 
 _SHOWN = 300
 CountedBy = Literal["usage", "ids", "asked"]
@@ -108,4 +108,4 @@ def refuse_error(error: object) -> None:
     """Raise TargetFailed where an event tells an error, as most servers do: a text, or an object with a message."""
     if error:
         said = error.get("message") or error.get("msg") or error if isinstance(error, dict) else error
-        raise TargetFailed(f"the server told an error: {quoted(said, _SHOWN)}")
+        raise TargetFailed(f"the server told an error: {quote_value(said, _SHOWN)}")

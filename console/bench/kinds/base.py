@@ -11,20 +11,19 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from console.bench.measure import BenchCancelled, Crowd, Record, Run
+from console.bench.measure import BenchCancelled, ClientPool, Record, Run
 from console.bench.result import Column, Key, Published, Setting, said
 from console.bench.summary import Values
 from console.bench.target import EngineHere, Target
-from console.bench.trace import Exchange, read_trace, usable
-from console.bench.workload import MARK_TOKENS, Item, Mix, items
+from console.bench.workload import MARK_TOKENS, Exchange, Item, Mix, items, read_trace, usable
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded
-from engine.simulation.lengths import Length
+from engine.simulation.lengths import TRACE, Length, fixed
 
 MAX_SEED = 2**63
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one row is measured by. keys: of the row.  requests: how many it sends, for the time that is left.
 
     least_s: seconds that it takes at least.
@@ -62,22 +61,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise InvalidRequest where no target could take it, whatever it is: known before one is loaded."""
 
-    def parts(self, target: Target) -> Sequence[Part]:
+    def parts(self, target: Target) -> Sequence[BenchPart]:
         """The rows to be, in the order in which they are measured. Raises InvalidRequest where the target cannot."""
         raise NotImplementedError
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """One repeat of a row. Raises TargetFailed, BenchCancelled, SkipPart."""
         raise NotImplementedError
 
-    async def prepare(self, lab: Lab) -> None:
+    async def prepare(self, lab: BenchContext) -> None:
         """What is read first: nothing. Raises InvalidRequest for what cannot be."""
 
-    async def warm(self, lab: Lab) -> None:
+    async def warm(self, lab: BenchContext) -> None:
         """What is done once before, and does not count: one request."""
         await lab.closed([iter(lab.items(self.mix(lab), 1))])
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """What requests are like."""
         raise NotImplementedError
 
@@ -95,7 +94,7 @@ class SkipPart(Exception):
     """This row cannot be measured on this target. The text says why."""
 
 
-class Lab:
+class BenchContext:
     """What a plan measures with: a target, and the place of what is measured among the rest.
 
     note: takes what readers of the numbers must know.  done: told of each request, None for a step that is none.
@@ -118,7 +117,7 @@ class Lab:
         self._seed = seed
         self._done = done
         self._cancelled = cancelled
-        self._crowd = Crowd(target, done, cancelled)
+        self._crowd = ClientPool(target, done, cancelled)
         self._material = target.material
         self._traces: dict[str, tuple[Exchange, ...]] = {"": ()}
 
@@ -244,3 +243,36 @@ def _told(value: object) -> Setting:
         return ["inf" if each == math.inf else each for each in value]  # JSON has no infinity
     assert value is None or isinstance(value, str | int | float | bool)
     return value
+
+
+# Plans whose prompts and lengths may be those of a trace: what people asked, and how long the answers were.
+
+
+class Traced(Plan, frozen=True, kw_only=True):
+    """A trace is read once, before anything is measured."""
+
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt; 'trace' takes the trace's")] = fixed(128)
+    output_tokens: Annotated[Length, Meta(description="tokens of an answer; 'trace' takes the trace's")] = fixed(128)
+    trace: Annotated[str, Meta(description="file of conversations in ShareGPT's format")] = ""
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Plan: a trace is there to be taken."""
+        return {"prompt_tokens": TRACE, "output_tokens": TRACE} if given.get("trace") else {}
+
+    async def prepare(self, lab: BenchContext) -> None:
+        """Plan: the trace, where there is one."""
+        if self.trace:
+            await lab.read(self.trace)
+
+    def mix(self, lab: BenchContext) -> Mix:
+        """Plan."""
+        return Mix(prompt=self.prompt_tokens, output=self.output_tokens, trace=lab.trace(self.trace))
+
+    def check(self) -> None:
+        """Plan: a trace and lengths of it come together."""
+        takes = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
+        if takes != bool(self.trace):
+            if takes:
+                raise InvalidRequest("lengths of a trace need a trace: a file of conversations", param="trace")
+            raise InvalidRequest("a trace is given for lengths, and none is 'trace'", param="trace")

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart, at_least_one, enough
+from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart, at_least_one, enough
 from console.bench.result import Column, Key, Published
-from console.bench.summary import Values, columns, summarised
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.errors import InsufficientMemory
@@ -50,7 +50,7 @@ class Grid(Plan, frozen=True, kw_only=True):
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
     output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
@@ -60,15 +60,15 @@ class Grid(Plan, frozen=True, kw_only=True):
         at_least_one("max_prompts", self.max_prompts)
         enough(self.requests, self.concurrent)
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         return [
-            Part(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
+            BenchPart(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
             for workers in self.workers
             for max_prompts in self.max_prompts
         ]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan: a request for each place first, so that no worker is measured while it warms up."""
         workers, max_prompts = int(part.keys["workers"]), int(part.keys["max_prompts"])
         try:
@@ -78,4 +78,4 @@ class Grid(Plan, frozen=True, kw_only=True):
         first = lab.items(self.mix(lab), workers, also="warm")
         await lab.closed([iter([item]) for item in first])
         sent = iter(lab.items(self.mix(lab), self.requests))
-        return summarised(await lab.closed([sent] * self.concurrent))
+        return summarize(await lab.closed([sent] * self.concurrent))

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.kinds.base import BenchContext, BenchPart, Plan
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarised
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.simulation.lengths import Length, fixed
@@ -49,15 +49,15 @@ class Latency(Plan, frozen=True, kw_only=True):
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(32)
     output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(200)
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
-        return [Part(keys={"prompts": self.prompts}, requests=self.prompts)]
+        return [BenchPart(keys={"prompts": self.prompts}, requests=self.prompts)]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan: the mean of what each request had, its wait for the first token included."""
         run = await lab.closed([iter(lab.items(self.mix(lab), self.prompts))])
         done = run.answered
@@ -65,5 +65,5 @@ class Latency(Plan, frozen=True, kw_only=True):
             "tokens_per_s": sum(record.output_tokens / record.e2e_s for record in done) / len(done),
             "answer_s": sum(record.e2e_s for record in done) / len(done),
             "answer_tokens": sum(record.output_tokens for record in done) / len(done),
-            **summarised(run),
+            **summarize(run),
         }

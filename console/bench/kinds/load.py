@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from console.bench.kinds.base import Lab, Part, Plan, SkipPart
+from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart
 from console.bench.result import Column
 from console.bench.summary import Values
 from console.bench.target import Target
@@ -34,15 +34,15 @@ class Load(Plan, frozen=True, kw_only=True):
         Column(name="size_gib", title="size", unit="GiB", digits=2),
     )
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         kinds = ("from disk", "in page cache") if hasattr(os, "posix_fadvise") else ("in page cache",)
-        return [Part(keys={"files": kind}, requests=2) for kind in kinds]
+        return [BenchPart(keys={"files": kind}, requests=2) for kind in kinds]
 
-    async def warm(self, lab: Lab) -> None:
+    async def warm(self, lab: BenchContext) -> None:
         """Plan: the model was loaded once already."""
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan."""
         files = [Path(name) for name in lab.engine.weight_files()]
         if not files:

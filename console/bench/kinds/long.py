@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan
+from console.bench.kinds.base import BenchContext, BenchPart, Plan
 from console.bench.measure import Record
 from console.bench.result import Column
 from console.bench.summary import Values, percentile
@@ -47,7 +47,7 @@ class Long(Plan, frozen=True, kw_only=True):
         int, Meta(ge=2 * _SETTLE_TOKENS, le=10**6, description="most tokens of a stream's answer")
     ] = 1024
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan: of the streams."""
         return Mix(prompt=self.prompt_tokens, output=fixed(self._stream_tokens(lab.target)))
 
@@ -59,16 +59,16 @@ class Long(Plan, frozen=True, kw_only=True):
         limit = target.max_model_len
         return self.long_tokens if limit is None else max(1, min(self.long_tokens, limit - _SETTLE_TOKENS))
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         keys = {"streams": self.streams, "long_tokens": self._long_tokens(target)}
-        return [Part(keys=dict(keys), requests=1)]
+        return [BenchPart(keys=dict(keys), requests=1)]
 
-    async def warm(self, lab: Lab) -> None:
+    async def warm(self, lab: BenchContext) -> None:
         """Plan: a short one, not one as long as a stream."""
         await lab.closed([iter(lab.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan: there is a place for the long one among the streams."""
         if isinstance(lab.target, EngineHere):
             workers, max_prompts = lab.target.knobs

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, enough
+from console.bench.kinds.base import BenchContext, BenchPart, Plan, enough
 from console.bench.measure import Run
 from console.bench.result import Column
-from console.bench.summary import Values, columns, summarised
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix
 from engine.simulation.lengths import Length, fixed
@@ -40,7 +40,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt after its beginning")] = fixed(64)
     output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(16)
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan: of shared ones."""
         return self._mix(self.prefix_groups)
 
@@ -52,11 +52,11 @@ class Prefix(Plan, frozen=True, kw_only=True):
         """Plan."""
         enough(self.requests, self.concurrent)
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
-        return [Part(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
+        return [BenchPart(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan."""
         own = part.keys["prefix"] == _OWN
         sent = lab.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
@@ -68,7 +68,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
         return {
             "hit_rate": _hit_rate(run),
             "ideal_hit_rate": 0.0 if own else 100 * again / tokens,
-            **summarised(run),
+            **summarize(run),
         }
 
 

@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part
-from console.bench.kinds.traced import Traced
+from console.bench.kinds.base import BenchContext, BenchPart, Traced
 from console.bench.result import Column
-from console.bench.summary import Slo, Values, columns, summarised
+from console.bench.summary import Slo, Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix, arriving
 from engine.errors import InvalidRequest
@@ -58,7 +57,7 @@ class Serve(Traced, frozen=True, kw_only=True):
     ] = None
     slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
         return msgspec.structs.replace(super().mix(lab), prefix=prefix if self.prefix_tokens else None)
@@ -69,20 +68,20 @@ class Serve(Traced, frozen=True, kw_only=True):
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         return [
-            Part(keys={"request_rate": _key(rate)}, requests=self.requests, least_s=self.requests / rate)
+            BenchPart(keys={"request_rate": _key(rate)}, requests=self.requests, least_s=self.requests / rate)
             for rate in self.rates
         ]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan."""
         rate = float(part.keys["request_rate"])
         sent = lab.items(self.mix(lab), self.requests)
         timed = arriving(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
         slo = Slo(ttft_s=self.slo_ttft, tpot_s=self.slo_tpot, e2el_s=self.slo_response)
-        return summarised(await lab.opened(timed, self.max_concurrent or None), slo)
+        return summarize(await lab.opened(timed, self.max_concurrent or None), slo)
 
 
 def _key(rate: float) -> float | str:

@@ -6,10 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, SkipPart, at_least_one, enough
-from console.bench.kinds.traced import Traced
+from console.bench.kinds.base import BenchContext, BenchPart, SkipPart, Traced, at_least_one, enough
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarised
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import EngineHere, Target
 from engine.errors import InvalidRequest, ModelLoadFailed
 from engine.simulation.lengths import fixed
@@ -54,16 +53,16 @@ class Threads(Traced, frozen=True, kw_only=True):
         at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan: those of a server, which cannot be told to guess, without guessing."""
         guessed = self.guessed if isinstance(target, EngineHere) else (0,)
         return [
-            Part(keys={"guessed": tokens, "clients": clients}, requests=self.requests)
+            BenchPart(keys={"guessed": tokens, "clients": clients}, requests=self.requests)
             for tokens in guessed
             for clients in self.clients
         ]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan."""
         tokens, clients = int(part.keys["guessed"]), int(part.keys["clients"])
         here = lab.target if isinstance(lab.target, EngineHere) else None
@@ -79,7 +78,7 @@ class Threads(Traced, frozen=True, kw_only=True):
             after = here.counters()
             guesses = after.draft_tokens - before.draft_tokens
             acceptance = 100 * (after.draft_accepted - before.draft_accepted) / guesses if guesses else None
-        return {"total_s": run.seconds, "acceptance": acceptance, **summarised(run)}
+        return {"total_s": run.seconds, "acceptance": acceptance, **summarize(run)}
 
 
 async def _guess(here: EngineHere, tokens: int) -> None:

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import Lab, Part, Plan, at_least_one
+from console.bench.kinds.base import BenchContext, BenchPart, Plan, at_least_one
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarised
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.simulation.lengths import Length, fixed
@@ -50,7 +50,7 @@ class Users(Plan, frozen=True, kw_only=True):
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
     output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
 
-    def mix(self, lab: Lab) -> Mix:
+    def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
@@ -58,15 +58,15 @@ class Users(Plan, frozen=True, kw_only=True):
         """Plan."""
         at_least_one("users", self.users)
 
-    def parts(self, target: Target) -> list[Part]:
+    def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
-        return [Part(keys={"users": users}, requests=users * self.requests) for users in self.users]
+        return [BenchPart(keys={"users": users}, requests=users * self.requests) for users in self.users]
 
-    async def measure(self, part: Part, lab: Lab) -> Values:
+    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
         """Plan."""
         users = int(part.keys["users"])
         sent = lab.items(self.mix(lab), users * self.requests)
         run = await lab.closed([iter(sent[user::users]) for user in range(users)])
         response_s = sum(record.e2e_s for record in run.answered) / len(run.answered)
         first = lab.first_of_repeat("response_s", response_s)
-        return {"response_s": response_s, "to_one_user": response_s / first, **summarised(run)}
+        return {"response_s": response_s, "to_one_user": response_s / first, **summarize(run)}

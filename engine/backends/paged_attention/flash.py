@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash_attn import flash_attn_with_kvcache
 from torch import Tensor
 
-from engine.backends.paged_attention.face import CallShape
+from engine.backends.paged_attention.interface import CallShape
 
 
 def paged_attention(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from engine.backends.paged_attention.face import CallShape
+from engine.backends.paged_attention.interface import CallShape
 
 MAX_WORKING_BYTES = 256 << 20
 """About what one gather, and one block of masks or scores, may take; more is done in turns."""

@@ -19,9 +19,9 @@ from engine.backends.paged_attention.choose import (
     Version,
     choose,
 )
-from engine.backends.paged_attention.face import implementation
-from engine.child_process import ROOT, child_environment, python_command
+from engine.backends.paged_attention.interface import implementation
 from engine.config import AttentionName, CacheBits
+from engine.system.child_process import ROOT, child_environment, python_command
 
 _IMPORT_TIMEOUT_S = 120.0
 _TOLERANCE = 0.02

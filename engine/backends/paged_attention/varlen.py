@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from engine.backends.paged_attention.face import CallShape
 from engine.backends.paged_attention.gathered import append
+from engine.backends.paged_attention.interface import CallShape
 
 
 def paged_attention(

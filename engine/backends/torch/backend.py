@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from engine.backends.base import (
@@ -12,27 +13,150 @@ from engine.backends.base import (
     LoadedModel,
     LoadProgress,
     PrefixChanges,
+    SequenceStats,
     TokenEvent,
     TokenMask,
 )
-from engine.backends.faults import device_is_lost, ends_worker, is_out_of_memory, reason
-from engine.backends.torch.described import described
+from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.torch.determinism import refuse_adapters
-from engine.backends.torch.draft_model import DraftModel
-from engine.backends.torch.gauges import gauges
-from engine.backends.torch.jobs import NOT_FINITE, Job
-from engine.backends.torch.kv_size import CPU_SHARE, CUDA_SHARE, kv_pages
-from engine.backends.torch.pages import PagePool
-from engine.backends.torch.pipeline import Computed, Pipeline
-from engine.backends.torch.refusals import refuse_unknown_tokens
+from engine.backends.torch.device_memory import StepOutOfMemory
+from engine.backends.torch.pipeline import NOT_FINITE, Computed, Job, Pipeline
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampler import SampleRow
-from engine.backends.torch.scheduler import Scheduler
-from engine.backends.torch.sequences import Plan
-from engine.backends.torch.speculation import Speculation
-from engine.backends.torch.warm_up import warm_up
-from engine.config import AdapterSpec, ModelSpec
-from engine.errors import InvalidRequest, LoadCancelled
+from engine.backends.torch.sampling.sampler import SampleRow, sample
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.torch.scheduler.scheduler import Scheduler, refuse_unknown_tokens
+from engine.backends.torch.scheduler.sequences import Plan
+from engine.backends.torch.speculation.draft_model import DraftModel
+from engine.backends.torch.speculation.speculation import Speculation
+from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory
+from engine.config import AdapterSpec, ModelSpec, SamplingParams
+from engine.errors import Detail, InsufficientMemory, InvalidRequest, LoadCancelled
+
+# What a load of the torch backend says of the model.
+
+
+def describe_model(
+    runner: ModelRunner, pool: PagePool, kv_bytes: int, draft: DraftModel | None = None, *, step_s: float
+) -> LoadedModel:
+    """A model whose KV pages are allocated, and take so many bytes. The bytes are those of its draft model too."""
+    return LoadedModel(
+        backend="torch",
+        architecture=runner.config.architecture,
+        dtype=runner.dtype_name,
+        devices=runner.devices,
+        vocab_size=runner.config.vocab_size,
+        max_model_len=runner.config.max_model_len,
+        kv_tokens=pool.num_pages * pool.page_tokens,
+        page_tokens=pool.page_tokens,
+        weights_bytes=runner.weights_bytes,
+        kv_bytes=kv_bytes,
+        parameters=runner.parameters,
+        active_parameters=runner.active_parameters,
+        shared_bytes=runner.shared_bytes + (draft.runner.shared_bytes if draft is not None else 0),
+        attention=runner.attention.name if runner.attention else "",
+        attention_reason=runner.attention.reason if runner.attention else "",
+        linear=runner.linear,
+        native=runner.native,
+        shares=runner.shares,
+        adapters_per_request=True,
+        hidden_size=runner.config.hidden_size,
+        step_s=step_s,
+    )
+
+
+# How the torch backend is doing, in numbers.
+
+
+def backend_stats(
+    runner: ModelRunner, scheduler: Scheduler, speculation: Speculation, *, steps: int, kv_bytes: int
+) -> BackendStats:
+    """Counters and gauges now."""
+    pool, counters, running = scheduler.pool, scheduler.counters, scheduler.running
+    decoding = sum(sequence.missing == 1 for sequence in running)
+    return BackendStats(
+        waiting=len(scheduler.waiting),
+        prefilling=len(running) - decoding,
+        decoding=decoding,
+        pages_total=pool.num_pages,
+        pages_free=pool.free_pages,
+        pages_cached=pool.cached_pages,
+        prefix_query_tokens=counters.prefix_query_tokens,
+        prefix_hit_tokens=counters.prefix_hit_tokens,
+        prompt_tokens_computed=counters.prompt_tokens_computed,
+        preemptions=counters.preemptions,
+        steps=steps,
+        weights_bytes=runner.weights_bytes,
+        kv_bytes=kv_bytes,
+        draft_tokens=sum(position.guessed for position in speculation.told),
+        draft_accepted=sum(position.held for position in speculation.told),
+        drafts=speculation.told,
+        prompts_limit=scheduler.limits.prompts_limit,
+        sequences=tuple(
+            SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
+            for each in (*running, *scheduler.waiting)
+        ),
+    )
+
+
+# The first step of a model that was just loaded.
+
+CPU_TOKENS = 64
+"""Tokens of the warm-up's prompts on a CPU, where nothing is taken or made ready by more of them but time."""
+
+
+def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> float:
+    """Run the largest step there can be, so that its memory is taken and its kernels are ready before the first
+    request: step_tokens of prompt, and max_prompts sequences that sample. All write over the same free pages. Then
+    decodes are recorded, where that can be. On a CPU a smaller one will do, and the largest is only counted.
+
+    Returns the seconds that such a step takes, reckoned from the smaller one. Raises InsufficientMemory.
+    """
+    chunks = _largest(runner, pool, max_prompts, step_tokens)
+    try:
+        computed = chunks
+        if runner.on_cpu and step_tokens > CPU_TOKENS:
+            runner.foresee(chunks)
+            computed = _largest(runner, pool, max_prompts, CPU_TOKENS)
+        row = SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), prompt_ids=[0])
+        began_s = time.perf_counter()
+        logits = runner.forward(computed)
+        sample(logits, [row] * len(computed))
+        took_s = time.perf_counter() - began_s
+        runner.record_decodes(max_prompts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemory(
+            f"the weights and KV pages fit on {', '.join(runner.devices)}, but a step of {step_tokens} tokens and "
+            f"{max_prompts} answers does not besides: {error}; take fewer kv_cache_tokens, max_prompts or step_tokens",
+            **_numbers(runner, error),
+        ) from error
+    return took_s * _tokens(chunks) / _tokens(computed)
+
+
+def _largest(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> list[ChunkInput]:
+    longest = min(step_tokens, runner.config.max_model_len, pool.num_pages * pool.page_tokens)
+    pages = list(range(pool.pages_for(longest)))
+    chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
+    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
+    return chunks
+
+
+def _tokens(chunks: Sequence[ChunkInput]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
+
+
+def _numbers(runner: ModelRunner, error: Exception) -> dict[str, Detail]:
+    if isinstance(error, StepOutOfMemory):
+        return {
+            "device": error.device,
+            "needed_bytes": error.needed_bytes,
+            "free_bytes": error.free_bytes,
+            "short_bytes": error.needed_bytes - error.free_bytes,
+        }
+    return {"device": ", ".join(runner.devices), "free_bytes": runner.free_bytes()}
+
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +216,7 @@ class TorchBackend:
         )
         self._pipeline = Pipeline(runner, self._scheduler, self._jobs)
         self._speculation = Speculation(lookup=spec.ngram_draft, draft=self._draft, most=spec.draft_tokens)
-        return described(runner, pool, self._kv_bytes, self._draft, step_s=step_s)
+        return describe_model(runner, pool, self._kv_bytes, self._draft, step_s=step_s)
 
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded or InvalidRequest, naming the field. It keeps its adapter, even
@@ -145,7 +269,7 @@ class TorchBackend:
             try:
                 computed = self._pipeline.compute(plan, self._speculation)
             except Exception as error:
-                if device_is_lost(error):
+                if is_device_lost(error):
                     raise
                 if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)
@@ -163,7 +287,9 @@ class TorchBackend:
         """Counters and gauges now."""
         if self._scheduler is None or self._runner is None:
             return BackendStats(steps=self._steps)
-        return gauges(self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes)
+        return backend_stats(
+            self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes
+        )
 
     def prefix_changes(self) -> PrefixChanges:
         """Pages that became findable or ceased to be since the last call."""
@@ -276,7 +402,7 @@ class TorchBackend:
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """End every request of a step that failed."""
         _logger.error("a step of %d requests failed", len(plan.sequences), exc_info=error)
-        return [self._end(sequence.id, "error", reason(error)) for sequence in plan.sequences]
+        return [self._end(sequence.id, "error", failure_reason(error)) for sequence in plan.sequences]
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> TokenEvent:
         self.cancel(request_id)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.backends.paged_attention.choose import Choice
-from engine.backends.torch.mlp import GatedMlp
-from engine.backends.torch.model import Block, Decoder
-from engine.backends.torch.moe import MixtureMlp
+from engine.backends.torch.model.decoder import Block, Decoder
+from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
 from engine.backends.torch.native.layer import NativeLinear
 from engine.errors import InvalidRequest
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.backends.torch import memory
+from engine.backends.torch_common import memory
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 

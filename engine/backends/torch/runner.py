@@ -11,32 +11,58 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.common.kv_format import HeadFormat
+from engine.backends.common.model_config import ModelConfig
+from engine.backends.common.step_memory import logits_rows_at_once, step_bytes
 from engine.backends.paged_attention.choose import NO_CPU, Choice
-from engine.backends.paged_attention.face import PagedAttention, implementation
+from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
-from engine.backends.torch import memory
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.cuda_graphs import landing_for, recorder_for, staging_for
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, recorded_decodes
+from engine.backends.torch.cuda.recorder import readback_for, recorder_for, staging_for
+from engine.backends.torch.cuda.step_transfer import PlainStaging, fill_pending_ids, uploaded
 from engine.backends.torch.determinism import refuse_undetermined
 from engine.backends.torch.device_memory import DeviceMemory
-from engine.backends.torch.graphs import DecodeGraphs, recorded_decodes
-from engine.backends.torch.kv import KvPool
-from engine.backends.torch.kv_format import HeadFormat
-from engine.backends.torch.landing import fill_unread
-from engine.backends.torch.linear import kind_of
-from engine.backends.torch.lora_loading import AdapterLoader
-from engine.backends.torch.lora_names import AttachedAdapters
-from engine.backends.torch.mirror import Mirror, mirror_for
-from engine.backends.torch.model import Decoder
-from engine.backends.torch.model_loading import LoadedDecoder, load_decoder
+from engine.backends.torch.kv.pool import KvPool
+from engine.backends.torch.kv.staging import ContiguousKvStaging, kv_staging_for
+from engine.backends.torch.layout import Layout
+from engine.backends.torch.model.decoder import Decoder
+from engine.backends.torch.model.linear import kind_of
+from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
-from engine.backends.torch.native.attention_fit import native_obstacle, turned_heads
+from engine.backends.torch.native.attention_check import native_obstacle, rotated_heads
 from engine.backends.torch.native.stack import stacked
-from engine.backends.torch.prompts import FinalStates, Tell
-from engine.backends.torch.step_account import StepAccount
-from engine.backends.torch.step_plan import StepPlan, StepPlanner
-from engine.backends.torch.step_upload import PlainStaging, uploaded
+from engine.backends.torch.sampling.prompt_logprobs import FinalStates, ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
+from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
+from engine.backends.torch_common import memory
 from engine.config import AttentionName, CacheBits, DeviceShare, ModelSpec
+
+# What steps take, entered into the accounts of the devices before they are computed.
+
+
+class StepAccount:
+    """The steps of a model of `config`, laid out as `layout` says, over pages of `page_tokens` that keep `heads`."""
+
+    def __init__(self, config: ModelConfig, heads: HeadFormat, layout: Layout, page_tokens: int) -> None:
+        self._config, self._heads, self._layout, self._page_tokens = config, heads, layout, page_tokens
+        self._most_sampled = 0
+
+    def enter(self, plan: StepPlan, *, fused: bool, kept_bytes: int) -> int:
+        """Note what a step needs; how many of its states can be told of at once. fused: whether its blocks are.
+        kept_bytes: what is kept on each device besides.
+
+        Raises StepOutOfMemory where a device is known to have too little left for it.
+        """
+        self._most_sampled = max(self._most_sampled, len(plan.sampled_rows))
+        most_told = logits_rows_at_once(self._most_sampled)
+        sizes = plan.sizes(self._page_tokens, copies_runs=self._heads.coded, most_told=most_told)
+        sizes = replace(sizes, fused=fused and not plan.adapted)
+        for span in self._layout.spans:
+            layers, head = bool(span.layers), span.memory is self._layout.last
+            needed_bytes = step_bytes(self._config, sizes, self._heads, layers=layers, head=head)
+            span.memory.begin_step(needed_bytes + kept_bytes)
+        return most_told
 
 
 class ModelRunner:
@@ -80,11 +106,11 @@ class ModelRunner:
         self._planner: StepPlanner | None = None
         self._account: StepAccount | None = None
         self._paged: PagedAttention | None = None
-        self._mirror: Mirror | None = None
+        self._mirror: ContiguousKvStaging | None = None
         self._graphs: DecodeGraphs | None = None
         self._staging = staging_for(layout.first.device)
         on_host = len(layout.spans) > 1 or decoder.config.traits.experts is not None
-        self.landing = None if on_host else landing_for(layout.first.device)
+        self.landing = None if on_host else readback_for(layout.first.device)
         self.finite: Tensor | None = None
 
     @classmethod
@@ -178,7 +204,7 @@ class ModelRunner:
                 report=report,
             )
             if self.attention.name == "gathered":
-                self._mirror = mirror_for(kv, self.config, self._layout, most_sequences)
+                self._mirror = kv_staging_for(kv, self.config, self._layout, most_sequences)
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
             self.config.heads // self.config.kv_heads,
@@ -234,7 +260,9 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: Tensor | None = None) -> Tensor:
+    def forward(
+        self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: Tensor | None = None
+    ) -> Tensor:
         """Feed `chunks` in one batch; returns float32 logits [sum of the chunks' `sampled`, vocab], in their order.
 
         tell: given what is to be told of prompts, chunk by chunk, before there are any of those logits.
@@ -250,7 +278,7 @@ class ModelRunner:
         if self._staging is not None:
             plan = uploaded(plan, self._staging)
         if drawn is not None:
-            fill_unread(plan.ids, drawn)
+            fill_pending_ids(plan.ids, drawn)
         most_told = self._enter(plan, self._account, fused=self._decoder.fused)
         try:
             few = not plan.told and len(plan.sampled_rows) < len(plan.ids)
@@ -282,7 +310,7 @@ class ModelRunner:
             return NO_CPU
         return native_obstacle(
             self._kernels,
-            turned_heads(self._decoder),
+            rotated_heads(self._decoder),
             dtype=self._dtype,
             devices=[each.device for each in self._layout.memories],
             page_tokens=page_tokens,
@@ -293,7 +321,7 @@ class ModelRunner:
         library = self._kernels.library
         if self._decoder is None or library is None:
             raise RuntimeError("native attention was chosen without a model or its library")
-        heads = [each.heads for each in turned_heads(self._decoder)]
+        heads = [each.heads for each in rotated_heads(self._decoder)]
         attention = NativeAttention(library, heads, kv.layers, dtype=self._dtype, bits=self._heads.bits)
         self._decoder = replace(self._decoder, stack=stacked(self._decoder, library, attention))
         return attention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest
-from engine.backends.exllama.backend import ExllamaBackend
+from engine.backends.exllamav2.backend import ExllamaBackend
 from engine.config import ModelSpec
 from tests.contract.driving import Drive
 from tests.fakes.exllama import FakeExllama

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.exllama.backend import ExllamaBackend
+from engine.backends.exllamav2.backend import ExllamaBackend
 from engine.config import SamplingParams
 from tests.contract.driving import Drive, ask, params, prompt
 from tests.fakes.exllama import RealExllama

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.exllama.generators import GeneratorMaker
-from engine.backends.exllama.holdings import Held, Holdings
+from engine.backends.exllamav2.loading import GeneratorMaker, LoadAllocations, ModelAndCache
 from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
 from tests.fakes.exllama_model import FakeGpus
 
@@ -33,7 +32,7 @@ def generator(request: pytest.FixtureRequest) -> Iterator[Any]:
         draft_tokens=0,
         spec=SimpleNamespace(ngram_draft=False),
     )
-    holdings = Holdings(FakeGpus(0), [Held(model, PagedTokens(4096))])
+    holdings = LoadAllocations(FakeGpus(0), [ModelAndCache(model, PagedTokens(4096))])
     make = GeneratorMaker(plan, ByteTokenizer(VOCAB_SIZE), holdings)  # type: ignore[arg-type]
     yield [make() for _ in range(1 + request.param)][-1]
     holdings.free()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from console.cli import main
+from console.cli.main import main
 from engine.backends.torch.quant.quantize import QuantizeProgress, quantize_folder
 from engine.models.inspect import inspect
 from tests.fakes import exl2_tensors

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from console.cli import main
+from console.cli.main import main
 from engine.backends.torch.quant.quantize import QuantizeProgress, quantize_folder
 from engine.demo import model_path
 from engine.errors import EngineError, LoadCancelled, UnsupportedModel
@@ -160,7 +160,7 @@ def test_a_signal_ends_the_command_with_130_and_leaves_nothing(
         if progress.phase == "write":
             signal.raise_signal(kind)
 
-    monkeypatch.setattr("console.quantize.ProgressLine.show", strike)
+    monkeypatch.setattr("console.cli.quantize.ProgressLine.show", strike)
     before = signal.getsignal(kind)
     assert main(["quantize", str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 130
     assert nothing_but(tmp_path, "tiny")
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_with_1_and_leaves_nothing(
     def full(self: object, name: str, tensor: Tensor) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.backends.torch.quant.shards.ShardedWriter.write", full)
+    monkeypatch.setattr("engine.backends.torch.quant.safetensors_writer.ShardedWriter.write", full)
     assert main(["quantize", str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 1
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert nothing_but(tmp_path, "tiny")

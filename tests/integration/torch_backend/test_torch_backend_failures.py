@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.prompts import Tell
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.integration.torch_backend.running import Run, alone, ask, load, prompt
@@ -68,7 +68,7 @@ class Moody(ModelRunner):
     BREAKS, SPOILS = 318, 319
 
     def forward(
-        self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+        self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
     ) -> torch.Tensor:
         first = [chunk.token_ids[0] if chunk.start == 0 else None for chunk in chunks if chunk.sample]
         if self.BREAKS in first:
@@ -87,7 +87,7 @@ def narrow(room: int) -> type[ModelRunner]:
         warm = False
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
         ) -> torch.Tensor:
             if self.warm and sum(len(chunk.token_ids) for chunk in chunks) > room:
                 raise torch.OutOfMemoryError("out of memory")
@@ -131,7 +131,7 @@ def crowded(room: int) -> type[ModelRunner]:
         warm = False
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
         ) -> torch.Tensor:
             if self.warm and len(chunks) > room:
                 raise torch.OutOfMemoryError("out of memory")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.base import BackendRequest, PrefixChanges
-from engine.backends.prefix import page_keys
+from engine.backends.common.page_keys import page_keys
 from engine.backends.torch.backend import TorchBackend
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import LoadCancelled

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.backends.base import BackendRequest
-from engine.backends.torch.archs import ARCHITECTURES
-from engine.backends.torch.native.build import SWITCH
+from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.native_build import SWITCH
 from engine.config import SamplingParams
 from tests.fakes import tiny_models
 from tests.fakes.families import FAMILIES, make_family, make_multimodal

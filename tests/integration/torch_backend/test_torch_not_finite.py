@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.jobs import NOT_FINITE
-from engine.backends.torch.prompts import Tell
+from engine.backends.torch.pipeline import NOT_FINITE
 from engine.backends.torch.runner import ModelRunner
+from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes import queued
 from tests.fakes.drafting import eager
@@ -134,7 +134,7 @@ def test_a_guess_that_spoils_its_step_is_not_the_requests_end(tmp_path: Path) ->
         guesses = 0
 
         def forward(
-            self, chunks: Sequence[ChunkInput], tell: Tell | None = None, drawn: torch.Tensor | None = None
+            self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
         ) -> torch.Tensor:
             logits = super().forward(chunks, tell, drawn)
             guessed = sum(chunk.guessed for chunk in chunks)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.common.native_build import SWITCH
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
-from engine.backends.paged_attention.face import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.native.build import SWITCH
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.torch.native.available import Native
-from engine.doctor.examine import examine
+from engine.backends.common.native_kernels import Native
+from engine.doctor.examine import examine, native_attention_problem
 from engine.doctor.facts import Attention, Cpu, Driver, Gpu, Package, Torch
-from engine.doctor.native import native_attention_problem
 from tests.fakes.examined import exllama, found, names
 from tests.fakes.machines import (
     CPU_TORCH_ON_A_GPU_MACHINE,

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.doctor.examine import has_kernels
 from engine.doctor.facts import Exllama, Toolchain
-from engine.doctor.machine import has_kernels
-from engine.doctor.wheels import numbers, wheel_for
+from engine.doctor.install import version_numbers, wheel_for
 from tests.fakes.examined import exllama, found, names
 from tests.fakes.machines import H100, H100_TO_COMPILE, H100_WITH_EVERYTHING, KEPT, changed
 
@@ -120,9 +120,9 @@ def test_the_wheel_is_named_as_the_releases_name_it(
 
 
 def test_versions_are_read_up_to_what_is_no_number() -> None:
-    assert numbers("2.9.1+cu128") == (2, 9, 1)
-    assert numbers("2.8.0.post2") == (2, 8, 0)
-    assert numbers("") == ()
+    assert version_numbers("2.9.1+cu128") == (2, 9, 1)
+    assert version_numbers("2.8.0.post2") == (2, 8, 0)
+    assert version_numbers("") == ()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from engine.doctor.gpus import has_card, read_gpus
-from engine.doctor.toolchain import compiler_version, find_nvcc, missing_headers, other_toolkit
+from engine.doctor.gather import compiler_version, find_nvcc, has_card, missing_headers, other_toolkit, read_gpus
 from tests.fakes.machines import H100, RTX_2080_TI
 
 

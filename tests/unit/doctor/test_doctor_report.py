@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from console.doctor import as_json, as_text
+from console.runtime.doctor import as_json, as_text
 from engine.doctor.facts import Exllama, Package, Toolchain, Torch
 from tests.fakes.examined import exllama, found
 from tests.fakes.machines import CPU_TORCH_ON_A_GPU_MACHINE, H100_TO_COMPILE, TOOLS, TURING, WITHOUT_GPU, changed

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from console.api.keys import Keys
-from console.doctor_security import security_findings
-from console.settings import state_dir
-from console.sources import Sources
-from engine.backends.torch.native.build import cache_folder
+from console.api.http.keys import Keys
+from console.runtime.doctor import security_findings
+from console.settings.schema import state_dir
+from console.settings.sources import Sources
+from engine.backends.common.native_build import cache_folder
 from engine.doctor.report import Finding
 from tests.fakes.certificates import Pair, self_signed
 

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.exllama.attention import FlashAttention, dense_attention, install, install_flash, model_needs
-from engine.backends.exllama.folder import ARCHITECTURES
-from engine.backends.paged_attention.face import implementation
+from engine.backends.common.exllamav2_checkpoint import ARCHITECTURES
+from engine.backends.exllamav2.attention import (
+    FlashAttention,
+    dense_attention,
+    install,
+    install_flash,
+    model_needs,
+)
+from engine.backends.paged_attention.interface import implementation
 from engine.errors import UnsupportedModel
 from tests.fakes.exllamav2_wheel import wheel_folder
 from tests.fakes.tiny_models import make_tiny_model

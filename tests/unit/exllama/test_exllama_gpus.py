@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.exllama.sizes import PAGE_TOKENS, CacheShape, active_parameters, cache_pages, module_bytes
+from engine.backends.common.exllamav2_memory import (
+    PAGE_TOKENS,
+    CacheShape,
+    active_parameters,
+    cache_pages,
+    module_bytes,
+)
 from engine.errors import BackendUnavailable, InsufficientMemory, InvalidRequest
 from engine.models.headers import TensorHeader
 from tests.fakes.exllama_loads import edit_config, load, models_of

@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,15 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.exllama import kernels, library
-from engine.backends.exllama.import_faults import VERSION, explain_import
-from engine.backends.exllama.kernels import KernelBuild, build_variables, count_sources, environment, missing_headers
+from engine.backends.exllamav2 import library
+from engine.backends.exllamav2.errors import VERSION, explain_import
+from engine.backends.exllamav2.library import (
+    KernelBuild,
+    build_variables,
+    count_sources,
+    environment,
+    missing_headers,
+)
 from engine.config import ModelSpec
 from engine.errors import BackendUnavailable, LoadCancelled, UnsupportedModel
 from tests.fakes.exllamav2_wheel import wheel_folder
@@ -96,7 +103,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package
     monkeypatch.setattr(library, "POLL_S", 0.01)
     package.cache = tmp_path / "kernels"
     yield package
-    kernels.forget_failed_build()
+    library.forget_failed_build()
 
 
 # --- what an import leaves behind -------------------------------------------------------------------------------------
@@ -150,7 +157,7 @@ def test_compiling_is_reported_in_files_on_the_calling_thread(
     hooks = types.ModuleType("exllamav2_test_hooks")
     hooks.reported = threading.Semaphore(0)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "exllamav2_test_hooks", hooks)
-    monkeypatch.setattr(library, "watched", lambda work, watch: kernels.watched(work, watch, poll_s=0.01))
+    monkeypatch.setattr(library, "watched", partial(library.watched, poll_s=0.01))
     package.ext(BUILD)
     seen: list[LoadProgress] = []
     threads = set()
@@ -221,7 +228,7 @@ raise RuntimeError(f"Error building extension 'exllamav2_ext': {done.returncode}
 
 
 def test_cancelling_ends_the_compilers_and_nothing_else(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "watched", lambda work, watch: kernels.watched(work, watch, poll_s=0.01))
+    monkeypatch.setattr(library, "watched", partial(library.watched, poll_s=0.01))
     package.ext(COMPILER)
     fifo = package.folder / "fifo"
     os.mkfifo(fifo)
@@ -259,7 +266,7 @@ def test_a_failed_build_can_be_tried_again_in_the_same_process(package: Package)
     cpp_extension.JIT_EXTENSION_VERSIONER.bump_version_if_changed(
         "exllamav2_ext", [], [], "", False, False, True, False
     )
-    kernels.forget_failed_build()
+    library.forget_failed_build()
     assert cpp_extension.JIT_EXTENSION_VERSIONER.get_version("exllamav2_ext") is None
     assert not any(name.startswith("exllamav2") for name in sys.modules)
 
@@ -273,7 +280,7 @@ def test_the_real_library_s_files_are_counted() -> None:
 
 def test_every_combination_of_versions_has_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "ext.py").write_text(EXT)
-    folders = {kernels.kernel_build(tmp_path, tmp_path, "torch2.9", cards).folder.name for cards in ("8.0", "8.6;9.0")}
+    folders = {library.kernel_build(tmp_path, tmp_path, "torch2.9", cards).folder.name for cards in ("8.0", "8.6;9.0")}
     assert folders == {"torch2.9-8.0", "torch2.9-8.6_9.0"}
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.backends.exllama.quantised import refuse_malformed
+from engine.backends.exllamav2.loading import refuse_malformed
 from engine.errors import LoadCancelled, ModelLoadFailed
 from tests.fakes.exl2_tensors import random_exl2
 from tests.fakes.exllama_loads import load, models_of

@@ -9,10 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from engine.backends.exllama.bias import TokenBias, count_penalty, dry_penalty
-from engine.backends.exllama.choosing import left_out
-from engine.backends.exllama.draws import Draws
-from engine.backends.exllama.sampling import refuse_unsupported, settings_of
+from engine.backends.exllamav2.sampling import (
+    RandomDraws,
+    TokenBias,
+    count_penalty,
+    dry_penalty,
+    left_out,
+    refuse_unsupported,
+    settings_of,
+)
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
 from tests.fakes.exllama_job import FakeSettings
@@ -163,16 +168,16 @@ def test_dry_of_one_token_and_of_a_breaker_at_the_end_is_nothing() -> None:
 
 
 def test_a_draw_is_a_function_of_seed_and_position_alone() -> None:
-    through, jumped = Draws(-3), Draws(-3)
+    through, jumped = RandomDraws(-3), RandomDraws(-3)
     for position in range(5):
         last = through.move_to(position), through.random()
         through.random()
     assert (jumped.move_to(4), jumped.random()) == last
-    assert Draws(3).move_to(4) != last[0]
+    assert RandomDraws(3).move_to(4) != last[0]
 
 
 def test_draws_are_spread_evenly() -> None:
-    draws = Draws(1)
+    draws = RandomDraws(1)
     numbers = torch.tensor([draws.move_to(position) for position in range(4000)])
     assert numbers.histc(8, 0, 1).sub(500).abs().max() < 100
 

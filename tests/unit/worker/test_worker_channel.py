@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from engine.worker.channel import EngineChannel, socket_pair
-from engine.worker.protocol import Codec, Event, Shutdown, Taken
+from engine.worker.protocol import Codec, Event, RequestStarted, Shutdown
 
 
 async def test_what_a_worker_said_before_it_died_is_heard_although_it_was_being_written_to() -> None:
@@ -14,7 +14,7 @@ async def test_what_a_worker_said_before_it_died_is_heard_although_it_was_being_
     closed = asyncio.Event()
     channel = await EngineChannel.connect(ours, heard.append, closed.set)
     channel.send(Shutdown())
-    said = [Taken(request_id=str(number)) for number in range(3)]
+    said = [RequestStarted(request_id=str(number)) for number in range(3)]
     for event in said:
         theirs.sendall(Codec().frame(event))
     theirs.close()
@@ -28,7 +28,7 @@ async def test_an_aborted_channel_hears_nothing_more() -> None:
     heard: list[Event] = []
     closed = asyncio.Event()
     channel = await EngineChannel.connect(ours, heard.append, closed.set)
-    theirs.sendall(Codec().frame(Taken(request_id="late")))
+    theirs.sendall(Codec().frame(RequestStarted(request_id="late")))
     channel.abort()
     await closed.wait()
     theirs.close()

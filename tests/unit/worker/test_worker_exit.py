@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.health import describe_exit
 from engine.worker.hosts import WorkerExit
+from engine.workers.supervision import describe_exit
 
 _CRASH = """loading
 Fatal Python error: Segmentation fault

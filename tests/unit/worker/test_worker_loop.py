@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from engine.backends.base import PrefixChanges, TokenEvent
 from engine.errors import WorkerFailed
 from engine.worker.hosts import ThreadHost, WorkerExit
-from engine.worker.outbox import CROWD
+from engine.worker.outbox import MIN_BATCHED_REQUESTS
 from engine.worker.protocol import Cancel, Loaded, SetMaxPrompts, StepBatch, WorkerError
 from tests.fakes.backend import PATIENCE_S, FakeBackend, Gate, expected_text
 from tests.fakes.worker import PROMPT_IDS, Probe, step_until, submit_command
@@ -176,22 +176,22 @@ async def test_a_busy_step_never_holds_up_the_sender(start_worker, model_folder)
 
 async def test_a_failed_step_keeps_what_short_steps_before_it_brought(start_worker, model_folder):
     probe = await start_worker(FakeBackend(fail_at_steps=[4]))
-    await probe.load(model_folder, max_prompts=CROWD)
-    ids = [f"r{number}" for number in range(CROWD)]
+    await probe.load(model_folder, max_prompts=MIN_BATCHED_REQUESTS)
+    ids = [f"r{number}" for number in range(MIN_BATCHED_REQUESTS)]
     probe.send(*(submit_command(request_id, max_tokens=50) for request_id in ids))
     tokens, finishes = Counter(), []
     async for output in probe.outputs(*ids):
         tokens[output.request_id] += len(output.token_ids)
         finishes += [output.finish] if output.finish is not None else []
     assert dict(tokens) == dict.fromkeys(ids, 3)
-    assert finishes == ["error"] * CROWD
+    assert finishes == ["error"] * MIN_BATCHED_REQUESTS
 
 
 async def test_what_steps_went_on_with_is_counted_once_though_ends_are_told_before_the_rest(start_worker, model_folder):
     """What the dispatcher learns of a step's cost would be wrong if steps were told with only those that ended."""
     probe = await start_worker(FakeBackend())
-    await probe.load(model_folder, max_prompts=2 * CROWD)
-    ids = [f"r{number}" for number in range(2 * CROWD)]
+    await probe.load(model_folder, max_prompts=2 * MIN_BATCHED_REQUESTS)
+    ids = [f"r{number}" for number in range(2 * MIN_BATCHED_REQUESTS)]
     probe.send(*(submit_command(request_id, max_tokens=10 + at) for at, request_id in enumerate(ids)))
     live, batches = set(ids), []
     while live:

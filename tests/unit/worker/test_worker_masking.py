@@ -12,7 +12,7 @@ import pytest
 from engine.backends.base import BackendRequest
 from engine.config import Grammar
 from engine.errors import InvalidRequest
-from engine.text.masks import GrammarMask, GrammarMasks
+from engine.text.grammar import GrammarMask, GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import ThreadHost
 from engine.worker.protocol import Cancel

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.torch.batch import ChunkInput
-from engine.backends.torch.kv_format import HeadFormat
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.torch.native.library import NativeLibrary
+from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 
 TILE_TOKENS: Final = 16

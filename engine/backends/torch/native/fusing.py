@@ -9,15 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.backends.torch.linear import Linear, close_enough
-from engine.backends.torch.lora import Place
-from engine.backends.torch.mlp import GatedMlp, Mlp
-from engine.backends.torch.model import Block, Decoder
-from engine.backends.torch.moe import MixtureMlp
-from engine.backends.torch.native.block import FusedBlock, Residual
-from engine.backends.torch.native.layer import Fused, NativeLinear
-from engine.backends.torch.native.quantised import bits_of
-from engine.backends.torch.norms import Norm, RmsNorm, WideRmsNorm, unchanged
+from engine.backends.torch.model.decoder import Block, Decoder, FusedBlock, Residual
+from engine.backends.torch.model.linear import Linear, close_enough
+from engine.backends.torch.model.lora import Place
+from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
+from engine.backends.torch.model.norms import Norm, RmsNorm, WideRmsNorm, unchanged
+from engine.backends.torch.native.layer import Fused, NativeLinear, bits_of
 
 _CHECK_ROWS = 3
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -12,8 +17,68 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.build import CannotBuild, InstructionSet, library_key
-from engine.backends.torch.native.rows import Room, Rows, aligned, described, shape_of, without_gaps
+from engine.backends.base import LoadProgress
+from engine.backends.common.native_build import (
+    SWITCH,
+    CannotBuild,
+    InstructionSet,
+    build_library,
+    cache_folder,
+    library_key,
+)
+from engine.errors import LoadCancelled, ModelLoadFailed
+
+# A weight as it is given to be laid out for products: its rows in one tensor, or in several that lie anywhere.
+
+Rows = Tensor | tuple[Tensor, ...]
+"""A weight [out, in], or the parts that its rows lie in, one after the other."""
+
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a new tensor of that shape and dtype that begins on a line of the cache, with anything in it."""
+
+_ALIGNMENT = 64
+
+
+class Part(ctypes.Structure):
+    """Some of a weight's rows: `Part` of packing.h."""
+
+    _fields_ = (("rows", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64))
+
+
+def parts_of(rows: Rows) -> tuple[Tensor, ...]:
+    """The tensors that the rows lie in."""
+    return (rows,) if isinstance(rows, Tensor) else rows
+
+
+def shape_of(rows: Rows) -> torch.Size:
+    """That of the weight: out, in."""
+    parts = parts_of(rows)
+    return torch.Size((sum(map(len, parts)), parts[0].shape[1]))
+
+
+def joined(rows: Rows) -> Tensor:
+    """The weight in one piece."""
+    parts = parts_of(rows)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def without_gaps(rows: Rows) -> tuple[Tensor, ...]:
+    """The same parts, the elements of each row side by side."""
+    return tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts_of(rows))
+
+
+def described(parts: Sequence[Tensor]) -> ctypes.Array[Part]:
+    """Where the parts lie, as the kernels are told; good for as long as the parts are."""
+    return (Part * len(parts))(*(Part(part.data_ptr(), len(part), part.stride(0)) for part in parts))
+
+
+def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room in this process's own memory."""
+    elements, spare = torch.Size(shape).numel(), _ALIGNMENT // dtype.itemsize
+    memory = torch.empty(elements + spare, dtype=dtype)
+    start = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return memory[start : start + elements].view(shape)
+
 
 BLOCK, PAD_INPUTS = 16, 32
 DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "float32"})
@@ -125,3 +190,95 @@ def _torch_threads() -> Threads:
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"torch's OpenMP threads cannot be used: {error}") from error
     return Threads(*(ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols))
+
+
+# The native kernels as a load finds them: kept from before, or compiled for it, which it waits for.
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes linear layers and attention of a model, or the clause that says why torch does.
+
+    apply: whether they are for such a device at all.
+    """
+
+    library: NativeLibrary | None = None
+    problem: str = ""
+    apply: bool = True
+
+
+def find_kernels(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    native: bool | None = None,
+) -> Kernels:
+    """The kernels for a model of `dtype` on `device`. Where they have to be compiled first, that is waited for and
+    reported as the phase "kernels"; where that fails, a warning in the log has the reason.
+
+    native: as in ModelSpec. Raises LoadCancelled, and ModelLoadFailed where `native` is true and there are none.
+    """
+    if device.type != "cpu":
+        return Kernels(problem="the native kernels are for a CPU", apply=False)
+    if dtype not in DTYPES:
+        dtype_name = str(dtype).removeprefix("torch.")
+        return Kernels(problem=f"the native kernels are for bfloat16 or float32 on a CPU, not for {dtype_name}")
+    if native is False:
+        return Kernels(problem="the other workers of this model compute without the native kernels")
+    isa = native_isa()
+    if isa is None:
+        problem = f"they need Linux on x86-64, a CPU with AVX2, and that {SWITCH} is not 0"
+    else:
+        try:
+            return Kernels(_find(isa, report, cancelled))
+        except CannotBuild as error:
+            problem = str(error)
+            _logger.warning("the model computes without the native kernels, as they cannot be used: %s", problem)
+    if native:
+        raise ModelLoadFailed(
+            f"the other workers of this model compute with the native kernels, which cannot be used here: {problem}"
+        )
+    return Kernels(problem=f"the native kernels cannot be used: {problem}")
+
+
+def native_isa() -> InstructionSet | None:
+    """The instruction set that the kernels would use in this process; None where they do not run. ATEN_CPU_CAPABILITY,
+    which bounds torch's, bounds it too."""
+    if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    match torch.backends.cpu.get_cpu_capability():
+        case "AVX512" if torch.cpu._is_vnni_supported():
+            if not torch.cpu._is_avx512_bf16_supported():
+                return "avx512"
+            return "amx-bf16" if torch.cpu._is_amx_tile_supported() else "avx512-bf16"
+        case "AVX512" | "AVX2":
+            return "avx2"
+        case _:
+            return None
+
+
+def _find(isa: InstructionSet, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> NativeLibrary:
+    """The library for `isa`. Raises CannotBuild, LoadCancelled."""
+
+    begun = False
+
+    def watch(done: int, total: int) -> None:
+        nonlocal begun
+        if cancelled():
+            raise LoadCancelled("the load was cancelled while kernels were compiled")
+        if not begun:
+            begun = True
+            _logger.info("compiling the native kernels for %s, once for this machine: 16 s of a core or so", isa)
+        report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
+
+    return _opened(isa, build_library(isa, cache_folder(), watch=watch))
+
+
+@cache
+def _opened(isa: InstructionSet, path: Path) -> NativeLibrary:
+    """That of this process, which is opened once."""
+    return NativeLibrary(isa, path)

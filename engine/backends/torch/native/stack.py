@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
 from engine.backends.torch.native.layer import Fused
 from engine.backends.torch.native.library import NativeLibrary
-from engine.backends.torch.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from engine.backends.torch.model import Decoder
+    from engine.backends.torch.model.decoder import Decoder
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.build import InstructionSet
+from engine.backends.common.native_build import InstructionSet
 from engine.backends.torch.native.layer import NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 

@@ -1,0 +1,292 @@
+"""Rules about load: too much of it for the knobs as they are, or too little use of what there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import fmean, median
+from typing import NamedTuple
+
+from console import text
+from console.adviser import thresholds as at
+from console.adviser.advice import Action, Advice, Look, Open, Turn
+from console.adviser.evidence import Evidence, room_for_worker
+from console.text import reading_name
+from console.tui.in_view import prompts_limit
+from engine.backends.base import LoadedModel
+from engine.snapshot import RequestRow, Snapshot, WorkerReading
+
+# Rules about answers and what they are computed with: cut off, guessed in vain, never found again.
+
+
+def truncated(evidence: Evidence) -> Iterator[Advice]:
+    """Answers end because there was no room for more, not because their clients wanted no more."""
+    ended = [row for row in evidence.snapshot.requests if row.state == "finished" and row.finish in ("stop", "length")]
+    cuts = [_cut(evidence.snapshot, row) for row in ended if row.finish == "length"]
+    for where in ("context", "pages"):
+        found = [cut for cut in cuts if cut is not None and cut.by == where]
+        if len(found) < max(at.LEAST_TRUNCATED, at.TRUNCATED_SHARE * len(ended)):
+            continue
+        why = f"the context of {found[0].tokens:,} tokens" if where == "context" else "KV pages that ran out"
+        yield Advice(
+            "truncated",
+            f"{len(found)} of the last {len(ended)} answers were cut off by {why}, not by their max_tokens.",
+            f"{len(found)} of {len(ended)} answers cut off by {why}",
+            Open("models"),
+            where,
+        )
+
+
+class _Cut(NamedTuple):
+    by: str
+    tokens: int
+
+
+def _cut(snapshot: Snapshot, row: RequestRow) -> _Cut | None:
+    """What ended an answer too early; None where it is as long as it was asked to be, or that is not known."""
+    model = _model_of(snapshot, row.model)
+    if model is None:
+        return None
+    context = min(model.max_model_len, model.kv_tokens or model.max_model_len)
+    if row.prompt_tokens + row.output_tokens >= context:
+        return _Cut("context", context)
+    return _Cut("pages", context) if row.max_tokens and row.output_tokens < row.max_tokens else None
+
+
+def _model_of(snapshot: Snapshot, name: str) -> LoadedModel | None:
+    named = (model.status.model for model in snapshot.models if name and model.name == name)
+    return next(named, snapshot.status.model)
+
+
+def drafts_rejected(evidence: Evidence) -> Iterator[Advice]:
+    """Most tokens that are guessed ahead are wrong."""
+    guessed, held = evidence.recent.draft_tokens, evidence.recent.draft_accepted
+    if guessed < at.LEAST_DRAFT_TOKENS or held >= at.DRAFTS_HELD * guessed:
+        return
+    share = text.percent(held / guessed)
+    yield Advice(
+        "drafts_rejected",
+        f"Only {share} of {guessed:,} tokens guessed ahead within a minute held: it may be faster without drafts.",
+        f"Only {share} of the tokens guessed ahead held",
+        Open("models"),
+    )
+
+
+def context_unused(evidence: Evidence) -> Iterator[Advice]:
+    """The context is many times what any request needed, and KV pages lie idle for it."""
+    snapshot = evidence.snapshot
+    ended = sum(snapshot.insight.finished.values()) or sum(snapshot.totals.finished.values())
+    longest, context = _longest(snapshot), snapshot.status.model.max_model_len if snapshot.status.model else 0
+    if ended < at.LEAST_ENDED or not longest or context < max(at.LEAST_CONTEXT, at.CONTEXT_FACTOR * longest):
+        return
+    fullest = max((second.kv_usage for second in snapshot.history), default=0.0)
+    if fullest > at.CONTEXT_KV:
+        return
+    yield Advice(
+        "context_unused",
+        f"No request was longer than {longest:,} of the {context:,} tokens of context, and KV pages were never fuller"
+        f" than {text.percent(fullest)}: a smaller one leaves memory.",
+        f"No request was longer than {longest:,} of {context:,} tokens",
+        Open("models"),
+    )
+
+
+def _longest(snapshot: Snapshot) -> int:
+    """Tokens of the longest request of the model in view."""
+    own = (model.longest_context_tokens for model in snapshot.models if model.status == snapshot.status)
+    return next(own, 0) or (snapshot.insight.longest_context_tokens if len(snapshot.models) <= 1 else 0)
+
+
+def prefix_useless(evidence: Evidence) -> Iterator[Advice]:
+    """Prompts share nothing that could be kept."""
+    asked = sum(worker.stats.prefix_query_tokens for worker in evidence.snapshot.workers)
+    hits = evidence.snapshot.prefix_hit_rate
+    if asked < at.LEAST_PREFIX_TOKENS or hits is None or hits >= at.PREFIX_SHARE:
+        return
+    yield Advice(
+        "prefix_useless",
+        f"Only {hits:.1%} of {text.count(asked)} prompt tokens were in the prefix cache: what prompts have in common"
+        " should come first.",
+        f"Only {hits:.1%} of prompt tokens were in the prefix cache",
+    )
+
+
+# Rules about devices and workers: what holds one of them back.
+
+
+def device_hot(evidence: Evidence) -> Iterator[Advice]:
+    """A device is as hot as it may be."""
+    for device in evidence.snapshot.devices:
+        if device.temperature_c is not None and device.temperature_c >= at.HOT_C:
+            name, degrees = reading_name(device), f"{device.temperature_c:.0f} °C"
+            yield Advice(
+                "device_hot",
+                f"{name} is at {degrees}, where a card lowers its clock: it needs air, or a lower power limit.",
+                f"{name} is at {degrees}: it needs air",
+                subject=device.id,
+            )
+
+
+def power_limit(evidence: Evidence) -> Iterator[Advice]:
+    """A device draws all that it may."""
+    for device in evidence.snapshot.devices:
+        draw, limit, busy = device.power_w, device.power_limit_w, device.utilisation
+        if draw is None or not limit or draw < at.POWER_SHARE * limit or (busy or 0.0) < at.POWER_BUSY:
+            continue
+        name = reading_name(device)
+        yield Advice(
+            "power_limit",
+            f"{name} draws {draw:.0f} of the {limit:.0f} W that it may: its power limit sets its speed.",
+            f"{name} draws {draw:.0f} of {limit:.0f} W",
+            subject=device.id,
+        )
+
+
+def slow_worker(evidence: Evidence) -> Iterator[Advice]:
+    """A worker is slower than others of its model on devices of the same kind, at no more requests than they have."""
+    working = [worker for worker in evidence.serving if worker.active and worker.tokens_per_s > 0]
+    for worker in working:
+        twins = [twin for twin in working if twin is not worker and _kind(twin) == _kind(worker)]
+        if not twins:
+            continue
+        usual, requests = median(_pace(twin) for twin in twins), median(twin.active for twin in twins)
+        if _pace(worker) >= at.SLOW_SHARE * usual or worker.active > at.SLOW_BATCH * requests:
+            continue
+        rate = f"{text.rate(_pace(worker))} tok/s for each request"
+        yield Advice(
+            "slow_worker",
+            f"{worker.id} makes {rate}, its twins {text.rate(usual)}: restart it, or see what else uses its device.",
+            f"{worker.id} makes {rate}, its twins {text.rate(usual)}",
+            Look(worker.id),
+            worker.id,
+        )
+
+
+def _pace(worker: WorkerReading) -> float:
+    return worker.tokens_per_s / worker.active
+
+
+def _kind(worker: WorkerReading) -> tuple[str, ...]:
+    """What devices it is on, whichever they are: "cuda" twice, say."""
+    return tuple(device.rpartition("/")[2].partition(":")[0] for device in worker.devices)
+
+
+_GROWING = 1.25
+_STEP = 4
+
+
+def preempted(evidence: Evidence) -> Iterator[Advice]:
+    """Requests lose their KV pages to others and are computed again."""
+    times, now = evidence.recent.preemptions, evidence.snapshot.max_prompts
+    if times < at.LEAST_PREEMPTIONS:
+        return
+    yield Advice(
+        "preempted",
+        f"KV pages ran out {times} times within a minute, and requests had to start over: fewer at a time lose less.",
+        f"KV pages ran out {times} times within a minute",
+        Turn("max_prompts", -max(1, now // 8)) if now > 1 else None,
+    )
+
+
+def queue(evidence: Evidence) -> Iterator[Advice]:
+    """Requests wait, and not just for a moment."""
+    history, places = evidence.last(at.QUEUE_S), evidence.places
+    waiting = [second.queued for second in history]
+    now = _queued(evidence)
+    if not places or not waiting or min(waiting) == 0 or min(fmean(waiting), now) < max(2, at.QUEUE_SHARE * places):
+        return
+    half = len(waiting) // 2
+    growing = ", ever more" if fmean(waiting[half:]) >= _GROWING * fmean(waiting[:half]) else ""
+    why, action = _way_out(evidence)
+    yield Advice(
+        "queue",
+        f"{now} requests wait for {places} places that are all taken{growing}: {why}.",
+        f"{now} requests wait for {places} places",
+        action,
+    )
+
+
+def _queued(evidence: Evidence) -> int:
+    """Of the model in view, which knobs are turned for."""
+    snapshot = evidence.snapshot
+    if not evidence.several or snapshot.status.spec is None:
+        return snapshot.queued
+    return next((model.queued for model in snapshot.models if model.status == snapshot.status), 0)
+
+
+def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
+    """More at a time while there are KV pages for them and each token comes in time; else more workers."""
+    snapshot = evidence.snapshot
+    if snapshot.kv_usage < at.KV_ROOM and not prompts_limit(snapshot) and not _late(evidence):
+        return f"KV pages are {text.percent(snapshot.kv_usage)} full, more fit", Turn("max_prompts", _more(evidence))
+    if (room := room_for_worker(evidence)) is not None:
+        return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("workers", 1)
+    return "it takes another device, or fewer requests", None
+
+
+def _more(evidence: Evidence) -> int:
+    """How many more prompts each worker should take: up to half as many again, as far as somebody waits for the places
+    and KV pages would hold them, judging by those that are full now."""
+    now, usage = evidence.snapshot.max_prompts, evidence.snapshot.kv_usage
+    waiting = math.ceil(_queued(evidence) / len(evidence.serving))
+    held = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
+    return max(1, min(now // 2, waiting, held))
+
+
+def _late(evidence: Evidence) -> bool:
+    limit, itl = evidence.snapshot.insight.goodput.slo_itl_s, evidence.snapshot.itl.p95
+    return limit is not None and itl is not None and itl > limit
+
+
+def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
+    """Tokens come slower than the operator has promised."""
+    snapshot = evidence.snapshot
+    limit, itl = snapshot.insight.goodput.slo_itl_s, snapshot.itl.p95
+    if limit is None or itl is None or not _late(evidence):
+        return
+    now = snapshot.max_prompts
+    missed = f"ITL p95 is {text.seconds(itl)}, over the {text.seconds(limit)} that were set"
+    yield Advice(
+        "itl_over_slo",
+        f"{missed}: with fewer prompts at a time each token comes sooner.",
+        missed,
+        Turn("max_prompts", -max(1, now // _STEP)) if now > 1 else None,
+    )
+
+
+def memory_unused(evidence: Evidence) -> Iterator[Advice]:
+    """Memory is free that more workers, or more KV pages, would make use of."""
+    history, places = evidence.last(at.WINDOW_S), evidence.places
+    if not history or not places:
+        return
+    busy = fmean(second.running for second in history) / places
+    if busy < at.BUSY_SHARE or evidence.several:
+        return
+    if (room := room_for_worker(evidence)) is not None:
+        free, need = text.size(room.device.free_bytes), text.size(room.need_bytes)
+        yield Advice(
+            "memory_unused",
+            f"{room.name} has {free} free, and another worker takes {need}, while {text.percent(busy)} of all places"
+            " are taken.",
+            f"{room.name} has {free} free for another worker",
+            Turn("workers", 1),
+            room.device.id,
+        )
+        return
+    yield from _pages_short(evidence)
+
+
+def _pages_short(evidence: Evidence) -> Iterator[Advice]:
+    usage = fmean(second.kv_usage for second in evidence.last(at.WINDOW_S))
+    used = {device for worker in evidence.serving for device in worker.devices}
+    for device in evidence.snapshot.devices:
+        large = device.free_bytes >= at.LARGE_FREE_SHARE * device.total_bytes
+        if usage >= at.KV_FULL and device.id in used and device.kind != "cpu" and large:
+            name, free = reading_name(device), text.size(device.free_bytes)
+            yield Advice(
+                "memory_unused",
+                f"KV pages are {text.percent(usage)} full while {name} has {free} free: load with a larger KV cache.",
+                f"KV pages are full, and {name} has {free} free",
+                Open("models"),
+                device.id,
+            )

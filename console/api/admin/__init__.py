@@ -1,0 +1,1 @@
+"""Endpoints under /admin/: operator actions on models, and the calls and events of attached consoles."""

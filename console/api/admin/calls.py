@@ -1,0 +1,121 @@
+"""/admin/call/<group>.<method>: what a console in the engine's process may ask of it, asked from elsewhere.
+
+GET for calls that only look, their arguments in the query; POST for all, their arguments as a JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.http.errors import MethodNotAllowed, NotFound, json_response
+from console.api.http.request_body import body_bytes, run_offloaded
+from console.api.requests.schemas import describes
+from console.api.requests.stream import SSE, ChunkStream
+from console.link.frames import from_plain, to_plain
+from console.link.protocol import EngineLink
+from console.link.rpc import CALLS, Call, Names, invoke
+from engine.errors import EngineClosed, InvalidRequest
+
+log = logging.getLogger("api")
+
+Admit = Callable[[Names, str], Awaitable[str]]
+"""What a name or a folder from outside stands for; raises EngineError for a folder that is none of ours."""
+
+_LOOK_S = 0.25
+
+
+class CallEndpoints:
+    """The endpoint. Who only looks is answered while the server stops, too; what was ordered is carried out even where
+    its client leaves before."""
+
+    def __init__(self, context: ApiContext, link: Callable[[], EngineLink], admit: Admit) -> None:
+        self._context = context
+        self._link = link
+        self._admit = admit
+        self._orders: set[asyncio.Task[object]] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        path = "/admin/call/{name}"
+        return [web.get(path, self._get, allow_head=False), web.post(path, self._post)]
+
+    @describes(
+        "Ask what a console in this process may look at; its arguments are the query",
+        answer=dict[str, Any],
+        group="admin",
+    )
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        call = _known(request)
+        if call.scope != "watch":
+            raise MethodNotAllowed(f"{call.name} changes something: it takes POST", allowed="POST")
+        arguments = _arguments(call, dict(request.query), strict=False)
+        return json_response({"result": to_plain(await self._carry_out(call, arguments))})
+
+    @describes(
+        "Ask or order what a console in this process may; its arguments are the body",
+        answer=dict[str, Any],
+        group="admin",
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        call = _known(request)
+        document = await run_offloaded(request, partial(_document, body_bytes(request)))
+        arguments = await run_offloaded(request, partial(_arguments, call, document, strict=True))
+        order = asyncio.create_task(self._carry_out(call, arguments), name=call.name)
+        self._orders.add(order)
+        order.add_done_callback(self._ended)
+        if SSE.content_type not in request.headers.get("Accept", ""):
+            return json_response({"result": to_plain(await self._done(order))})
+        async with ChunkStream(request, self._context.settings) as chunks:
+            await chunks.send({"result": to_plain(await self._done(order))})
+        return chunks.response
+
+    def _ended(self, order: asyncio.Task[object]) -> None:
+        """Its client was told what went wrong, but where it left before, the log alone has it."""
+        self._orders.discard(order)
+        if not order.cancelled() and (error := order.exception()) is not None:
+            log.info("%s failed: %s", order.get_name(), error)
+
+    async def _done(self, order: asyncio.Task[object]) -> object:
+        """What an order came to. A server that stops does not wait for it."""
+        while not order.done():
+            await asyncio.wait((order,), timeout=_LOOK_S)
+            if self._context.traffic.closing and not order.done():
+                raise EngineClosed("The server is stopping")
+        return order.result()
+
+    async def _carry_out(self, call: Call, arguments: dict[str, Any]) -> object:
+        call.check(**arguments)
+        for argument, kind in call.named.items():
+            arguments[argument] = await self._admit(kind, arguments[argument])
+        return await invoke(call, self._link(), arguments)
+
+
+def _known(request: web.Request) -> Call:
+    name = request.match_info["name"]
+    if name not in CALLS:
+        raise NotFound(f"There is no call {name}; there are: {', '.join(sorted(CALLS))}")
+    return CALLS[name]
+
+
+def _document(raw: bytes) -> object:
+    try:
+        return msgspec.json.decode(raw or b"{}")
+    except ValueError as error:  # bytes that are no UTF-8 are one of another kind
+        raise InvalidRequest(f"The body is not valid JSON: {error}") from None
+
+
+def _arguments(call: Call, given: object, *, strict: bool) -> dict[str, Any]:
+    """By name; raises InvalidRequest for what the call does not take."""
+    try:
+        found: Any = from_plain(given, call.arguments, strict=strict)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise InvalidRequest(f"{call.name} does not take that: {error}") from None
+    return {name: getattr(found, name) for name in call.arguments.__struct_fields__}

@@ -1,0 +1,78 @@
+"""GET /admin/events: the engine as its console shows it, as server-sent events: all of it first, then what changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.http.errors import NotAuthorized
+from console.api.http.traffic import Call, call_of
+from console.api.requests.schemas import describes
+from console.api.requests.stream import ChunkStream
+from console.link.frames import Frame, FrameWriter
+from console.link.protocol import EngineLink
+from engine.errors import EngineClosed, InvalidRequest
+
+DEFAULT_HZ = 2.0
+SLOWEST_HZ, FASTEST_HZ = 0.1, 10.0
+
+
+class Events:
+    """The endpoint. link: the engine, as a console in its process would have it."""
+
+    def __init__(self, context: ApiContext, link: Callable[[], EngineLink]) -> None:
+        self._context = context
+        self._link = link
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.get("/admin/events", self._get)]
+
+    @describes(
+        "The engine as its console shows it, as it changes",
+        query={"hz": "events a second, 2 where it is left out"},
+        event=dict[str, Any],
+        group="admin",
+    )
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        pause_s = 1 / _rate(request.query.get("hz", str(DEFAULT_HZ)))
+        async with ChunkStream(request, self._context.settings) as chunks:
+            await self._follow(chunks, pause_s, call_of(request))
+        return chunks.response
+
+    async def _follow(self, chunks: ChunkStream, pause_s: float, call: Call) -> None:
+        """Who watches holds up no stop: it is told of it, and asks again if it wants to see the rest. A key that is
+        revoked shows no more."""
+        link, writer, traffic = self._link(), FrameWriter(), self._context.traffic
+        clock = asyncio.get_running_loop().time
+        due = clock()
+        while True:
+            if clock() >= due:
+                due = max(due + pause_s, clock())
+                event = writer.event(Frame(snapshot=link.snapshot(), api=link.api_status()))
+                if event is not None:
+                    await chunks.send(event)
+            if traffic.closing:
+                raise EngineClosed("The server is stopping")
+            if not call.is_allowed():
+                raise NotAuthorized("That key is not valid here any more")
+            await asyncio.sleep(min(max(0.0, due - clock()), _LOOK_S))
+
+
+_LOOK_S = 0.25
+"""How long a stop may wait for who watches."""
+
+
+def _rate(text: str) -> float:
+    """Events per second; raises InvalidRequest."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not SLOWEST_HZ <= rate <= FASTEST_HZ:
+        raise InvalidRequest(f"hz is {text}; it must be between {SLOWEST_HZ:g} and {FASTEST_HZ:g}", param="hz")
+    return rate

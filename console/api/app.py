@@ -1,0 +1,80 @@
+"""What aiohttp serves: every endpoint, and what happens to a request on its way there, from the outside in."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import web
+
+from console.api.admin.calls import CallEndpoints
+from console.api.admin.endpoints import Admin
+from console.api.admin.events import Events
+from console.api.context import ApiContext
+from console.api.dialects.registry import DialectRegistry
+from console.api.http.auth import Authenticator, auth_middleware
+from console.api.http.client_address import client_address_middleware
+from console.api.http.guard import cors_headers, guard_middleware
+from console.api.http.limits import AddressLimiter, RequestPacer, pacing_middleware
+from console.api.http.middleware import (
+    counting_middleware,
+    dialect_middleware,
+    error_middleware,
+    response_signer,
+)
+from console.api.http.observability import observability_middleware
+from console.api.http.request_body import (
+    BODY_BYTES,
+    BODY_THREAD,
+    body_middleware,
+    response_timeout_middleware,
+    with_expect_handler,
+)
+from console.api.openapi import OpenApi
+from console.api.operations import Operations
+from console.api.pages.pages import Pages
+from console.link.protocol import EngineLink
+
+
+def application(
+    context: ApiContext,
+    dialects: DialectRegistry,
+    door: Authenticator,
+    *,
+    on_loopback: Callable[[], bool],
+    link: Callable[[], EngineLink] | None = None,
+) -> web.Application:
+    """An application for one run of a server.
+
+    on_loopback: whether it listens there alone.  link: what a console elsewhere is shown; None where there is none.
+    """
+    settings, traffic = context.settings, context.traffic
+    addresses = AddressLimiter(settings.address_rate, time.monotonic)
+    app = web.Application(
+        middlewares=[
+            client_address_middleware(settings.trusted_proxies),
+            observability_middleware(context.watchers),
+            counting_middleware(traffic, dialects),
+            error_middleware,
+            pacing_middleware(RequestPacer()),
+            guard_middleware(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
+            auth_middleware(traffic, door),
+            body_middleware(settings, context.json_bounds),
+            dialect_middleware(traffic, dialects),
+            response_timeout_middleware(settings),
+        ],
+        client_max_size=settings.max_body_bytes,
+    )
+    app[BODY_THREAD] = context.body_thread
+    app[BODY_BYTES] = Counter()
+    endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
+    if context.operator is not None:
+        endpoints.append(Admin(context, context.operator).routes())
+        if link is not None:
+            endpoints.append(Events(context, link).routes())
+            endpoints.append(CallEndpoints(context, link, context.operator.admit).routes())
+    for routes in endpoints:
+        app.add_routes(with_expect_handler(routes))
+    app.on_response_prepare.append(response_signer(cors_headers(settings.cors_origins)))
+    return app

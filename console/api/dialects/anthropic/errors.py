@@ -1,0 +1,53 @@
+"""Errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+import msgspec
+
+from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localized_message
+from engine.errors import ContextLengthExceeded, EngineError
+
+_NAMES = {"stop": "stop_sequences"}
+"""What Anthropic calls our fields."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True):
+    """What went wrong, and what kind of thing that is."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
+    """What an error answer holds, and an error event of a stream."""
+
+    error: AnthropicErrorBody
+    request_id: str = ""
+
+
+def anthropic_error(error: EngineError) -> AnthropicError:
+    """The error in Anthropic's shape."""
+    otherwise = "api_error" if is_server_side(error) else "invalid_request_error"
+    kind = _TYPES.get(error.http_status, otherwise)
+    body = AnthropicErrorBody(kind, _sentence(error)[:MAX_MESSAGE_LENGTH])
+    return AnthropicError(body, request_id=str(error.details.get("request_id", "")))
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it begins as Anthropic's: clients go by that, and read its numbers."""
+    match error.details:
+        case {"prompt_tokens": tokens, "limit": limit} if isinstance(error, ContextLengthExceeded):
+            least = f", and {tokens} is the least that its characters come to" if error.details.get("at_least") else ""
+            return f"prompt is too long: {tokens} tokens > {limit} maximum{least}"
+        case _:
+            return localized_message(error, _NAMES)

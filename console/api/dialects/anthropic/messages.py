@@ -1,0 +1,340 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import aclosing
+from functools import partial
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.dialects.anthropic.body import ConversationBody, MessagesBody
+from console.api.dialects.anthropic.conversation import goes_on, read_conversation
+from console.api.http.errors import json_response
+from console.api.http.request_body import run_offloaded
+from console.api.requests.body import read
+from console.api.requests.chat_prompt import chat_prompt
+from console.api.requests.conversation import read_messages
+from console.api.requests.generation import Generation, StoppedBy
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampling import sampling_params
+from console.api.requests.schemas import describes
+from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import ChunkStream, Framing
+from console.api.tools import (
+    CallArguments,
+    CallBegan,
+    CallReader,
+    JsonObject,
+    Piece,
+    Said,
+    ToolUse,
+    arguments_of,
+    finish_of,
+    whole,
+)
+from engine.backends.base import FinishReason
+from engine.config import SamplingParams
+
+# What /v1/messages answers: a message, or the events that make one up. The `type` of each is its first field.
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "model_context_window_exceeded"
+]
+"""pause_turn: the time was up; sent back as the last message, the answer goes on from there."""
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
+    """A piece of the answer that is text."""
+
+    text: str
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"):
+    """A call of a tool. input: by the tool's own schema; empty at the start of a streamed one."""
+
+    id: str
+    name: str
+    input: JsonObject
+
+
+Block = TextBlock | ToolUseBlock
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens. input_tokens: those of the prompt that were computed; the others were found in the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message", tag_field="type"):
+    """The answer. stop_sequence: the one that ended it."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class TokensCounted(msgspec.Struct, frozen=True):
+    """What a conversation would take as a prompt."""
+
+    input_tokens: int
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start", tag_field="type"):
+    """The message, still empty."""
+
+    message: Message
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start", tag_field="type"):
+    """A block begins, empty."""
+
+    index: int
+    content_block: Block
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta", tag_field="type"):
+    """More text."""
+
+    text: str
+
+
+class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta", tag_field="type"):
+    """More of a call's input as JSON text."""
+
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", tag_field="type"):
+    """More of a block."""
+
+    index: int
+    delta: TextDelta | InputDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop", tag_field="type"):
+    """A block is whole."""
+
+    index: int
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Why the message ends."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta", tag_field="type"):
+    """The message ends. usage: all of it."""
+
+    delta: Ending
+    usage: Usage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop", tag_field="type"):
+    """Nothing comes after this."""
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+def usage_of(generation: Generation) -> Usage:
+    """What the generation used so far."""
+    tokens = generation.tokens
+    return Usage(
+        input_tokens=tokens.prompt - tokens.cached,
+        cache_read_input_tokens=tokens.cached,
+        output_tokens=tokens.output,
+    )
+
+
+def _as_event(document: bytes) -> bytes:
+    """An event is named by the type of what it holds, {"type":"message_start",...}."""
+    return b"event: %b\ndata: %b\n\n" % (document.split(b'"', 4)[3], document)
+
+
+EVENTS = Framing("text/event-stream", _as_event, _as_event(b'{"type":"ping"}'))
+
+
+# The blocks of a message: its text, and the tools that it calls.
+
+
+def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
+    """Those of a whole answer; reader: what finds its calls, None where there are none."""
+    said, calls = (text, ()) if reader is None else whole(reader, text)
+    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments, cut=call.cut)) for call in calls]
+    return [TextBlock(said), *used] if said else [*used]
+
+
+class BlockWriter:
+    """Sends the blocks of an answer as it comes, one after the other, each between its start and its stop."""
+
+    def __init__(self, chunks: ChunkStream, reader: CallReader | None) -> None:
+        self._chunks = chunks
+        self._reader = reader
+        self._index = 0
+        self._open: type[Block] | None = None
+
+    async def text(self, text: str) -> None:
+        """More of the answer."""
+        for piece in [Said(text)] if self._reader is None else self._reader.feed(text):
+            await self._piece(piece)
+
+    async def finish(self) -> None:
+        """There is no more."""
+        for piece in [] if self._reader is None else self._reader.finish():
+            await self._piece(piece)
+        await self._close()
+
+    async def _piece(self, piece: Piece) -> None:
+        match piece:
+            case Said(text=text):
+                if text:
+                    await self._begin(TextBlock(""))
+                    await self._chunks.send(BlockDelta(self._index, TextDelta(text)))
+            case CallBegan(id=call_id, name=name):
+                await self._close()
+                await self._begin(ToolUseBlock(call_id, name, arguments_of("{}")))
+            case CallArguments(text=text):
+                await self._chunks.send(BlockDelta(self._index, InputDelta(text)))
+            case _:
+                await self._close()
+
+    async def _begin(self, block: Block) -> None:
+        """A block of that kind is open."""
+        if self._open is not type(block):
+            await self._close()
+            self._open = type(block)
+            await self._chunks.send(BlockStart(self._index, block))
+
+    async def _close(self) -> None:
+        if self._open is not None:
+            self._open = None
+            await self._chunks.send(BlockStop(self._index))
+            self._index += 1
+
+
+_QUIET = {"enable_thinking": False}
+"""For templates that know thinking: this dialect's answers have none."""
+
+_COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
+_EXAMPLE = {**_COUNTED, "max_tokens": 16}
+
+
+class Messages:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [web.post("/v1/messages", self._post), web.post("/v1/messages/count_tokens", self._count)]
+
+    @describes("Answer a conversation", body=MessagesBody, answer=Message, event=Event, example=_EXAMPLE)
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, MessagesBody)
+        model = await self._context.served(request, body)
+        use = await _tool_use(body, model)
+        params = use.applied(sampling_params(body, model, max_tokens=body.max_tokens))
+        prompt = await _prompt(request, body, model, use)
+        call = _Call(model, params, use.reader("toolu_"))
+        async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
+            if not body.stream:
+                return json_response(await call.whole(generation))
+            async with ChunkStream(request, self._context.settings, EVENTS) as chunks:
+                await call.send(generation, chunks)
+            return chunks.response
+
+    @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, ConversationBody)
+        model = await self._context.served(request, body)
+        prompt = await _prompt(request, body, model, await _tool_use(body, model))
+        return json_response(TokensCounted(len(prompt.ids)))
+
+
+async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
+    return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+
+
+async def _prompt(request: web.Request, body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
+    model.check_length(len(body.messages), "messages")
+    said = await run_offloaded(request, partial(read_conversation, body.system, body.messages))
+    turns = await run_offloaded(request, partial(read_messages, said))
+    return await chat_prompt(model, turns, continue_final=goes_on(said), variables=_QUIET, tools=use.definitions)
+
+
+class _Call:
+    """One request on its way to its answer. reader: what finds calls of tools in it."""
+
+    def __init__(self, model: ServedModel, params: SamplingParams, reader: CallReader | None) -> None:
+        self.id = f"msg_{secrets.token_hex(12)}"
+        self._model = model
+        self._params = params
+        self._reader = reader
+
+    async def whole(self, generation: Generation) -> Message:
+        """The answer at once."""
+        [answer] = await generation.answers()
+        content = blocks_of(answer.text, self._reader)
+        return self._message(generation, content, self._ending(generation, answer.finish, answer.stop_reason))
+
+    async def send(self, generation: Generation, chunks: ChunkStream) -> None:
+        """Every piece as it comes."""
+        blocks: BlockWriter | None = None
+        async with aclosing(generation.deltas()) as deltas:
+            async for _, delta in deltas:
+                if blocks is None:
+                    await chunks.send(MessageStart(self._message(generation, [], None)))
+                    blocks = BlockWriter(chunks, self._reader)
+                await blocks.text(delta.text)
+                if delta.finish is not None:
+                    await blocks.finish()
+                    ending = self._ending(generation, delta.finish, generation.stop_reason(delta))
+                    await chunks.send(MessageDelta(ending, usage_of(generation)))
+                    await chunks.send(MessageStop())
+
+    def _ending(self, generation: Generation, finish: FinishReason | None, stopped: StoppedBy) -> Ending:
+        stop = stopped if isinstance(stopped, str) else None
+        if stop is None and finish_of(self._reader, finish) == "tool_calls":
+            return Ending("tool_use", None)
+        return Ending(_stop_reason(finish, stop, generation.tokens.output, self._params.max_tokens), stop)
+
+    def _message(self, generation: Generation, content: list[Block], ending: Ending | None) -> Message:
+        return Message(
+            id=self.id,
+            model=self._model.name,
+            content=content,
+            stop_reason=None if ending is None else ending.stop_reason,
+            stop_sequence=None if ending is None else ending.stop_sequence,
+            usage=usage_of(generation),
+        )
+
+
+def _stop_reason(finish: FinishReason | None, stop: str | None, output_tokens: int, limit: int | None) -> StopReason:
+    """Why an answer ended, in Anthropic's words."""
+    if stop is not None:
+        return "stop_sequence"
+    match finish:
+        case "length" if limit is not None and output_tokens < limit:
+            return "model_context_window_exceeded"
+        case "length":
+            return "max_tokens"
+        case "timeout":
+            return "pause_turn"
+        case _:
+            return "end_turn"

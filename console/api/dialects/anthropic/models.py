@@ -1,0 +1,106 @@
+"""GET /v1/models and /v1/models/{id}, for requests with the anthropic-version header."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.dialects.openai.models import ModelCard, Models
+from console.api.http.errors import json_response
+from console.api.requests.schemas import describes
+from engine.errors import InvalidRequest
+
+MAX_PAGE = 1000
+_QUERY = {
+    "limit": f"models in a page, 1 to {MAX_PAGE}; {MAX_PAGE} where it is left out",
+    "after_id": "the page begins after this model",
+    "before_id": "the page ends before this model",
+}
+
+
+class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="type"):
+    """A model, or an adapter of one. created_at: when the server began.
+
+    max_input_tokens, max_tokens: most tokens of a prompt and of an answer, which share the context; null while unknown.
+    """
+
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of models. has_more: there are others beyond it."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class AnthropicModels:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._models = Models(context)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
+
+    @describes("The models and adapters, as Anthropic lists them", answer=AnthropicModelList, query=_QUERY)
+    async def _list(self, request: web.Request) -> web.Response:
+        cards = self._models.cards()
+        names = list(cards)
+        start = _place(request, "after_id", names, -1) + 1
+        stop = _place(request, "before_id", names, len(names))
+        limit = _limit(request)
+        page = names[start:stop][-limit:] if "before_id" in request.query else names[start:stop][:limit]
+        return json_response(
+            AnthropicModelList(
+                data=[_model(cards[name]) for name in page],
+                has_more=len(page) < len(names[start:stop]),
+                first_id=page[0] if page else None,
+                last_id=page[-1] if page else None,
+            )
+        )
+
+    @describes("One of them, as Anthropic has it", answer=AnthropicModel)
+    async def _get(self, request: web.Request) -> web.Response:
+        return json_response(_model(self._models.card(request.match_info["name"])))
+
+
+def _model(card: ModelCard) -> AnthropicModel:
+    most = None if card.max_model_len is None else card.max_model_len - 1
+    return AnthropicModel(
+        id=card.id,
+        display_name=card.id,
+        created_at=datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=most,
+        max_tokens=most,
+    )
+
+
+def _place(request: web.Request, field: str, names: list[str], otherwise: int) -> int:
+    """Where the model stands that a field of the query names; raises InvalidRequest."""
+    name = request.query.get(field)
+    if name is None:
+        return otherwise
+    if name not in names:
+        raise InvalidRequest(f"{field} is {name!r}, which is no model here", param=field)
+    return names.index(name)
+
+
+def _limit(request: web.Request) -> int:
+    """Models in a page; raises InvalidRequest."""
+    text = request.query.get("limit", str(MAX_PAGE))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
+        raise InvalidRequest(f"limit is {text!r}; it must be 1 to {MAX_PAGE}", param="limit")
+    return int(text)

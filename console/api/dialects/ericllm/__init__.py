@@ -1,0 +1,1 @@
+"""EricLLM's and vLLM's own endpoints: /generate, /tokenize, /detokenize, /version."""

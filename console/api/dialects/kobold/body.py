@@ -1,0 +1,93 @@
+"""What clients of KoboldAI and KoboldCpp send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from console.api.requests.body import Body
+from console.api.requests.parameters import FRONTEND_INERT, KOBOLD_CLAMPED, KOBOLD_REFUSED
+from console.api.requests.sampling import SamplingFields
+from console.api.requests.text_frontends import FrontendBody, TruncatedPrompt
+from engine.config import RANGES
+
+_ALIASES = {
+    **SamplingFields.aliases,
+    "banned_tokens": "banned_strings",
+    "grammar": "grammar_string",
+    "max_new_tokens": "max_length",
+    "max_tokens": "max_length",
+    "n_predict": "max_length",
+    "num_predict": "max_length",
+    "truncation_length": "max_context_length",
+    "use_default_badwordsids": "ban_eos_token",
+}
+_INERT = FRONTEND_INERT | {
+    "gui_settings",  # whose settings these are, which are sent
+    "quiet",  # what the server prints; prompts are not printed
+    "sampler_full_determinism",  # an answer with a seed is always the same
+    "streaming",  # SillyTavern's own note of which endpoint it asks, as the next
+    "can_abort",
+}
+
+
+class KoboldBody(FrontendBody):
+    """A prompt and its settings, with KoboldCpp's defaults.
+
+    memory: stands before the prompt and is never cut.  max_context_length: tokens of prompt and answer together, the
+    model's context where it is left out; of a prompt that is too long the end is kept.
+    trim_stop: whether an answer ends before its stop sequence.  singleline: it ends with its first line.
+    genkey: by which the answer can be looked at and stopped.  render_special: whether control tokens are shown.
+    """
+
+    refused = KOBOLD_REFUSED
+    inert = _INERT
+    clamped = KOBOLD_CLAMPED
+    aliases = _ALIASES
+    length_field = "max_length"
+    context_field = "max_context_length"
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {**RANGES, length_field: RANGES["max_tokens"]}
+
+    memory: str = ""
+    max_length: Annotated[int, Field(ge=1)] = 180
+    max_context_length: Annotated[int | None, Field(ge=1)] = None
+    temperature: float | None = 0.7
+    top_k: Annotated[int | None, Field(ge=-1)] = 100
+    top_p: float | None = 0.92
+    min_p: float | None = 0.0
+    typical_p: float | None = 1.0
+    repetition_penalty: float | None = 1.0
+    repetition_range: Annotated[int, Field(ge=-1)] = 320
+    dry_range: Annotated[int, Field(ge=-1)] = 320
+    xtc_threshold: float = 0.2
+    trim_stop: bool = False
+    singleline: bool = False
+    genkey: Annotated[str, Field(max_length=200)] = ""
+    render_special: bool = False
+
+    def _completed(self) -> SamplingFields:
+        return self.model_copy(
+            update={
+                "stopping_strings": [*self.stopping_strings, "\n"] if self.singleline else self.stopping_strings,
+                "include_stop_str_in_output": not (self.trim_stop or self.singleline),
+                "skip_special_tokens": not self.render_special,
+            }
+        )
+
+    def _cut(self, room: int) -> TruncatedPrompt:
+        return TruncatedPrompt(self.prompt, room, head=self.memory)
+
+
+class KeyBody(Body):
+    """Which answer is meant."""
+
+    genkey: str = ""
+
+
+class CountBody(Body):
+    """A text whose tokens are counted. special: whether the model's own are among them."""
+
+    prompt: str
+    special: bool = True

@@ -1,0 +1,199 @@
+"""POST /api/chat: Ollama's answer to a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from console.api.context import ApiContext, new_id
+from console.api.dialects.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
+from console.api.dialects.ollama.body import ChatBody
+from console.api.dialects.ollama.options import options_params
+from console.api.dialects.ollama.writer import AnswerWriter
+from console.api.http.request_body import run_offloaded
+from console.api.requests.body import read
+from console.api.requests.chat_prompt import chat_prompt
+from console.api.requests.conversation import read_messages
+from console.api.requests.parameters import OLLAMA_MESSAGE_REFUSED
+from console.api.requests.schemas import describes
+from engine.errors import InvalidRequest
+
+# Ollama's messages, put as OpenAI's: that is what templates and everything behind them know.
+
+Spoken = dict[str, Any]
+"""One of OpenAI's messages."""
+
+_KNOWN = {
+    "system": frozenset({"role", "content"}),
+    "user": frozenset({"role", "content"}),
+    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "tool": frozenset({"role", "content", "tool_name", "tool_call_id"}),
+}
+"""Fields by role."""
+
+
+def read_conversation(messages: Sequence[object]) -> list[Spoken]:
+    """All that was said. Calls without an id get one, and results without one are of the first call that is open, of
+    the tool that they name. Raises InvalidRequest naming what is wrong."""
+    said: list[Spoken] = []
+    open_calls = _OpenCalls()
+    for i, message in enumerate(messages):
+        spoken = _message(message, f"messages[{i}]")
+        for j, call in enumerate(spoken.get("tool_calls", ())):
+            call["id"] = call["id"] or f"call_{i}_{j}"
+            open_calls.add(call["id"], call["function"]["name"])
+        if spoken["role"] == "tool":
+            spoken["tool_call_id"] = _answered(spoken, open_calls, f"messages[{i}]")
+        said.append(spoken)
+    return said
+
+
+def goes_on(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last turn is an answer begun, from which the answer goes on."""
+    last = turns[-1]
+    return bool(last["role"] == "assistant" and last["content"] and not last.get("tool_calls"))
+
+
+class _OpenCalls:
+    """The calls that have no result yet, in the order of their coming."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._open: set[int] = set()
+        self._of_id: dict[str, list[int]] = {}
+        self._of_tool: dict[str, deque[int]] = {}
+
+    def add(self, call_id: str, tool: str) -> None:
+        """Add a call."""
+        number = len(self._ids)
+        self._ids.append(call_id)
+        self._open.add(number)
+        self._of_id.setdefault(call_id, []).append(number)
+        for name in {"", tool}:
+            self._of_tool.setdefault(name, deque()).append(number)
+
+    def close(self, call_id: str) -> None:
+        """Close all calls of this id."""
+        self._open.difference_update(self._of_id.pop(call_id, ()))
+
+    def first(self, tool: str) -> str | None:
+        """Close the first open call of a tool, "" for any, and return its id."""
+        calls = self._of_tool.get(tool, deque())
+        while calls:
+            number = calls.popleft()
+            if number in self._open:
+                self._open.remove(number)
+                return self._ids[number]
+        return None
+
+
+def _answered(spoken: Spoken, open_calls: _OpenCalls, where: str) -> str:
+    """The id of the call that a result is of, which is open no more."""
+    given, tool = spoken.pop("tool_call_id"), spoken.pop("tool_name")
+    if given:
+        open_calls.close(given)
+        return str(given)
+    found = open_calls.first(tool)
+    if found is None:
+        raise InvalidRequest(f"{where} is the result of a call that was not made", param=where)
+    return found
+
+
+def _message(message: object, where: str) -> Spoken:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} should be an object with role and content", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _KNOWN:
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_KNOWN)}", param=f"{where}.role")
+    for name, value in message.items():
+        if name in OLLAMA_MESSAGE_REFUSED:
+            OLLAMA_MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
+        elif name not in _KNOWN[role] and value is not None:
+            raise InvalidRequest(f"{where}.{name} is not a field of a {role} message", param=f"{where}.{name}")
+    spoken: Spoken = {"role": role, "content": _string(message, "content", where)}
+    if role == "tool":
+        return spoken | {name: _string(message, name, where) for name in ("tool_name", "tool_call_id")}
+    if calls := message.get("tool_calls"):
+        spoken["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return spoken
+
+
+def _calls(calls: object, where: str) -> list[Spoken]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} should be an array", param=where)
+    return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: object, where: str) -> Spoken:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
+        raise InvalidRequest(f"{where} should have a function with a name and arguments, an object", param=where)
+    name = _string(function, "name", f"{where}.function")
+    text = msgspec.json.encode(arguments).decode()
+    return {"id": _string(call, "id", where), "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
+    """A field that is text; "" where it is not there."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} should be a string", param=f"{where}.{name}")
+    return value or ""
+
+
+class Chat:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/api/chat", self._post)]
+
+    @describes(
+        "Answer a conversation",
+        body=ChatBody,
+        answer=Chatted,
+        event=Chatted,
+        media="application/x-ndjson",
+        example={
+            "messages": [{"role": "user", "content": "Hello"}],
+            "stream": False,
+            "options": {"num_predict": 16},
+        },
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        watch = Stopwatch()
+        body = await read(request, ChatBody)
+        options = body.read()
+        said = await run_offloaded(request, partial(read_conversation, body.messages))
+        model = body.as_named(await watch.loading(self._context.served(request, options)))
+        if not said:
+            return AnswerWriter(model, watch, _shape).loaded()
+        model.check_length(len(said), "messages")
+        use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+        prompt = await chat_prompt(
+            model,
+            await run_offloaded(request, partial(read_messages, said)),
+            continue_final=goes_on(said),
+            variables=body.variables,
+            tools=use.definitions,
+        )
+        params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
+        text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
+        answering = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())
+        async with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
+            return await answering.answer(request, self._context.settings, generation, body.stream)
+
+
+def _shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
+    return Chatted(message=Said(content=text, tool_calls=calls or UNSET), **fields)

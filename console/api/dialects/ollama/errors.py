@@ -1,0 +1,27 @@
+"""Errors in Ollama's shape."""
+
+from __future__ import annotations
+
+import msgspec
+
+from console.api.http.errors import localized_message
+from engine.errors import EngineError
+
+_NAMES = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_range": "repeat_last_n",
+    "tfs": "tfs_z",
+}
+"""What Ollama calls our fields."""
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    """What an error answer holds, and the last line of a stream that failed: one sentence."""
+
+    error: str
+
+
+def ollama_error(error: EngineError) -> OllamaError:
+    """The error in Ollama's shape."""
+    return OllamaError(localized_message(error, _NAMES))

@@ -1,0 +1,100 @@
+"""POST /api/generate: Ollama's answer to one prompt, which the model's chat template has around it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from msgspec import UNSET
+
+from console.api.context import ApiContext, new_id
+from console.api.dialects.ollama.answers import Generated, Part, Stopwatch, ToolCalled
+from console.api.dialects.ollama.body import GenerateBody
+from console.api.dialects.ollama.options import options_params
+from console.api.dialects.ollama.writer import AnswerWriter
+from console.api.requests.body import read
+from console.api.requests.chat_prompt import chat_prompt
+from console.api.requests.conversation import Turn
+from console.api.requests.prompts import Prompt, read_prompts
+from console.api.requests.schemas import describes
+from console.api.requests.served_model import MANY_TOKENS, ServedModel
+from engine.errors import InvalidRequest
+from engine.requests.request import compact_ids
+
+
+class Generate:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/api/generate", self._post)]
+
+    @describes(
+        "Answer a prompt",
+        body=GenerateBody,
+        answer=Generated,
+        event=Generated,
+        media="application/x-ndjson",
+        example={"prompt": "Hello", "stream": False, "options": {"num_predict": 16}},
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        watch = Stopwatch()
+        body = await read(request, GenerateBody)
+        options = body.read()
+        _check_raw(body)
+        model = body.as_named(await watch.loading(self._context.served(request, options)))
+        if not body.prompt:
+            return AnswerWriter(model, watch, _loaded).loaded()
+        prompt = await _prompt(body, model)
+        params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
+        text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
+        answering = AnswerWriter(model, watch, partial(_shape, body, prompt), logprobs=text)
+        async with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
+            return await answering.answer(request, self._context.settings, generation, body.stream)
+
+
+def _shape(
+    body: GenerateBody, prompt: Prompt, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any
+) -> Part:
+    """The conversation so far comes with the end, but for one that the client wrote out itself."""
+    context = UNSET if ids is None or body.raw else [*prompt.ids, *ids]
+    return Generated(response=text, context=context, **fields)
+
+
+def _loaded(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
+    return Generated(response=text, **fields)
+
+
+def _check_raw(body: GenerateBody) -> None:
+    for name in ("system", "context"):
+        if body.raw and getattr(body, name):
+            raise InvalidRequest(f"raw takes the prompt as it is, so {name} cannot be added to it", param=name)
+
+
+async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
+    """What is to be continued; the body's own text where the model has no chat template."""
+    if body.raw or not model.tokenizer.has_chat_template:
+        if body.system:
+            raise InvalidRequest("this model has no chat template, so there is no place for system", param="system")
+        [prompt] = await read_prompts(body.prompt, model)
+    else:
+        turns: list[Turn] = [
+            {"role": role, "content": text} for role, text in (("system", body.system), ("user", body.prompt)) if text
+        ]
+        prompt = await chat_prompt(model, turns, variables=body.variables)
+    if not body.context:
+        return prompt
+    joined = partial(_after, body.context, prompt, model)
+    return joined() if len(body.context) < MANY_TOKENS else await model.offload(joined)
+
+
+def _after(context: list[int], prompt: Prompt, model: ServedModel) -> Prompt:
+    """The prompt after an earlier conversation; a text begins but once."""
+    model.check_token_ids(context, "context")
+    begins = bool(prompt.ids) and prompt.ids[0] == model.tokenizer.bos_token_id
+    ids = prompt.ids[1:] if begins else prompt.ids
+    return Prompt(compact_ids([*context, *ids]), prompt.text, continues=prompt.continues)

@@ -1,0 +1,356 @@
+"""What Ollama's clients ask of models: /api/tags, /api/show, /api/ps, /api/version; and what only Ollama does."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.dialects.ollama.body import LATEST
+from console.api.dialects.openai.models import ANSWERING
+from console.api.http.errors import json_response
+from console.api.requests.body import Body, read
+from console.api.requests.parameters import OLLAMA_REFUSED
+from console.api.requests.schemas import describes
+from console.api.tools.formats import format_of
+from console.api.version import product_version
+from engine.config import quote_value
+from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from engine.models.catalog import ModelEntry, is_count
+from engine.models.files import file_names, read_json_object
+from engine.models.inspect import inspect
+from engine.snapshot import ModelReading
+from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_config import TokenizerFolder
+
+# Models as Ollama describes them: what their folders say, and where they are now.
+
+FOREVER = "9999-12-31T23:59:59Z"
+"""When a model is unloaded that never is."""
+
+_SHAPE = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+"""Ollama's names for what config.json says."""
+
+_LAST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+"""The latest day that can be written; a file may say that it changed later."""
+
+_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True):
+    """What kind of model it is."""
+
+    parent_model: str = ""
+    format: str = "safetensors"
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in a list. digest: changes when its weights do."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: Details
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in memory. expires_at: when it is unloaded, should no request come.  size: in all memory; size_vram: in
+    that of GPUs."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: Details
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """All about a model. template: its chat template, which is Jinja here.  parameters: what its makers recommend."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, object]
+    capabilities: list[str]
+    modified_at: str
+
+
+def list_models(reading: ModelReading, name: str) -> Listed:
+    """A model, as a list has it. Blocking: reads its folder's headers."""
+    folder = _folder(reading)
+    entry = inspect(folder)
+    modified_at, digest = _stamp(folder)
+    loaded = reading.status.model
+    size = entry.weights_bytes or (0 if loaded is None else loaded.weights_bytes)
+    return Listed(
+        name=name, model=name, modified_at=modified_at, size=size, digest=digest, details=_details(reading, entry)
+    )
+
+
+def list_running(reading: ModelReading, name: str, now: datetime) -> Running:
+    """A model that is in memory. Blocking: reads its folder's headers."""
+    folder, loaded = _folder(reading), reading.status.model
+    shares = reading.used or (() if loaded is None else loaded.shares)
+    workers = max(1, reading.target_workers)
+    gpus = sum(share.total_bytes for share in shares if share.device.startswith("cuda"))
+    expires = now + timedelta(seconds=reading.idle_unload_s)
+    return Running(
+        name=name,
+        model=name,
+        size=workers * sum(share.total_bytes for share in shares),
+        digest=_stamp(folder)[1],
+        details=_details(reading, inspect(folder)),
+        expires_at=_written(expires) if reading.idle_unload_s else FOREVER,
+        size_vram=workers * gpus,
+        context_length=0 if loaded is None else loaded.max_model_len,
+    )
+
+
+def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) -> Shown:
+    """All about a model. tokenizer: its own, while it is loaded. Blocking: reads its folder's files."""
+    folder = _folder(reading)
+    entry, parameters = inspect(folder), _parameters(folder)
+    templates = _tokenizer_folder(folder).chat_templates()
+    template = templates.get("default", next(iter(templates.values()), ""))
+    can = ["completion"] if tokenizer is None or format_of(tokenizer) is None else ["completion", "tools"]
+    lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
+    return Shown(
+        modelfile="\n".join(lines),
+        parameters=parameters,
+        template=template,
+        details=_details(reading, entry),
+        model_info=_model_info(folder, entry, reading),
+        capabilities=can,
+        modified_at=_stamp(folder)[0],
+    )
+
+
+def _folder(reading: ModelReading) -> Path:
+    assert reading.status.spec is not None, "a model that answers has a spec"
+    return reading.status.spec.path
+
+
+def _details(reading: ModelReading, entry: ModelEntry) -> Details:
+    family = _family(_config(_folder(reading)))
+    return Details(
+        family=family,
+        families=[family],
+        parameter_size=_in_words(_parameter_count(reading, entry)),
+        quantization_level=(entry.quantisation or entry.dtype).upper(),
+    )
+
+
+def _model_info(folder: Path, entry: ModelEntry, reading: ModelReading) -> dict[str, object]:
+    config = _config(folder)
+    family = _family(config)
+    numbers = {f"{family}.{name}": value for name, key in _SHAPE.items() if is_count(value := config.get(key))}
+    return {
+        "general.architecture": family,
+        "general.parameter_count": _parameter_count(reading, entry),
+        f"{family}.context_length": entry.context_tokens,
+        **numbers,
+    }
+
+
+def _parameter_count(reading: ModelReading, entry: ModelEntry) -> int:
+    return entry.parameters or (0 if reading.status.model is None else reading.status.model.parameters)
+
+
+def _parameters(folder: Path) -> str:
+    """The recommended sampling, a line each."""
+    try:
+        defaults = _tokenizer_folder(folder).generation_defaults()
+    except EngineError:
+        return ""
+    given = {name: getattr(defaults, name) for name in _PARAMETERS if getattr(defaults, name) is not None}
+    return "\n".join(f"{name.replace('repetition', 'repeat')} {value}" for name, value in given.items())
+
+
+def _family(config: Mapping[str, object]) -> str:
+    return quote_value(config.get("model_type") or "unknown")
+
+
+def _config(folder: Path) -> Mapping[str, object]:
+    """config.json, the part on text where it has one for each kind of input; {} for one that cannot be read."""
+    try:
+        config = read_json_object(folder / "config.json")
+    except EngineError:
+        return {}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _tokenizer_folder(folder: Path) -> TokenizerFolder:
+    try:
+        return TokenizerFolder.read(folder)
+    except EngineError:
+        return TokenizerFolder()
+
+
+def _stamp(folder: Path) -> tuple[str, str]:
+    """When the model's files changed last, and a digest of their names, sizes and times."""
+    stats = list(_stats(folder))
+    digest = hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())
+    latest = max((stat.st_mtime for _, stat in stats), default=0.0)
+    return _written(datetime.fromtimestamp(min(max(latest, 0.0), _LAST_S), UTC)), digest.hexdigest()
+
+
+def _stats(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The model's files by name, without those that are not there behind their link."""
+    try:
+        names = file_names(folder)
+    except (OSError, EngineError):
+        return
+    for name in names:
+        if name.endswith((".json", ".safetensors")):
+            with suppress(OSError):
+                yield name, (folder / name).stat()
+
+
+def _in_words(parameters: int) -> str:
+    """ "7.2B", "135M"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if parameters >= scale:
+            return f"{parameters / scale:.4g}{unit}"
+    return str(parameters)
+
+
+def _written(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+T = TypeVar("T")
+
+_NOT_HERE = {
+    "/api/pull": "the operator loads models, also those of the hub: in the console, or with POST /admin/load",
+    "/api/push": "this server uploads no models",
+    "/api/create": "this server makes no models: load a folder with safetensors",
+    "/api/copy": "this server copies no models",
+    "/api/delete": "this server deletes no models; the operator unloads them with POST /admin/unload",
+    "/api/blobs/{digest}": "this server takes no files",
+}
+
+
+class ListedModels(msgspec.Struct, frozen=True):
+    """Those that answer."""
+
+    models: list[Listed]
+
+
+class RunningModels(msgspec.Struct, frozen=True):
+    """Those that are in memory."""
+
+    models: list[Running]
+
+
+class Version(msgspec.Struct, frozen=True):
+    """This server's own."""
+
+    version: str
+
+
+class ShowBody(Body):
+    """What /api/show takes. name: an older name of `model`.  verbose: there is nothing more to show."""
+
+    refused = OLLAMA_REFUSED
+    inert = frozenset({"verbose", "options", "system"})
+    aliases: ClassVar[Mapping[str, str]] = {"name": "model"}
+
+    model: str
+
+
+class ModelList:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [
+            web.get("/api/tags", self._tags),
+            web.get("/api/ps", self._ps),
+            web.get("/api/version", self._version),
+            web.post("/api/show", self._show),
+            *(web.post(path, _refuse) for path in _NOT_HERE if path != "/api/delete"),
+            web.delete("/api/delete", _refuse),
+        ]
+
+    @describes("List the models that answer", answer=ListedModels)
+    async def _tags(self, request: web.Request) -> web.Response:
+        return json_response(ListedModels(await self._each(list_models, ANSWERING)))
+
+    @describes("List the models in memory", answer=RunningModels)
+    async def _ps(self, request: web.Request) -> web.Response:
+        describe = partial(list_running, now=datetime.now(UTC))
+        return json_response(RunningModels(await self._each(describe, ("ready",))))
+
+    @describes("Tell this server's version", answer=Version)
+    async def _version(self, request: web.Request) -> web.Response:
+        return json_response(Version(product_version()))
+
+    @describes("Tell all about a model", body=ShowBody, answer=Shown)
+    async def _show(self, request: web.Request) -> web.Response:
+        body = await read(request, ShowBody)
+        readings = self._readings(ANSWERING)
+        reading = readings.get(body.model) or readings.get(body.model + LATEST)
+        if reading is None:
+            known = ", ".join(readings)
+            raise ModelNotFound(
+                f"There is no model {body.model!r} here; available: {known or 'none'}",
+                param="model",
+                model=body.model,
+                available=known,
+            )
+        return json_response(
+            await asyncio.to_thread(show_model, reading, body.model, self._context.engine.tokenizer_of(reading.name))
+        )
+
+    def _readings(self, states: Sequence[str]) -> dict[str, ModelReading]:
+        """Models and their adapters by the names that they are listed under, with a tag as all names of Ollama's."""
+        found: dict[str, ModelReading] = {}
+        for reading in self._context.engine.published.models:
+            if reading.status.state in states and reading.status.spec is not None:
+                for name in (reading.name, *(adapter.name for adapter in reading.adapters)):
+                    found.setdefault(name if ":" in name else name + LATEST, reading)
+        return found
+
+    async def _each(self, describe: Callable[[ModelReading, str], T], states: Sequence[str]) -> list[T]:
+        """Of each model. Their files are read beside the event loop."""
+        readings = self._readings(states)
+        return await asyncio.to_thread(lambda: [describe(reading, name) for name, reading in readings.items()])
+
+
+@describes("What only Ollama does; always a 400 that says why", success=None)
+async def _refuse(request: web.Request) -> web.StreamResponse:
+    """What only Ollama does."""
+    resource = request.match_info.route.resource
+    why = "" if resource is None else _NOT_HERE[resource.canonical]
+    raise InvalidRequest(f"{request.path} is not supported: {why}")

@@ -1,0 +1,111 @@
+"""Ollama's options: its names, its values for what is off, and its defaults, as the sampling fields of all dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec.structs import replace
+from pydantic import Field
+
+from console.api.requests.parameters import OLLAMA_OPTIONS_CLAMPED, OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
+from console.api.requests.response_format import Named
+from console.api.requests.sampling import SamplingFields, sampling_params
+from console.api.requests.served_model import ServedModel
+from console.api.requests.structured_output import json_grammar, json_object_grammar
+from engine.config import SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest
+
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
+"""Ollama's, where neither the client nor the model's makers say anything."""
+
+_OWN = ("num_predict", "num_ctx", "repeat_last_n")
+"""Options that mean something else here than fields that other clients call so."""
+
+_NO_RANGE = 0
+
+
+class Options(SamplingFields):
+    """What `options` may hold; other samplers of ours may be set there too, by their own names.
+
+    answer_format: the body's `format`: "json", a JSON schema, or "" for any text.
+    num_predict: -1 and -2 are up to the context's end.  num_ctx: prompt and answer together; more than the model was
+    loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
+    """
+
+    refused = OLLAMA_OPTIONS_REFUSED
+    inert = OLLAMA_OPTIONS_INERT
+    clamped = OLLAMA_OPTIONS_CLAMPED
+    internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream"})
+    aliases: ClassVar[Mapping[str, str]] = {
+        **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},
+        "repeat_penalty": "repetition_penalty",
+        "tfs_z": "tfs",
+    }
+
+    n: Literal[1] = 1
+    answer_format: dict[str, Any] | str = ""
+    num_predict: Annotated[int, Field(ge=-2)] = -1
+    num_ctx: Annotated[int | None, Field(ge=1)] = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31)] = 64
+
+    @property
+    def asks_for_format(self) -> bool:
+        """Whether `format` has anything to do."""
+        return bool(self.answer_format) or super().asks_for_format
+
+    def _named(self, max_bytes: int) -> Iterator[Named]:
+        yield from super()._named(max_bytes)
+        match self.answer_format:
+            case "":
+                return
+            case "json":
+                yield "format", partial(json_object_grammar, "format")
+            case str():
+                raise InvalidRequest('format should be "json" or a JSON schema', param="format")
+            case schema:
+                yield "format", partial(json_grammar, schema, "format", max_bytes=max_bytes)
+
+
+def read_options(options: Mapping[str, Any] | None, **beside: object) -> Options:
+    """The options with what the body says beside them, by our names; raises InvalidRequest naming the field."""
+    given = dict(options or {})
+    for name in sorted(Options.internal & given.keys()):
+        raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
+    return Options.of({**given, **beside})
+
+
+def options_params(
+    options: Options, model: ServedModel, prompt_tokens: int, *, logprobs: int | None = None
+) -> SamplingParams:
+    """What the engine is told of a prompt. Raises InvalidRequest."""
+    recommended = model.tokenizer.generation_defaults
+    missing = {
+        name: default
+        for name, default in _DEFAULTS.items()
+        if getattr(options, name) is None and getattr(recommended, name) is None
+    }
+    fields = options.model_copy(update=missing)
+    params = sampling_params(fields, model, max_tokens=_room(options, model, prompt_tokens), logprobs=logprobs)
+    if options.repeat_last_n == _NO_RANGE:
+        return replace(params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
+    return params if options.repetition_range else replace(params, repetition_range=max(0, options.repeat_last_n))
+
+
+def _room(options: Options, model: ServedModel, prompt_tokens: int) -> int | None:
+    """The most tokens that the answer may have, None for as many as fit."""
+    asked = options.num_predict if options.num_predict > 0 else None
+    if options.num_ctx is None or options.num_ctx >= model.loaded.max_model_len:
+        return asked
+    if prompt_tokens >= options.num_ctx:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens; with the answer's first token, num_ctx lets it have "
+            f"{options.num_ctx - 1}, and a prompt is never cut",
+            param="num_ctx",
+            prompt_tokens=prompt_tokens,
+            limit=options.num_ctx - 1,
+            max_model_len=options.num_ctx,
+        )
+    room = options.num_ctx - prompt_tokens
+    return room if asked is None else min(asked, room)

@@ -1,0 +1,311 @@
+"""POST /v1/chat/completions: OpenAI's chat."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from pydantic import Field
+
+from console.api.context import ApiContext, new_id
+from console.api.dialects.openai.common import OpenAiFields, Usage, UsageField, now, prompt_logprobs_of, usage_of
+from console.api.http.request_body import run_offloaded
+from console.api.requests.body import read
+from console.api.requests.chat_prompt import ConversationFields
+from console.api.requests.conversation import Turn, read_messages, with_negative_prompt
+from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, respond
+from console.api.requests.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
+from console.api.requests.parameters import CHAT_CLAMPED, CHAT_REFUSED, OPENAI_INERT
+from console.api.requests.sampling import sampling_params
+from console.api.requests.schemas import ANSWER_TOKENS, describes
+from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import DONE, ChunkStream
+from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said, ToolCall, ToolUse, finish_of, whole
+from engine.backends.base import FinishReason, TokenLogprob
+from engine.config import MAX_LOGPROBS
+from engine.engine import StreamDelta
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import IncrementalDetokenizer
+
+# What OpenAI's chat answers with: messages, chunks of them, and the calls in both.
+
+
+class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is called, and with what; in a stream the name comes with the first piece of a call only."""
+
+    name: str | None = None
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatCallPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a chunk adds to a call. id and type come with the first piece only."""
+
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    """The message that answers. content: null where it does nothing but call."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[ChatCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatPiece(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds. role comes with the first of a choice only."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ChatCallPiece] | msgspec.UnsetType = msgspec.UNSET
+
+
+ChatFinish = FinishReason | Literal["tool_calls"]
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer. stop_reason: vLLM's, the stop string or the id of the stop token that ended it."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish | None
+    stop_reason: StoppedBy = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """A piece of one answer. stop_reason: as in ChatChoice, with the end of the answer."""
+
+    index: int
+    delta: ChatPiece
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinish | None = None
+    stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer. prompt_logprobs: where asked for, as vLLM gives them.
+
+    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    """
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream. usage is left out, or asked for: null until the last one.
+
+    system_fingerprint: as in ChatCompletion.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: UsageField = msgspec.UNSET
+
+
+def message_of(said: str, calls: Sequence[ToolCall]) -> ChatAnswer:
+    """The message that says and calls this."""
+    if not calls:
+        return ChatAnswer(said)
+    called = [ChatCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in calls]
+    return ChatAnswer(said or None, tool_calls=called)
+
+
+def piece_of(found: Piece) -> ChatPiece | None:
+    """What a stream tells of it; None for what shows by itself."""
+    match found:
+        case Said(text=text):
+            return ChatPiece(content=text)
+        case CallBegan(index=index, id=call_id, name=name):
+            began = ChatCallPiece(index=index, id=call_id, type="function", function=CalledFunction(name, ""))
+            return ChatPiece(tool_calls=[began])
+        case CallArguments(index=index, text=text):
+            return ChatPiece(tool_calls=[ChatCallPiece(index=index, function=CalledFunction(arguments=text))])
+        case _:
+            return None
+
+
+_EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+
+
+class ChatBody(OpenAiFields, ConversationFields):
+    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
+
+    refused = CHAT_REFUSED
+    inert = OPENAI_INERT
+    clamped = CHAT_CLAMPED
+
+    max_tokens: Annotated[int | None, ANSWER_TOKENS] = None
+    max_completion_tokens: Annotated[int | None, ANSWER_TOKENS] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Whichever limit was given; raises InvalidRequest where they differ."""
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token, None for no log-probabilities at all; raises InvalidRequest."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class Chat:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/v1/chat/completions", self._post)]
+
+    @describes("Answer a conversation", body=ChatBody, answer=ChatCompletion, event=ChatChunk, example=_EXAMPLE)
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, ChatBody)
+        body.check_prompt_logprobs()
+        model = await self._context.served(request, body)
+        model.check_length(len(body.messages), "messages")
+        turns = await run_offloaded(request, partial(read_messages, body.messages))
+        use = await body.tool_use(model)
+        params = sampling_params(
+            body,
+            model,
+            max_tokens=body.token_limit,
+            logprobs=body.wanted_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            negative_prompt_ids=await _negative_prompt_ids(body, model, turns, use),
+        )
+        params = use.applied(params)
+        prompt = await body.prompt(model, turns, use)
+        call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
+        async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
+            if not body.stream:
+                return await call.whole(generation)
+            async with ChunkStream(request, self._context.settings) as chunks:
+                await call.send(generation, chunks)
+            return chunks.response
+
+
+async def _negative_prompt_ids(body: ChatBody, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> list[int]:
+    """What is guided away from: the same conversation under another system message. Empty without guidance."""
+    if body.cfg_scale == 1.0:
+        return []
+    guided = with_negative_prompt(turns, body.negative_prompt)
+    return list((await body.prompt(model, guided, use)).ids)
+
+
+class _Call:
+    """One request on its way to its answer. answer_text: makes what makes the text of one answer."""
+
+    def __init__(
+        self, body: ChatBody, model: ServedModel, use: ToolUse, answer_text: Callable[[], IncrementalDetokenizer]
+    ) -> None:
+        self.id = new_id("chatcmpl")
+        self._body = body
+        self._model = model
+        self._use = use
+        self._texts = defaultdict[int, IncrementalDetokenizer](answer_text)
+        self._include_usage = body.include_usage
+        self._created = now()
+        self._fingerprint = model.fingerprint
+
+    async def whole(self, generation: Generation) -> web.Response:
+        """All answers at once."""
+        answers = await generation.answers()
+        return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model)
+
+    def _completion(self, answers: Sequence[GeneratedAnswer], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=[self._choice(i, answer) for i, answer in enumerate(answers)],
+            usage=usage,
+            prompt_logprobs=prompt_logprobs_of(answers[0].prompt_logprobs, self._model, self._body),
+        )
+
+    async def send(self, generation: Generation, chunks: ChunkStream) -> None:
+        """The role, every piece as it comes, the reason why it ended, and what ends the stream."""
+        so_far = partial(self._body.usage_so_far, generation)
+        opened: dict[int, CallReader | None] = {}
+        async with aclosing(generation.deltas()) as deltas:
+            async for i, delta in deltas:
+                if i not in opened:
+                    opened[i] = self._use.reader()
+                    opening = ChatChunkChoice(i, ChatPiece(role="assistant", content=""))
+                    await chunks.send(self._chunk([opening], so_far()))
+                for piece in self._pieces(i, delta, opened[i]):
+                    await chunks.send(self._chunk([piece], so_far()))
+                if delta.finish:
+                    reason, stopped = finish_of(opened[i], delta.finish), generation.stop_reason(delta)
+                    end = ChatChunkChoice(i, ChatPiece(), finish_reason=reason, stop_reason=stopped)
+                    await chunks.send(self._chunk([end], so_far()))
+        if self._include_usage:
+            await chunks.send(self._chunk([], usage_of(generation)))
+        await chunks.send_raw(DONE)
+
+    def _choice(self, i: int, answer: GeneratedAnswer) -> ChatChoice:
+        reader = self._use.reader()
+        message = ChatAnswer(answer.text) if reader is None else message_of(*whole(reader, answer.text))
+        finish = finish_of(reader, answer.finish)
+        return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
+
+    def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
+        """What a delta adds to an answer; its log-probabilities go with the first piece."""
+        logprobs = self._logprobs(i, delta.logprobs)
+        added = [ChatPiece(content=delta.text)] if delta.text else []
+        if reader is not None:
+            read = reader.feed(delta.text) + (reader.finish() if delta.finish else [])
+            added = [piece for found in read if (piece := piece_of(found)) is not None]
+        if not added and delta.logprobs:
+            added = [ChatPiece(content="")]
+        for piece in added:
+            yield ChatChunkChoice(i, piece, logprobs)
+            logprobs = None
+
+    def _logprobs(self, i: int, records: list[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(records, self._texts[i]) if self._body.logprobs else None
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageField) -> ChatChunk:
+        return ChatChunk(
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )

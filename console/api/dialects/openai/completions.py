@@ -1,0 +1,232 @@
+"""POST /v1/completions: OpenAI's text completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext, new_id
+from console.api.dialects.openai.common import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
+from console.api.requests.body import read
+from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, best_of_each, respond
+from console.api.requests.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TextOffsets,
+    completion_logprobs,
+    joined,
+)
+from console.api.requests.parameters import COMPLETION_CLAMPED, COMPLETION_REFUSED, OPENAI_INERT
+from console.api.requests.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
+from console.api.requests.sampling import limited, sampling_params
+from console.api.requests.schemas import PROMPTS, describes
+from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import DONE, ChunkStream
+from engine.backends.base import FinishReason, TokenLogprob, unpack_logprobs
+from engine.config import SamplingParams
+
+OPENAI_MAX_TOKENS = 16
+
+_EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 16}
+
+
+_ALIASES = {
+    **OpenAiFields.aliases,
+    "grammar": "grammar_string",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "num_predict": "max_tokens",
+}
+"""What text frontends, which send one body to whatever server they talk to, call our fields."""
+
+
+class CompletionBody(OpenAiFields):
+    """What the endpoint takes. prompt: a string, token ids, or an array of either.
+
+    max_tokens: 0 where nothing but what is told of the prompt is wanted.  echo: the prompt stands before each answer,
+    and where logprobs are asked for, so do those of its tokens.
+    """
+
+    refused = COMPLETION_REFUSED
+    inert = OPENAI_INERT
+    clamped = COMPLETION_CLAMPED
+    aliases = _ALIASES
+
+    prompt: Annotated[object, PROMPTS]
+    max_tokens: int = OPENAI_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def tells_of_prompt(self) -> bool:
+        """Whether something is wanted that is there without an answer."""
+        return self.echo or self.prompt_logprobs is not None
+
+    @property
+    def alternatives_in_prompt(self) -> int | None:
+        """For how many alternatives the engine is asked at each place of the prompt, None for nothing."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((top for top in asked if top is not None), default=None)
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One answer, or a piece of it.
+
+    stop_reason: vLLM's, the stop string or the id of the stop token that ended it; in a stream with the answer's end.
+    """
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer; also every chunk of a stream, where usage is left out, null, or (on the last) given.
+
+    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    """
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageField = msgspec.UNSET
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.post("/v1/completions", self._post)]
+
+    @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, CompletionBody)
+        body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
+        model = await self._context.served(request, body)
+        params = sampling_params(
+            body,
+            model,
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.alternatives_in_prompt,
+            negative_prompt_ids=await negative_prompt_ids(body, model),
+            fewest_tokens=0 if body.tells_of_prompt else 1,
+            ranks=True,
+        )
+        body.check_prompt_logprobs()
+        self._context.check_choices(count_prompts(body.prompt), body.answers_each)
+        prompts = await read_prompts(body.prompt, model)
+        if body.echo:
+            self._context.check_echo(prompts, body.n)
+        call = _Call(body, model, prompts, params)
+        async with self._context.generate(request, call.id, body, model, prompts, params) as generation:
+            if not body.stream:
+                return await call.whole(generation)
+            async with ChunkStream(request, self._context.settings) as chunks:
+                await call.send(generation, chunks)
+            return chunks.response
+
+
+class _Call:
+    """One request on its way to its answer."""
+
+    def __init__(self, body: CompletionBody, model: ServedModel, prompts: list[Prompt], params: SamplingParams) -> None:
+        self.id = new_id("cmpl")
+        self._body = body
+        self._model = model
+        self._prompts = prompts
+        self._params = params
+        self._include_usage = body.include_usage
+        self._created = now()
+        self._fingerprint = model.fingerprint
+        self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
+
+    async def whole(self, generation: Generation) -> web.Response:
+        """All answers at once."""
+        answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
+        usage = usage_of(generation)
+        return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model)
+
+    def _choices(self, answers: Sequence[GeneratedAnswer]) -> list[CompletionChoice]:
+        return [
+            CompletionChoice(
+                i,
+                self._echo(i) + answer.text,
+                joined(self._echoed_logprobs(i, answer.prompt_logprobs), self._logprobs(i, answer.logprobs)),
+                answer.finish,
+                answer.stop_reason,
+                prompt_logprobs_of(answer.prompt_logprobs, self._model, self._body),
+            )
+            for i, answer in enumerate(answers)
+        ]
+
+    async def send(self, generation: Generation, chunks: ChunkStream) -> None:
+        """Every piece as it comes, then what ends the stream. Prompts come first, or once they are computed where their
+        log-probabilities are wanted."""
+        so_far = partial(self._body.usage_so_far, generation)
+        if self._body.echo and self._body.logprobs is None:
+            for i in range(len(self._offsets)):
+                await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))
+        async with aclosing(generation.deltas()) as deltas:
+            async for i, delta in deltas:
+                if delta.prompt_logprobs:
+                    tell = partial(self._echoed_logprobs, i, delta.prompt_logprobs)
+                    echoed = await self._model.offload(tell)
+                    await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
+                logprobs = self._logprobs(i, delta.logprobs)
+                if delta.text or delta.logprobs or delta.finish:
+                    stopped = generation.stop_reason(delta) if delta.finish else msgspec.UNSET
+                    choice = CompletionChoice(i, delta.text, logprobs, delta.finish, stopped)
+                    await chunks.send(self._completion([choice], so_far()))
+        if self._include_usage:
+            await chunks.send(self._completion([], usage_of(generation)))
+        await chunks.send_raw(DONE)
+
+    def _echo(self, choice: int) -> str:
+        return self._prompts[choice // self._body.n].text if self._body.echo else ""
+
+    def _offsets_of(self, prompt: Prompt) -> TextOffsets:
+        """Where the tokens of an answer to it begin in the choice's text."""
+        start = len(prompt.text) if self._body.echo else 0
+        tokenizer = self._model.tokenizer
+        return TextOffsets(tokenizer, prompt.answer_text(tokenizer, self._params), start=start)
+
+    def _echoed_logprobs(self, choice: int, packed: bytes) -> CompletionLogprobs | None:
+        top, prompt = self._body.logprobs, self._prompts[choice // self._body.n]
+        if top is None or not (packed and self._body.echo):
+            return None
+        offsets = TextOffsets.within(prompt.text, self._model.tokenizer)
+        return completion_logprobs(prompt.ids, unpack_logprobs(packed), offsets=offsets, top=top)
+
+    def _logprobs(self, choice: int, records: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        top = self._body.logprobs
+        if top is None or not records:
+            return None
+        token_ids = [record.token_id for record in records]
+        return completion_logprobs(token_ids, records, offsets=self._offsets[choice], top=top)
+
+    def _completion(self, choices: list[CompletionChoice], usage: UsageField) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )

@@ -1,0 +1,72 @@
+"""What clients of text-generation-webui's own API send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field, WithJsonSchema
+
+from console.api.requests.body import Body
+from console.api.requests.parameters import FRONTEND_INERT, TEXTGEN_CLAMPED, TEXTGEN_REFUSED
+from console.api.requests.sampling import SamplingFields
+from console.api.requests.text_frontends import FrontendBody, TruncatedPrompt
+from engine.config import RANGES
+
+_ALIASES = {
+    **SamplingFields.aliases,
+    "max_context_length": "truncation_length",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "num_predict": "max_new_tokens",
+}
+
+
+class TextgenBody(FrontendBody):
+    """A prompt and its settings, with text-generation-webui's defaults.
+
+    do_sample: without it the likeliest tokens are taken.  truncation_length: tokens of prompt and answer together, the
+    model's context where it is left out; of a prompt that is too long the end is kept.
+    """
+
+    refused = TEXTGEN_REFUSED
+    inert = FRONTEND_INERT
+    clamped = TEXTGEN_CLAMPED
+    aliases = _ALIASES
+    length_field = "max_new_tokens"
+    context_field = "truncation_length"
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {**RANGES, length_field: RANGES["max_tokens"]}
+
+    max_new_tokens: Annotated[int, Field(ge=1)] = 200
+    do_sample: bool = True
+    temperature: float | None = 0.5
+    top_p: float | None = 1.0
+    top_k: Annotated[int | None, Field(ge=-1)] = 0
+    min_p: float | None = 0.0
+    typical_p: float | None = 1.0
+    repetition_penalty: float | None = 1.1
+    truncation_length: Annotated[int | None, Field(ge=1)] = None
+    add_bos_token: bool = True
+
+    def _completed(self) -> SamplingFields:
+        return self if self.do_sample else self.model_copy(update={"temperature": 0.0})
+
+    def _cut(self, room: int) -> TruncatedPrompt:
+        return TruncatedPrompt(self.prompt, room, add_special_tokens=self.add_bos_token)
+
+
+class CountBody(Body):
+    """A text whose tokens are counted."""
+
+    prompt: str
+
+
+class ModelBody(Body):
+    """What is to be told or done about the model."""
+
+    action: Annotated[str, WithJsonSchema({"enum": ["", "info", "list", "list_lora"]})] = ""
+    model_name: str | None = None
+    args: dict[str, object] | None = None
+    settings: dict[str, object] | None = None
+    lora: object = None

@@ -1,0 +1,28 @@
+"""Errors for clients of text-generation-webui, whose own API had no shape for most: OpenAI's, in their words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from console.api.http.errors import AS_SENT, ErrorEnvelope, envelope, localized_message
+from engine.errors import EngineError
+
+_NAMES: Mapping[str, str] = {
+    "cfg_scale": "guidance_scale",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_length",
+    "repetition_range": "repetition_penalty_range",
+    "stop": "stopping_strings",
+}
+
+
+def tells(error: EngineError) -> ErrorEnvelope:
+    """The error as {"error": {"message": ...}}."""
+    told = envelope(error).error
+    param = told.param
+    if param is not None and not error.details.get(AS_SENT):
+        param = _NAMES.get(param, param)
+    message = localized_message(error, _NAMES)
+    return ErrorEnvelope(msgspec.structs.replace(told, message=message, param=param))

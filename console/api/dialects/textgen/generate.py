@@ -1,0 +1,243 @@
+"""POST /api/v1/generate and /api/v1/stop-stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
+from typing import Literal
+
+import msgspec
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+
+from console.api.context import ApiContext
+from console.api.dialects.textgen.body import TextgenBody
+from console.api.dialects.textgen.errors import tells
+from console.api.http.errors import BadHttp, ErrorBody, InternalError, json_response
+from console.api.http.request_body import release_bytes, reserve_bytes, run_offloaded, store_body
+from console.api.http.traffic import public_error, record_failure
+from console.api.requests.body import read
+from console.api.requests.schemas import describes
+from console.api.requests.text_frontends import LiveGeneration, LiveGenerations
+from engine.errors import EngineError, InvalidRequest
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One answer, without its prompt."""
+
+    text: str
+
+
+class Results(msgspec.Struct, frozen=True):
+    """All answers."""
+
+    results: list[Result]
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """Whatever there was to stop is stopped."""
+
+    results: str = "success"
+
+
+class GenerateEndpoints:
+    """The endpoints."""
+
+    def __init__(self, running: LiveGenerations) -> None:
+        self._running = running
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [web.post("/api/v1/generate", self._generate), web.post("/api/v1/stop-stream", self._stop)]
+
+    @describes(
+        "Continue a text, as text-generation-webui's own API did",
+        body=TextgenBody,
+        answer=Results,
+        example={"prompt": "Once upon a time", "max_new_tokens": 16},
+    )
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await read(request, TextgenBody)
+        if body.stream:
+            raise InvalidRequest("stream is not supported here: use the websocket /api/v1/stream", param="stream")
+        async with self._running.answering(request, "text", body) as live:
+            answers = await live.answers(body.n)
+        return json_response(Results([Result(text) for text, _ in answers]))
+
+    @describes("End the answers of this client that are under way; each is given as far as it has come", answer=Stopped)
+    async def _stop(self, request: web.Request) -> web.Response:
+        if self._running.is_shared(request, ""):
+            raise InvalidRequest(
+                "Several clients of this key or address have answers under way: it cannot be told which are to end. "
+                "A client that closes its connection ends its own"
+            )
+        self._running.stop(request, "")
+        return json_response(Stopped())
+
+
+# GET /api/v1/stream: the websocket. A connection takes one prompt, so that what a key may ask holds for each.
+
+log = logging.getLogger(__name__)
+
+MAX_PINGS = 100
+"""Of one connection in a second. Clients send one in ten."""
+
+_ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
+
+
+class TextStream(msgspec.Struct, frozen=True):
+    """A piece of the answer. message_num: from 0."""
+
+    message_num: int
+    text: str
+    event: Literal["text_stream"] = "text_stream"
+
+
+class StreamEnd(msgspec.Struct, frozen=True):
+    """The answer is complete."""
+
+    message_num: int
+    event: Literal["stream_end"] = "stream_end"
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """There is no more of the answer: the connection is closed after this."""
+
+    error: ErrorBody
+    event: Literal["error"] = "error"
+
+
+class StreamEndpoint:
+    """The endpoint."""
+
+    def __init__(self, context: ApiContext, running: LiveGenerations) -> None:
+        self._context = context
+        self._running = running
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where it is found."""
+        return [web.get("/api/v1/stream", self._connect)]
+
+    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it", success=101)
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        settings = self._context.settings
+        socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes, autoping=False)
+        if not socket.can_prepare(request).ok:
+            raise BadHttp(f"{request.path} is a websocket: ask to upgrade to one")
+        await socket.prepare(request)
+        with suppress(ConnectionError):
+            try:
+                await self._answer(request, socket)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                await self._fail(request, socket, error)
+        return socket
+
+    async def _answer(self, request: web.Request, socket: web.WebSocketResponse) -> None:
+        """Take a prompt and send what comes of it."""
+        body = await self._first(request, socket)
+        if body is None:
+            return
+        if body.n > 1:
+            raise InvalidRequest("n must be 1 here: there is one text", param="n")
+        number = 0
+        async with (
+            self._running.answering(request, "text", body) as live,
+            _watched(request, socket, live),
+            aclosing(live.pieces()) as pieces,
+        ):
+            async for piece in pieces:
+                if piece.text:
+                    await self._send(request, socket, TextStream(number, piece.text))
+                    number += 1
+        await self._send(request, socket, StreamEnd(number))
+        await self._in_time(request, socket.close())
+
+    async def _first(self, request: web.Request, socket: web.WebSocketResponse) -> TextgenBody | None:
+        """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
+        reserve_bytes(request, self._context.settings.max_body_bytes)  # aiohttp keeps what there is of a message
+        try:
+            async with self._context.waiting(self._context.settings.idle_timeout_s):
+                message = await _received(request, socket)
+        except TimeoutError:
+            await socket.close()
+            return None
+        if message.type in _ENDS:
+            return None
+        raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
+        release_bytes(request)
+        reserve_bytes(request, len(raw))
+        store_body(request, raw)
+        await run_offloaded(request, partial(self._context.json_bounds().check, raw))
+        return await read(request, TextgenBody)
+
+    async def _fail(self, request: web.Request, socket: web.WebSocketResponse, error: Exception) -> None:
+        """Say what went wrong and close: an answer that has no stream_end is never taken for a whole one."""
+        if socket.closed:
+            return
+        if isinstance(error, EngineError):
+            shown = error
+        else:
+            log.error("%s %s broke", request.method, request.path, exc_info=error)
+            shown = InternalError("The server failed while it answered; its log says why")
+        record_failure(request, shown)
+        code = WSCloseCode.INTERNAL_ERROR if shown.http_status >= 500 else WSCloseCode.POLICY_VIOLATION
+        await self._send(request, socket, Failed(tells(public_error(request, shown)).error))
+        await self._in_time(request, socket.close(code=code))
+
+    async def _send(self, request: web.Request, socket: web.WebSocketResponse, event: object) -> None:
+        await self._in_time(request, socket.send_str(msgspec.json.encode(event).decode()))
+
+    async def _in_time(self, request: web.Request, sending: Awaitable[object]) -> None:
+        """Send, and cut off a client that reads nothing for too long."""
+        try:
+            async with asyncio.timeout(self._context.settings.write_timeout_s):
+                await sending
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client stopped reading") from None
+
+
+@asynccontextmanager
+async def _watched(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> AsyncIterator[None]:
+    """While an answer is sent, so that its end comes when the client leaves."""
+    watching = asyncio.create_task(_watch(request, socket, live))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> None:
+    """End the answer when the client leaves, and also when it sends a second prompt."""
+    try:
+        message = await _received(request, socket)
+    except ConnectionError:
+        live.cancel(None)
+        return
+    live.cancel(
+        None if message.type in _ENDS else InvalidRequest("A connection takes one prompt; open another for the next")
+    )
+
+
+async def _received(request: web.Request, socket: web.WebSocketResponse) -> WSMessage:
+    """The next message; pings are answered meanwhile. A flood of them, all of which aiohttp would answer before anybody
+    else is, ends the connection; raises ConnectionError then."""
+    clock = asyncio.get_running_loop().time
+    since, pings = clock(), 0
+    while (message := await socket.receive()).type in (WSMsgType.PING, WSMsgType.PONG):
+        if clock() - since > 1.0:
+            since, pings = clock(), 0
+        pings += 1
+        if pings > MAX_PINGS and request.transport is not None:
+            record_failure(request, BadHttp(f"More than {MAX_PINGS} pings came in a second"))
+            request.transport.abort()
+            raise ConnectionResetError("the client floods its connection with pings")
+        if message.type is WSMsgType.PING:
+            await socket.pong(message.data)
+    return message

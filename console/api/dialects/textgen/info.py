@@ -1,0 +1,95 @@
+"""GET and POST /api/v1/model, and POST /api/v1/token-count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.dialects.openai.models import ANSWERING
+from console.api.dialects.textgen.body import CountBody, ModelBody
+from console.api.http.errors import json_response
+from console.api.requests.body import read
+from console.api.requests.sampling import SamplingFields
+from console.api.requests.schemas import describes
+from engine.errors import InvalidRequest
+
+_NO_MODEL = "None"
+"""What text-generation-webui says where none is loaded."""
+
+_ADMIN = "models are loaded and unloaded through /admin/load and /admin/unload, with a key that may do so"
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What was asked about the model: its name, or more."""
+
+    result: Any
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """The model that answers, and the adapters that requests may name."""
+
+    model_name: str
+    lora_names: list[str]
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Tokens of a text."""
+
+    tokens: int
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """One for the text."""
+
+    results: list[Count]
+
+
+class InfoEndpoints:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [
+            web.get("/api/v1/model", self._model),
+            web.post("/api/v1/model", self._act),
+            web.post("/api/v1/token-count", self._count),
+        ]
+
+    @describes("The model's name", answer=Named)
+    async def _model(self, request: web.Request) -> web.Response:
+        return json_response(Named(self._name()))
+
+    @describes("What is to be known of the models; none is loaded or unloaded here", body=ModelBody, answer=Named)
+    async def _act(self, request: web.Request) -> web.Response:
+        body = await read(request, ModelBody, absent=b"{}")
+        models = [model for model in self._context.engine.published.models if model.status.state in ANSWERING]
+        match body.action:
+            case "":
+                return json_response(Named(self._name()))
+            case "info":
+                loras = [adapter.name for adapter in models[0].adapters] if models else []
+                return json_response(Named(ModelInfo(self._name(), loras)))
+            case "list":
+                return json_response(Named([model.name for model in models]))
+            case "list_lora":
+                return json_response(Named([adapter.name for model in models for adapter in model.adapters]))
+            case "load" | "unload" | "add_lora" | "settings" | "list_settings":
+                raise InvalidRequest(f"action {body.action} is not supported here: {_ADMIN}", param="action")
+            case _:
+                raise InvalidRequest("action should be info, list or list_lora", param="action")
+
+    @describes("How many tokens a text has", body=CountBody, answer=Counts)
+    async def _count(self, request: web.Request) -> web.Response:
+        body = await read(request, CountBody)
+        model = await self._context.served(request, SamplingFields.of({}))
+        return json_response(Counts([Count(len(await model.count(body.prompt)))]))
+
+    def _name(self) -> str:
+        status = self._context.engine.status
+        return status.spec.name if status.spec is not None and status.state in ANSWERING else _NO_MODEL

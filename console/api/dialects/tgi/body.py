@@ -1,0 +1,176 @@
+"""What TGI's clients send, and what it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from console.api.requests.body import Body
+from console.api.requests.parameters import TGI_CLAMPED, TGI_REFUSED
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampling import MAX_N, SamplingFields
+from console.api.requests.schemas import STOP_STRINGS, ShapedAs
+from console.api.requests.served_model import ServedModel
+from console.api.requests.structured_output import json_grammar, regex_grammar
+from engine.config import MAX_LOGPROBS, RANGES, Grammar
+from engine.errors import InvalidRequest
+from engine.requests.request import compact_ids
+from engine.text.tokenizer import Tokenizer
+
+# TGI's grammars: what an answer is held to, as its clients send it.
+
+
+class TgiGrammar(BaseModel):
+    """What the answer must be. value: a JSON schema, {"schema": ...} for json_schema, or a regular expression."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"type": {"const": "regex"}, "value": {"type": "string", "minLength": 1}}},
+                {"properties": {"type": {"enum": ["json", "json_object"]}, "value": {"type": ["object", "string"]}}},
+                {
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "value": {"type": "object", "required": ["schema"]},
+                    }
+                },
+            ]
+        },
+    )
+
+    type: str
+    value: Any
+
+    def grammar(self, max_bytes: int) -> Grammar:
+        """The same for the engine; a fraction of a second's work at worst. Raises InvalidRequest."""
+        match self.type, self.value:
+            case "regex", str(text):
+                return regex_grammar(text, "grammar", max_bytes=max_bytes)
+            case "json" | "json_object", schema:
+                return json_grammar(schema, "grammar", max_bytes=max_bytes)
+            case "json_schema", {"schema": schema}:
+                return json_grammar(schema, "grammar", max_bytes=max_bytes)
+            case "regex" | "json_schema", _:
+                value = "a string" if self.type == "regex" else 'an object with "schema"'
+                raise InvalidRequest(f"grammar of type {self.type} should have {value} as its value", param="grammar")
+            case _:
+                raise InvalidRequest("grammar should be of type json, json_schema or regex", param="grammar")
+
+
+_SEEDS = 2**64
+
+
+class TgiParameters(Body):
+    """TGI's parameters with its defaults, which are neutral: the model's own recommendations count for nothing.
+
+    do_sample: without it, and without any setting that asks for sampling, the likeliest tokens are taken.
+    max_new_tokens: as many as fit where it is left out.  truncate: take the last tokens of the prompt.
+    top_n_tokens: so many of the likeliest tokens at each place are told.
+    """
+
+    refused = TGI_REFUSED
+    clamped = TGI_CLAMPED
+    ranges = RANGES
+
+    adapter_id: str | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    decoder_input_details: bool = False
+    details: bool = False
+    do_sample: bool = False
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    grammar: TgiGrammar | None = None
+    max_new_tokens: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    repetition_penalty: float = 1.0
+    return_full_text: bool | None = None
+    seed: Annotated[int | None, Field(ge=0, lt=_SEEDS)] = None
+    stop: Annotated[list[str], Field(default_factory=list), STOP_STRINGS]
+    temperature: float | None = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    top_p: float | None = None
+    truncate: Annotated[int | None, Field(ge=1)] = None
+    typical_p: float | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at all, as TGI understands it: a setting that narrows the choice asks for it."""
+        narrowed = (self.temperature not in (None, 1.0), self.top_k, self.top_p not in (None, 1.0))
+        return self.do_sample or any(narrowed) or self.typical_p not in (None, 1.0)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the answer has details."""
+        return self.details or self.decoder_input_details
+
+    def check(self, *, stream: bool) -> None:
+        """Raise InvalidRequest for what TGI cannot combine."""
+        if self.best_of > 1 and not self.samples:
+            raise InvalidRequest("best_of of more than 1 needs sampling; set do_sample", param="best_of")
+        if self.best_of > 1 and self.seed is not None:
+            raise InvalidRequest("seed cannot be set where best_of is more than 1", param="seed")
+        if self.best_of > 1 and stream:
+            raise InvalidRequest("best_of must be 1 in a stream: the best answer is known at the end", param="best_of")
+        if self.decoder_input_details and stream:
+            raise InvalidRequest("decoder_input_details cannot be told in a stream", param="decoder_input_details")
+
+    def sampling(self, model: str | None) -> SamplingFields:
+        """The same in our fields."""
+        return SamplingFields.of(
+            {
+                "model": model,
+                "lora": self.adapter_id,
+                "n": self.best_of,
+                "temperature": (1.0 if self.temperature is None else self.temperature) if self.samples else 0.0,
+                "top_k": self.top_k or 0,
+                "top_p": 1.0 if self.top_p is None else self.top_p,
+                "min_p": 0.0,
+                "typical_p": 1.0 if self.typical_p is None else self.typical_p,
+                "repetition_penalty": self.repetition_penalty,
+                "frequency_penalty": self.frequency_penalty,
+                "seed": _signed(self.seed),
+                "stop": self.stop,
+                "include_stop_str_in_output": True,
+            }
+        )
+
+
+class TgiBody(Body):
+    """The whole body. inputs: the prompt, as text.  model: which one where several are loaded; TGI's clients name one
+    only where they ask in OpenAI's way, so it may be left out."""
+
+    inputs: str
+    model: str | None = None
+    stream: bool = False
+    parameters: Annotated[dict[str, Any] | None, ShapedAs(TgiParameters)] = None
+
+    def asked(self) -> TgiParameters:
+        """The parameters; raises InvalidRequest. TGI samples where none are sent, but is greedy where some are."""
+        return TgiParameters.of({"do_sample": True} if self.parameters is None else self.parameters)
+
+    async def prompt(self, model: ServedModel, truncate: int | None) -> Prompt:
+        """inputs as ids, the last `truncate` of them. Raises InvalidRequest."""
+        text = self.inputs if truncate is None else await model.part(self.inputs, truncate, end=True)
+        encode = partial(_encode, text, truncate)
+        ids = _last((await model.encode([text]))[0], truncate)
+        if not ids:
+            raise InvalidRequest("inputs is empty; there is nothing to continue", param="inputs")
+        return Prompt(compact_ids(ids), self.inputs, encode)
+
+
+async def _encode(text: str, truncate: int | None, tokenizer: Tokenizer) -> list[int]:
+    return _last(await asyncio.to_thread(tokenizer.encode, text), truncate)
+
+
+def _last(ids: list[int], count: int | None) -> list[int]:
+    return ids if count is None else ids[-count:]
+
+
+def _signed(seed: int | None) -> int | None:
+    """Seeds of TGI are 64 bits; of ours, one is the sign, and -1 is no seed."""
+    return None if seed is None else seed % (_SEEDS // 2)

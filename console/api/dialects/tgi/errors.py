@@ -1,0 +1,54 @@
+"""Errors in TGI's shape: a sentence, and a type by which its clients choose the exception that they raise."""
+
+from __future__ import annotations
+
+import msgspec
+
+from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localized_message
+from engine.errors import ContextLengthExceeded, EngineError
+
+_NAMES = {"max_tokens": "max_new_tokens", "lora": "adapter_id", "n": "best_of", "logprobs": "top_n_tokens"}
+"""What TGI's clients call our fields."""
+
+
+class TgiError(msgspec.Struct, frozen=True):
+    """The whole answer. error_type: one of TGI's where it has one for this."""
+
+    error: str
+    error_type: str
+
+
+def tells(error: EngineError) -> TgiError:
+    """The error in TGI's shape."""
+    return TgiError(_sentence(error)[:MAX_MESSAGE_LENGTH], _type_of(error))
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it is TGI's own, which clients go by."""
+    match error.details:
+        case {"max_model_len": int(context), "prompt_tokens": tokens, "limit": int(limit)} if isinstance(
+            error, ContextLengthExceeded
+        ):
+            given = f"{'at least ' if error.details.get('at_least') else ''}{tokens}"
+            if limit < context - 1:
+                return f"Input validation error: `inputs` must have less than {limit + 1} tokens. Given: {given}"
+            return (
+                f"Input validation error: `inputs` tokens + `max_new_tokens` must be <= {context}. "
+                f"Given: {given} `inputs` tokens and {error.details.get('max_tokens', 1)} `max_new_tokens`"
+            )
+        case _:
+            return localized_message(error, _NAMES)
+
+
+def _type_of(error: EngineError) -> str:
+    match error.http_status:
+        case 401 | 403:
+            return "authentication"
+        case 404 | 405:
+            return "not_found"
+        case 429 | 503:
+            return "overloaded"
+        case 499 | 504:
+            return "incomplete_generation"
+        case _:
+            return "generation" if is_server_side(error) else "validation"

@@ -1,0 +1,362 @@
+"""POST /generate, /generate_stream and /, where `stream` says which of the two is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext, new_id
+from console.api.dialects.tgi.body import TgiBody, TgiParameters
+from console.api.requests.body import read
+from console.api.requests.generation import GeneratedAnswer, Generation, respond
+from console.api.requests.logprobs import LOWEST
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampling import SamplingFields, sampling_params
+from console.api.requests.schemas import describes
+from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import ChunkStream, Framing
+from engine.backends.base import FinishReason, TokenLogprob, unpack_logprobs
+from engine.config import SamplingParams
+from engine.requests.stream import StreamDelta
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+# TGI's answers, as JSON has them.
+
+TgiFinish = Literal["length", "eos_token", "stop_sequence"]
+
+
+class Token(msgspec.Struct, frozen=True):
+    """A token of an answer. text: what it adds; the end of a character has all of it.  special: a control token."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class PrefillToken(msgspec.Struct, frozen=True):
+    """A token of the prompt. logprob: None for the first, which nothing stands before."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class BestOfSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of several, which was not the best. seed: None where the client set none."""
+
+    generated_text: str
+    finish_reason: TgiFinish
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Details(msgspec.Struct, frozen=True, kw_only=True):
+    """All about an answer. top_tokens, best_of_sequences: where asked for."""
+
+    finish_reason: TgiFinish
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    best_of_sequences: list[BestOfSequence] | msgspec.UnsetType = msgspec.UNSET
+    top_tokens: list[list[Token]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer. details: where asked for."""
+
+    generated_text: str
+    details: Details | msgspec.UnsetType = msgspec.UNSET
+
+
+class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What the end of a stream tells. input_length: tokens of the prompt."""
+
+    finish_reason: TgiFinish
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of a stream. index: from 1.  generated_text, details: in the last, the latter where asked for."""
+
+    index: int
+    token: Token
+    top_tokens: list[Token] | msgspec.UnsetType = msgspec.UNSET
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /info. max_input_length is what older versions of TGI call max_input_tokens."""
+
+    model_id: str
+    model_sha: str | None = None
+    model_dtype: str
+    model_device_type: str
+    model_pipeline_tag: str = "text-generation"
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_input_length: int
+    max_total_tokens: int
+    validation_workers: int = 1
+    max_client_batch_size: int = 1
+    router: str = "ericllm"
+    version: str
+    sha: str | None = None
+    docker_label: str | None = None
+
+
+class SimpleToken(msgspec.Struct, frozen=True):
+    """A token of a text that was tokenized. start, stop: characters."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class TokenTexts:
+    """Tokens of one text, of an answer say, with what each adds to it, in the order of their coming.
+
+    Control tokens that are not shown in the text have their names.  text: what makes it, before its first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: IncrementalDetokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+
+    def next(self, record: TokenLogprob) -> tuple[Token, list[Token]]:
+        """The next one, and what could have stood at its place, the likeliest first."""
+        likeliest = [
+            self._shaped(id_, self._text.bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top
+        ]
+        return self._shaped(record.token_id, self.text_of(record.token_id), record.logprob), likeliest
+
+    def text_of(self, token_id: int) -> str:
+        """What the next token adds."""
+        name = self._text.bytes_of(token_id).decode() if token_id in self._tokenizer.special_ids else ""
+        return self._text.push(token_id) or name
+
+    def _shaped(self, token_id: int, text: str, logprob: float) -> Token:
+        return Token(token_id, text, max(logprob, LOWEST), token_id in self._tokenizer.special_ids)
+
+
+def finish_of(finish: FinishReason | None, last_token: int | None, tokenizer: Tokenizer) -> TgiFinish:
+    """Why an answer ended, in TGI's words; one that ran out of time was cut off, as one that was long enough is."""
+    if finish != "stop":
+        return "length"
+    return "eos_token" if last_token in tokenizer.eos_token_ids else "stop_sequence"
+
+
+def prefill(ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> list[PrefillToken]:
+    """A prompt's tokens. logprobs: one for each."""
+    texts = TokenTexts(tokenizer, IncrementalDetokenizer(tokenizer))
+    return [
+        PrefillToken(id_, texts.text_of(id_), None if record is None else max(record.logprob, LOWEST))
+        for id_, record in zip(ids, logprobs, strict=True)
+    ]
+
+
+_SSE = Framing("text/event-stream", lambda document: b"data:%b\n\n" % document, b":\n\n")
+"""TGI puts no space after the colon."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request, ready to be computed. echo: what stands before the answer."""
+
+    asked: TgiParameters
+    fields: SamplingFields
+    model: ServedModel
+    prompt: Prompt
+    params: SamplingParams
+    echo: str
+
+    def texts(self) -> TokenTexts:
+        """The tokens of one answer, before the first."""
+        return TokenTexts(self.model.tokenizer, self.prompt.answer_text(self.model.tokenizer, self.params))
+
+
+_EXAMPLE = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}}
+
+
+class Generating:
+    """The endpoints."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are found."""
+        return [
+            web.post("/", self._either),
+            web.post("/generate", self._generate),
+            web.post("/generate_stream", self._generate_stream),
+        ]
+
+    @describes("Continue a text, as TGI does", body=TgiBody, answer=Generated, example=_EXAMPLE)
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._whole(request, await read(request, TgiBody))
+
+    @describes("Continue a text token by token, as TGI does", body=TgiBody, event=StreamEvent, example=_EXAMPLE)
+    async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
+        return await self._stream(request, await read(request, TgiBody))
+
+    @describes(
+        "Continue a text, whole or token by token",
+        body=TgiBody,
+        answer=list[Generated],
+        event=StreamEvent,
+        example=_EXAMPLE,
+    )
+    async def _either(self, request: web.Request) -> web.StreamResponse:
+        """Here, unlike elsewhere, the whole text is given where the client does not say."""
+        body = await read(request, TgiBody)
+        answer = self._stream if body.stream else self._whole
+        return await answer(request, body, compatible=True)
+
+    async def _whole(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.Response:
+        began = time.monotonic()
+        call = await self._read(request, body, full_text=compatible, stream=False)
+        async with self._generation(request, call) as generation:
+            answers = await generation.answers()
+            shape = partial(_generated, call, answers)
+            response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model)
+            response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
+            response.headers["x-generated-tokens"] = str(generation.tokens.output)
+        response.headers["x-compute-characters"] = str(len(body.inputs))
+        response.headers["x-total-time"] = str(round((time.monotonic() - began) * 1000))
+        return response
+
+    async def _stream(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.StreamResponse:
+        call = await self._read(request, body, full_text=compatible, stream=True)
+        async with self._generation(request, call) as generation:
+            async with ChunkStream(request, self._context.settings, _SSE) as chunks:
+                events = _Events(call, generation)
+                async with aclosing(generation.deltas()) as deltas:
+                    async for _, delta in deltas:
+                        for event in events.of(delta):
+                            await chunks.send(event)
+            return chunks.response
+
+    async def _read(self, request: web.Request, body: TgiBody, *, full_text: bool, stream: bool) -> _Call:
+        """What the body asks for. full_text: whether the prompt is given too where the body does not say."""
+        asked = body.asked()
+        asked.check(stream=stream)
+        fields = asked.sampling(body.model)
+        model = await self._context.served(request, fields)
+        told = stream or asked.tells or asked.best_of > 1
+        params = sampling_params(
+            fields,
+            model,
+            max_tokens=asked.max_new_tokens,
+            logprobs=asked.top_n_tokens if told else None,
+            prompt_logprobs=0 if asked.decoder_input_details else None,
+        )
+        if asked.grammar is not None:
+            most = self._context.settings.max_schema_bytes
+            params = msgspec.structs.replace(params, grammar=await asyncio.to_thread(asked.grammar.grammar, most))
+        prompt = await body.prompt(model, asked.truncate)
+        full = full_text if asked.return_full_text is None else asked.return_full_text
+        if full:
+            self._context.check_echo([prompt], asked.best_of)
+        return _Call(asked, fields, model, prompt, params, body.inputs if full else "")
+
+    def _generation(self, request: web.Request, call: _Call) -> AbstractAsyncContextManager[Generation]:
+        return self._context.generate(request, new_id("tgi"), call.fields, call.model, [call.prompt], call.params)
+
+
+class _Events:
+    """A stream's events: one for each token, as it comes."""
+
+    def __init__(self, call: _Call, generation: Generation) -> None:
+        self._call = call
+        self._generation = generation
+        self._texts = call.texts()
+        self._shown = [call.echo]
+        self._index = 0
+
+    def of(self, delta: StreamDelta) -> Iterator[StreamEvent]:
+        """Those of one delta; the last ends the stream, and where no token came with it, it has an empty one."""
+        self._shown.append(delta.text)
+        events = [self._event(*self._texts.next(each)) for each in delta.logprobs]
+        if delta.finish is not None:
+            last = events.pop() if events else self._event(Token(0, "", 0.0, special=True), [])
+            events.append(self._end(last, delta))
+        return iter(events)
+
+    def _event(self, token: Token, likeliest: list[Token]) -> StreamEvent:
+        self._index += 1
+        return StreamEvent(index=self._index, token=token, top_tokens=likeliest or msgspec.UNSET)
+
+    def _end(self, event: StreamEvent, delta: StreamDelta) -> StreamEvent:
+        last_id = delta.token_ids[-1] if delta.token_ids else None
+        details = StreamDetails(
+            finish_reason=finish_of(delta.finish, last_id, self._call.model.tokenizer),
+            generated_tokens=delta.output_tokens,
+            seed=self._call.asked.seed,
+            input_length=self._generation.tokens.prompt,
+        )
+        return msgspec.structs.replace(
+            event,
+            generated_text="".join(self._shown),
+            details=details if self._call.asked.details else None,
+        )
+
+
+def _generated(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
+    """The answer, or the best of several: that whose tokens are likeliest on average."""
+    best = max(answers, key=lambda answer: answer.likelihood)
+    generated = Generated(generated_text=call.echo + best.text)
+    if not call.asked.tells:
+        return generated
+    others = [_sequence(call, answer) for answer in answers if answer is not best]
+    told = _sequence(call, best)
+    details = Details(
+        finish_reason=told.finish_reason,
+        generated_tokens=told.generated_tokens,
+        seed=told.seed,
+        prefill=told.prefill,
+        tokens=told.tokens,
+        top_tokens=told.top_tokens,
+        best_of_sequences=others or msgspec.UNSET,
+    )
+    return msgspec.structs.replace(generated, details=details)
+
+
+def _sequence(call: _Call, answer: GeneratedAnswer) -> BestOfSequence:
+    texts, records = call.texts(), answer.logprobs
+    places = [texts.next(record) for record in records]
+    last_id = records[-1].token_id if records else None
+    return BestOfSequence(
+        generated_text=call.echo + answer.text,
+        finish_reason=finish_of(answer.finish, last_id, call.model.tokenizer),
+        generated_tokens=len(records),
+        seed=call.asked.seed,
+        prefill=_prefill(call, answer),
+        tokens=[token for token, _ in places],
+        top_tokens=[likeliest for _, likeliest in places] if call.asked.top_n_tokens else msgspec.UNSET,
+    )
+
+
+def _prefill(call: _Call, answer: GeneratedAnswer) -> list[PrefillToken]:
+    """The prompt's tokens, where they were asked for."""
+    if not call.asked.decoder_input_details:
+        return []
+    return prefill(call.prompt.ids, unpack_logprobs(answer.prompt_logprobs), call.model.tokenizer)

@@ -1,0 +1,1 @@
+"""HTTP plumbing: middlewares, authentication, keys, limits, errors, observability, connections, listening, TLS."""

@@ -1,0 +1,84 @@
+"""Which address a request comes from: that of its connection, or what a trusted proxy says who asked it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from console.settings.addresses import is_loopback
+
+_CLIENT = web.RequestKey("client_address", str)
+_HEADER = "X-Forwarded-For"
+_LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
+UNIX = "unix"
+"""What clients of a socket in the file system have for an address; a proxy there is trusted as one at 127.0.0.1 is."""
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def client_address(request: web.Request) -> str:
+    """The address that a request comes from, as `resolving` found it."""
+    return request.get(_CLIENT) or ""
+
+
+def peer_of(request: web.Request) -> str:
+    """The address that the connection comes from, UNIX for one through a socket in the file system."""
+    transport = request.transport
+    sock = None if transport is None else transport.get_extra_info("socket")
+    return UNIX if sock is not None and sock.family == socket.AF_UNIX else request.remote or ""
+
+
+def is_local_address(address: str) -> bool:
+    """Whether a client is a program of this machine."""
+    return address == UNIX or is_loopback(address)
+
+
+def client_address_middleware(proxies: Sequence[Network]) -> Middleware:
+    """Finds out who asks, for all that tells clients apart: log, limits, turns. proxies: those whose word is taken."""
+
+    @web.middleware
+    async def resolve(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[_CLIENT] = _resolved(peer_of(request), request.headers.getall(_HEADER, ()), proxies)
+        return await handler(request)
+
+    return resolve
+
+
+def _resolved(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -> str:
+    """The last address that no trusted proxy has: each adds behind the others whom it was asked by, and what stands
+    before that anybody may have written."""
+    hops = [hop.strip() for line in forwarded for hop in line.split(",")]
+    address = _plain(peer)
+    while hops and _is_trusted(address, proxies):
+        hop = _plain(hops.pop())
+        if _parsed(hop) is None:
+            break
+        address = hop
+    return address
+
+
+def _plain(address: str) -> str:
+    """Without a port, and IPv4 as such where it came over IPv6."""
+    if address.startswith("["):
+        address = address[1:].partition("]")[0]
+    elif address.count(":") == 1:
+        address = address.partition(":")[0]
+    parsed = _parsed(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return address if parsed is None else str(mapped or parsed)
+
+
+def _is_trusted(address: str, proxies: Sequence[Network]) -> bool:
+    parsed = _LOOPBACK if address == UNIX else _parsed(address)
+    return parsed is not None and any(parsed in network for network in proxies)
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address)
+    except ValueError:
+        return None

@@ -1,0 +1,244 @@
+"""Errors as HTTP shows them: OpenAI's shape where a dialect has no other, and the few that only HTTP knows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from engine.errors import ContextLengthExceeded, EngineError, LoadCancelled
+
+RETRY_AFTER_S = 1.0
+
+MAX_MESSAGE_LENGTH = 1000
+"""Characters: a message may quote the request, which may be megabytes."""
+
+
+class NotAuthorized(EngineError):
+    """The key is missing or wrong."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class Forbidden(EngineError):
+    """Not from there, or not without a key."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class NotFound(EngineError):
+    """No such path; details: path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class DialectOff(NotFound):
+    """The path belongs to a dialect that is switched off; details: path, dialect."""
+
+    code = "dialect_off"
+
+
+class MethodNotAllowed(EngineError):
+    """The path knows other methods; details: allowed."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class BodyTooLarge(EngineError):
+    """The body is longer than allowed; details: limit_bytes."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class UnknownEncoding(EngineError):
+    """The body is packed in a way that is not understood here; details: encodings."""
+
+    code = "unknown_encoding"
+    http_status = 415
+
+
+class UnknownExpectation(EngineError):
+    """The client expects what this server does not do."""
+
+    code = "unknown_expectation"
+    http_status = 417
+
+
+class BodyTooSlow(EngineError):
+    """The body took longer than allowed; details: limit_s."""
+
+    code = "body_too_slow"
+    http_status = 408
+
+
+class HeadersTooLarge(EngineError):
+    """The request's line or a header is longer than allowed."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+
+class Misdirected(EngineError):
+    """The server goes by no such name."""
+
+    code = "misdirected"
+    http_status = 421
+
+
+class BadHttp(EngineError):
+    """The request is no HTTP that we understand."""
+
+    code = "bad_request"
+    http_status = 400
+
+
+class RequestCancelled(EngineError):
+    """The request was cancelled on the server's side: by the operator, or because the server stops.
+
+    499 rather than a 5xx: clients repeat those by themselves, which is not what the operator meant.
+    """
+
+    code = "request_cancelled"
+    http_status = 499
+
+
+class InternalError(EngineError):
+    """Something nobody foresaw; the log has the details."""
+
+    code = "internal_error"
+    http_status = 500
+
+
+class CannotListen(EngineError):
+    """The server could not be started; details: host, port."""
+
+    code = "cannot_listen"
+    http_status = 500
+
+
+class Unprotected(CannotListen):
+    """Everybody who reaches the address could ask without a key; details: host, port."""
+
+    code = "unprotected"
+    http_status = 400
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """What an error answer holds."""
+
+    error: ErrorBody
+
+
+ErrorFormatter = Callable[[EngineError], object]
+"""What makes the JSON body of an error: each dialect has a shape of its own."""
+
+
+def envelope(error: EngineError) -> ErrorEnvelope:
+    """The error in OpenAI's shape, and in its words where clients look for them."""
+    param = error.details.get("param")
+    return ErrorEnvelope(
+        ErrorBody(
+            message=_sentence(error)[:MAX_MESSAGE_LENGTH],
+            type=_type_of(error),
+            param=None if param is None else str(param)[:MAX_MESSAGE_LENGTH],
+            code=error.code,
+        )
+    )
+
+
+def _sentence(error: EngineError) -> str:
+    """The message; of a prompt that is too long, it is OpenAI's two sentences: clients look for one or the other."""
+    match error.details:
+        case {"max_model_len": context, "prompt_tokens": tokens, "limit": limit} if isinstance(
+            error, ContextLengthExceeded
+        ):
+            field, least = error.details.get("param", "prompt"), "at least " if error.details.get("at_least") else ""
+            return (
+                f"This model's maximum context length is {context} tokens. However, your {field} resulted in "
+                f"{least}{tokens} tokens. Input tokens exceed the configured limit of {limit} tokens. "
+                f"Please reduce the length of the {field}."
+            )
+        case _:
+            return error.message
+
+
+def error_response(error: EngineError, tells: ErrorFormatter = envelope) -> web.Response:
+    """The error as an answer, with Retry-After where trying again makes sense."""
+    response = json_response(tells(error), status=error.http_status)
+    if error.http_status in (429, 503):
+        delay_s = error.details.get("retry_after_s")
+        seconds = delay_s if isinstance(delay_s, int | float) else RETRY_AFTER_S
+        response.headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+    if error.http_status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        response.headers["Allow"] = str(error.details["allowed"])
+    if isinstance(error, UnknownEncoding):
+        response.headers["Accept-Encoding"] = str(error.details["encodings"])
+    return response
+
+
+def json_response(body: object, *, status: int = 200) -> web.Response:
+    """A struct (or anything msgspec knows) as a JSON answer."""
+    return web.Response(body=msgspec.json.encode(body, enc_hook=_plain), status=status, content_type="application/json")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError
+
+
+def is_server_side(error: EngineError) -> bool:
+    """True where nothing is wrong with the request: the server failed, or its operator ended the work."""
+    return error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, RequestCancelled | LoadCancelled)
+
+
+def _type_of(error: EngineError) -> str:
+    match error.http_status:
+        case 401 | 403:
+            return "authentication_error"
+        case 404:
+            return "not_found_error"
+        case 429:
+            return "rate_limit_error"
+        case _:
+            return "server_error" if is_server_side(error) else "invalid_request_error"
+
+
+# What clients of a dialect call our fields: an error that speaks of one should name it as the client sent it.
+
+AS_SENT = "as_sent"
+"""The detail of an error that names fields as the client does already."""
+
+
+def rename_fields(message: str, names: Mapping[str, str]) -> str:
+    """A sentence about our fields as one about the client's. names: by ours, theirs; only whole words are changed."""
+    if not names:
+        return message
+    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda found: names[found[1]], message)
+
+
+def localized_message(error: EngineError, names: Mapping[str, str]) -> str:
+    """An error's sentence in the client's words, no longer than any may be. names: as `renamed` has them."""
+    message = error.message if error.details.get(AS_SENT) else rename_fields(error.message, names)
+    return message[:MAX_MESSAGE_LENGTH]

@@ -1,0 +1,121 @@
+"""What is refused whoever asks: pages from elsewhere, names that were pointed at this machine, too many requests.
+
+A page in a browser asks with the rights of the machine that it is shown on: it reaches loopback there, and where its
+own name was pointed at that (DNS rebinding) may even read the answer. It cannot hide its name: Host or Origin has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from console.api.http.client_address import client_address
+from console.api.http.connections import REQUEST_ID
+from console.api.http.errors import Forbidden, Misdirected
+from console.api.http.limits import AddressLimiter
+from console.api.http.scopes import OPEN_PATHS, only_looks
+from console.settings.addresses import is_loopback
+
+ANY_HOST = "*"
+_METHODS = "GET, POST, DELETE, OPTIONS"
+_HEADERS = f"Authorization, Content-Type, X-API-Key, {REQUEST_ID}, anthropic-version, anthropic-beta"
+_EXPOSED = f"{REQUEST_ID}, Retry-After"
+_PREFLIGHT_S = 600
+
+
+def guard_middleware(
+    addresses: AddressLimiter, origins: Collection[str], hosts: Collection[str], on_loopback: Callable[[], bool]
+) -> Middleware:
+    """Checks who is asked, from where and how often, and answers what browsers ask first.
+
+    origins: those whose pages may ask ("*": all).  hosts: names that this server goes by besides those of loopback.
+    on_loopback: whether it listens there alone.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        for name in requested_hosts(request) if on_loopback() else ():
+            if not is_own_host(name, hosts):
+                called = f"not called {name[:100]}" if name else "asked for with an empty Host header"
+                raise Misdirected(f"This server is {called}: ask for localhost, or name it with --allowed-hosts")
+        origin = request.headers.get("Origin")
+        if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
+            raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
+        if request.path not in OPEN_PATHS:
+            addresses.enter(client_address(request))
+        if origin is not None and _is_preflight(request):
+            return web.Response(status=204)
+        return await handler(request)
+
+    return guard
+
+
+def cors_headers(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], None]:
+    """What tells a browser which pages may read an answer. Nothing where there are no such. Cookies are none of our
+    ways of knowing who asks, so none are ever asked for."""
+
+    def share(request: web.Request, response: web.StreamResponse) -> None:
+        if not origins:
+            return
+        response.headers.add("Vary", "Origin")
+        origin = request.headers.get("Origin")
+        if origin is None or not _is_listed(origin, origins):
+            return
+        response.headers["Access-Control-Allow-Origin"] = ANY_HOST if ANY_HOST in origins else origin
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        if _is_preflight(request):
+            response.headers["Access-Control-Allow-Methods"] = _METHODS
+            response.headers["Access-Control-Allow-Headers"] = _HEADERS
+            response.headers["Access-Control-Max-Age"] = str(_PREFLIGHT_S)
+
+    return share
+
+
+def requested_hosts(request: web.Request) -> list[str]:
+    """The server's names in a request: in its Host header, and in its address where that is a whole one (RFC 9112,
+    3.2.2). A request without any is no browser's."""
+    named = request.headers.getall("Host", [])
+    scheme, mark, rest = request.raw_path.partition("://")
+    return [*named, rest.partition("/")[0]] if mark and "/" not in scheme else named
+
+
+def is_own_host(named: str, hosts: Collection[str]) -> bool:
+    """Whether a name, with or without a port, is one of this server on loopback."""
+    name = _named_host(named)
+    return is_loopback(name) or name.endswith(".localhost") or ANY_HOST in hosts or name in hosts
+
+
+def _named_host(named: str) -> str:
+    """The name in a Host header, "" where it is none."""
+    try:
+        parts = urlsplit(f"//{named}")
+        _ = parts.port  # which must be one
+        return (parts.hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_open(origin: str, request: web.Request, origins: Collection[str]) -> bool:
+    """Whether a page from there may ask: one of ours, or of those that are let in."""
+    return _is_listed(origin, origins) or _host_of(origin) == request.headers.get("Host", "").lower()
+
+
+def _is_listed(origin: str, origins: Collection[str]) -> bool:
+    return ANY_HOST in origins or origin.lower() in origins
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of an origin, None where it has none, as "null"."""
+    return origin.lower().partition("://")[2] or None
+
+
+def _could_change(request: web.Request) -> bool:
+    """Any page may open a websocket; what a browser asks first would be done next."""
+    return not only_looks(request.method, request.headers) or _is_preflight(request)
+
+
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers

@@ -1,0 +1,270 @@
+"""Where the server listens: an address, another one without losing a request, and why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from console.api.http.errors import CannotListen
+from console.settings.addresses import EVERYWHERE, unix_path
+from engine.models.files import home_expanded
+
+# How many files a process may have open: each connection is one.
+
+WANTED_FILES = 65_536
+"""Files, where the system lets a process have so many: usual limits are 1024 that it may raise itself."""
+
+RESERVED_FILES = 256
+"""Files that are no connections: of models, workers, keys and logs."""
+
+MIN_CONNECTIONS = 64
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many files open as it may, up to `WANTED_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has limits of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def max_connections() -> int:
+    """Return how many connections leave enough files for all else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(
+        MIN_CONNECTIONS, (WANTED_FILES if soft == resource.RLIM_INFINITY else min(soft, WANTED_FILES)) - RESERVED_FILES
+    )
+
+
+_UNIX_MASK = 0o117
+"""Modes that a socket's file does not have: its owner and group may connect, and nobody else."""
+_BACKLOG = 128
+_LOCKED_S = 1.0
+_LOCK_RETRY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """port: 0 takes any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return self.host if unix_path(self.host) else f"{self.host} port {self.port}"
+
+
+class Listener:
+    """The one address at which an application takes connections. tls: what it speaks TLS with, None for plain HTTP."""
+
+    def __init__(self, runner: web.AppRunner, tls: ssl.SSLContext | None = None) -> None:
+        self._runner = runner
+        self._tls = tls
+        self._site: web.BaseSite | None = None
+        self._socket: socket.socket | None = None
+        self._address: Address | None = None
+
+    @property
+    def address(self) -> Address | None:
+        """Where it listens, with the port that was found free; None while it does not."""
+        return self._address
+
+    async def open(self, address: Address) -> None:
+        """Listen; raises CannotListen with the reason, in words, with what to do about it."""
+        port = address.port
+        try:
+            sock = _own_socket(address)
+            if sock is not None:
+                site: web.BaseSite = web.SockSite(self._runner, sock, ssl_context=self._tls)
+                port = 0 if unix_path(address.host) else sock.getsockname()[1]
+            else:
+                site = web.TCPSite(self._runner, address.host, address.port, ssl_context=self._tls)
+        except (OSError, OverflowError) as error:
+            raise _cannot_listen(error, address) from error
+        try:
+            await site.start()
+        except (OSError, OverflowError, ValueError) as error:
+            await _stop(site, sock)
+            raise _cannot_listen(error, address) from error
+        self._site, self._socket = site, sock
+        self._address = Address(address.host, site.port if isinstance(site, web.TCPSite) else port)
+
+    async def close(self) -> None:
+        """Take no more connections; those there are stay."""
+        site, self._site = self._site, None
+        sock, self._socket = self._socket, None
+        self._address = None
+        if site is not None:
+            await _stop(site, sock)
+
+    async def move(self, address: Address) -> None:
+        """Listen at another address instead. Requests under way go on; connections without any are closed, so that
+        nobody stays who could not come now.
+
+        Two addresses with one port may be in each other's way, so the first is let go of before the second is taken.
+        Raises CannotListen where that cannot be had: it listens where it did, then.
+        """
+        before, site, sock = self.address, self._site, self._socket
+        server = self._runner.server
+        connections = [] if server is None else server.connections
+        in_the_way = before is not None and before.port == address.port
+        if in_the_way:
+            await self.close()
+        try:
+            await self.open(address)
+        except CannotListen as error:
+            raise await self._back_at(before, error) from error
+        if site is not None and not in_the_way:
+            await _stop(site, sock)
+        for connection in connections:
+            connection.close()
+
+    async def _back_at(self, before: Address | None, reason: CannotListen) -> CannotListen:
+        """Listen where it did, and the reason with what came of that."""
+        if before is None:
+            return reason
+        try:
+            if self._site is None:
+                await self.open(before)
+        except CannotListen as error:
+            return CannotListen(f"{reason.message}. Nor can it go back: {error.message}", **reason.details)
+        return CannotListen(f"{reason.message}. It goes on listening on {before}", **reason.details)
+
+
+def _own_socket(address: Address) -> socket.socket | None:
+    """A socket that listens where asyncio would not: in the file system, or on all addresses of both IP versions; None
+    for any other address. Raises OSError, OverflowError."""
+    if path := unix_path(address.host):
+        return _UnixSocket(path)
+    if address.host != EVERYWHERE:
+        return None
+    try:
+        return socket.create_server(("::", address.port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError) as error:
+        if _has_errno(error, errno.EADDRINUSE) or _has_errno(error, errno.EACCES):
+            raise
+        return socket.create_server(("0.0.0.0", address.port))  # a machine without IPv6
+
+
+async def _stop(site: web.BaseSite, sock: socket.socket | None) -> None:
+    """Let go of an address, its file first: a file whose server listens no more may be replaced at any time."""
+    if isinstance(sock, _UnixSocket):
+        sock.remove()
+    await site.stop()
+
+
+class _UnixSocket(socket.socket):
+    """A listening socket in the file system that its owner and group may connect to.
+
+    It takes the place of the socket of a server that is gone, and of nothing else; at the end only its own file goes.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError."""
+        super().__init__(socket.AF_UNIX)
+        self._path = home_expanded(path)
+        try:
+            with _locked(self._path.parent):
+                _remove_abandoned(self._path)
+                before = os.umask(_UNIX_MASK)
+                try:
+                    self.bind(str(self._path))
+                finally:
+                    os.umask(before)
+                self._inode = self._path.lstat().st_ino
+                self.listen(_BACKLOG)  # with the folder locked: until it listens it looks abandoned
+        except BaseException:
+            self.close()
+            raise
+
+    def remove(self) -> None:
+        """Remove the file, unless another server's has taken its place. No other has its inode until it is closed."""
+        with suppress(OSError), _locked(self._path.parent):
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the socket of a server that is gone. Raises OSError where one listens, or something else is there."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise OSError(errno.ENOTSOCK, "no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            with suppress(BlockingIOError):  # whose queue of connections is full is there
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise OSError(errno.EADDRINUSE, "in use")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold off other servers that would look at a socket in this folder. Raises OSError where one has it for long."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # sockets may be made where nothing may be listed
+        yield
+        return
+    try:
+        until = time.monotonic() + _LOCKED_S
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _cannot_listen(error: Exception, address: Address) -> CannotListen:
+    reason = str(error)
+    if path := unix_path(address.host):
+        reason = _of_file(error, path)
+    elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
+        reason = f"{address.host} is no address of this machine; choose another with --host"
+    elif _has_errno(error, errno.EADDRINUSE):
+        reason = "another program listens there; choose another port with --port"
+    elif _has_errno(error, errno.EACCES):
+        reason = f"this user may not use port {address.port}; choose one above 1023 with --port"
+    elif isinstance(error, OverflowError):
+        reason = "ports lie between 0 and 65535; choose one with --port"
+    return CannotListen(f"Cannot listen on {address}: {reason}", host=address.host, port=address.port)
+
+
+def _of_file(error: Exception, path: str) -> str:
+    """Why there is no socket at a path."""
+    if _has_errno(error, errno.EADDRINUSE):
+        return "another program listens there; choose another file with --host"
+    if _has_errno(error, errno.ENOTSOCK):
+        return "a file of that name is there, which is no socket"
+    if _has_errno(error, errno.EAGAIN):
+        return "another program has the folder locked"
+    if _has_errno(error, errno.ENOENT):
+        return f"there is no folder {home_expanded(path).parent}"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _has_errno(error: Exception, number: int) -> bool:
+    return isinstance(error, OSError) and error.errno == number

@@ -1,0 +1,158 @@
+"""What happens to every request: an id, a count, and errors in the shape of its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from console.api.dialects.registry import DialectRegistry
+from console.api.http.client_address import client_address
+from console.api.http.connections import REQUEST_ID, SERVER
+from console.api.http.errors import BadHttp, DialectOff, InternalError, MethodNotAllowed, NotFound
+from console.api.http.observability import CLIENT_CLOSED_STATUS
+from console.api.http.request_body import too_large
+from console.api.http.scopes import ADMIN, LOOKING, OPEN_PATHS, only_looks
+from console.api.http.traffic import Traffic, attach_call, call_of, error_reply, find_call, record_client_closed
+from engine.errors import EngineClosed, EngineError
+
+log = logging.getLogger("api")
+
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+_POLLED = f"{ADMIN}call/"
+_UNHEARD = logging.DEBUG - 1
+"""A console elsewhere polls: a line for each time that it reads the log would have it read again."""
+
+_ASKS_ANTHROPIC = "anthropic-version"
+_ANTHROPIC_ID = "request-id"
+"""Where Anthropic's clients, who all send the one, look for the other."""
+
+_LONGEST_PATH = 200
+"""Characters of a path in the log, of which memory keeps thousands of lines."""
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
+    """Counts, and logs one line per request."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        agent = request.headers.get("User-Agent", "")
+        call = attach_call(request, traffic.enter(client_address(request), agent, request.method, request.path))
+        call.tells = dialects.tells(request)
+        call.request_id = _id_of(request)
+        status: int | None = None
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            if status is None:
+                record_client_closed(request)
+            traffic.leave(call)
+            log.log(
+                _loudness(request),
+                "%s %s %d in %.3f s",
+                request.method,
+                request.raw_path.partition("?")[0][:_LONGEST_PATH],
+                status or CLIENT_CLOSED_STATUS,
+                clock() - began,
+            )
+
+    return count
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in the shape of the request's dialect. What nobody foresaw is logged and told in a plain sentence."""
+    try:
+        return await handler(request)
+    except EngineError as error:
+        return error_reply(request, error)
+    except web.HTTPException as error:
+        error.__traceback__ = None  # aiohttp keeps that of an unknown path with its request, which the frames here have
+        return error_reply(request, _from_http(request, error))
+    except web.RequestPayloadError as error:
+        return error_reply(request, BadHttp(f"The body could not be read: {error}"))
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("%s %s broke", request.method, request.raw_path.partition("?")[0])
+        return error_reply(request, InternalError("The server failed to answer; its log says why"))
+
+
+def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
+    """Determines the dialect of a request; one that is switched off is a 404.
+
+    While the server stops, work is turned away in the shape of its dialect; who only looks is answered.
+    """
+
+    @web.middleware
+    async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (dialect := await dialects.of(request)) is not None:
+            call = call_of(request)
+            call.dialect, call.tells = dialect.name, dialect.tells
+            if not dialects.is_on(dialect):
+                raise DialectOff(
+                    f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",
+                    path=request.path,
+                    dialect=dialect.name,
+                )
+        if traffic.closing and not only_looks(request.method, request.headers):
+            response = error_reply(request, EngineClosed("The server is stopping"))
+            response.force_close()
+            return response
+        return await handler(request)
+
+    return speak
+
+
+def response_signer(
+    share: Callable[[web.Request, web.StreamResponse], None],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """What is done to every answer as it begins: it gets the id of its request, and what `share` puts on it."""
+
+    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+        if (call := find_call(request)) is not None:
+            call.began = True
+            response.headers[REQUEST_ID] = call.request_id
+            if _ASKS_ANTHROPIC in request.headers:
+                response.headers[_ANTHROPIC_ID] = call.request_id
+            response.headers["Server"] = SERVER
+        share(request, response)
+
+    return sign
+
+
+def _id_of(request: web.Request) -> str:
+    """The client's own where it is harmless, else a new one."""
+    given = request.headers.get(REQUEST_ID, "")
+    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _loudness(request: web.Request) -> int:
+    """The level of the line that a request gets in the log."""
+    if request.method in LOOKING and request.path.startswith(_POLLED):
+        return _UNHEARD
+    return logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:
+    match error:
+        case web.HTTPNotFound():
+            return NotFound(f"There is nothing at {request.path}", path=request.path)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed=allowed)
+        case web.HTTPRequestEntityTooLarge():
+            return too_large(request.client_max_size)
+        case _:
+            return BadHttp(error.reason)

@@ -1,0 +1,272 @@
+"""What is told of every HTTP request once it is over: to the access log, to traces and to metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from console.api.http.traffic import Call, call_of
+from console.runtime.line_writer import LineWriter
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.metrics.meter import HistogramCounter
+from engine.models.files import home_expanded
+from engine.requests.history import WorkerSpan
+from engine.snapshot import RequestRow
+from engine.text.printable import printable_json
+
+CLIENT_CLOSED_STATUS = 499
+"""Of a request whose client left before there was an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWork:
+    """What the engine did for one answer. id: the answer's.  model: what the answer calls it.
+
+    choices: answers that were asked for to each prompt.  rows: one for each of the engine's requests, all ended.
+    stays: the times on workers of each.
+    """
+
+    id: str
+    model: str
+    params: SamplingParams
+    choices: int
+    rows: tuple[RequestRow, ...]
+    stays: tuple[tuple[WorkerSpan, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """How a request went. at: unix time it came.  total_s: until it was answered, or cut off.
+
+    status: what was answered, CLIENT_CLOSED_STATUS for nothing.  body_bytes: of the answer, None where that is not
+    known.
+    """
+
+    at: float
+    total_s: float
+    status: int
+    body_bytes: int | None
+    works: tuple[EngineWork, ...]
+
+
+class RequestObserver(Protocol):
+    """Who is told of requests."""
+
+    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+        """A request is over. Called on the engine's loop, so whatever takes time is done elsewhere."""
+
+
+_WORKS = web.RequestKey("works", list[EngineWork])
+
+
+def add_work(request: web.Request, work: EngineWork) -> None:
+    """Something was done for the request."""
+    request[_WORKS] = [*request.get(_WORKS, ()), work]
+
+
+def observability_middleware(watchers: Iterable[RequestObserver]) -> Middleware:
+    """Tells the watchers of every request, whatever becomes of it. The outermost middleware but for none."""
+
+    @web.middleware
+    async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+        at, began = time.time(), time.monotonic()
+        response: web.StreamResponse | None = None
+        try:
+            response = await handler(request)
+            return response
+        finally:
+            call = call_of(request)
+            outcome = RequestOutcome(
+                at=at,
+                total_s=time.monotonic() - began,
+                status=CLIENT_CLOSED_STATUS if response is None else response.status,
+                body_bytes=_body_bytes(response, call),
+                works=tuple(request.get(_WORKS, ())),
+            )
+            for watcher in watchers:
+                watcher.saw(request, call, outcome)
+
+    return observe
+
+
+def route_of(request: web.Request) -> str:
+    """The route that a request took, as `/v1/models/{model}`; "" for none."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
+
+
+def _body_bytes(response: web.StreamResponse | None, call: Call) -> int | None:
+    """What the answer's body has; of a stream, what was sent before it ended."""
+    if isinstance(response, web.Response):
+        body = response.body
+        return len(body) if isinstance(body, bytes | bytearray) else 0 if body is None else None
+    return None if isinstance(response, web.WebSocketResponse) else call.sent_bytes
+
+
+# HTTP requests by route, method and kind of status, under the names that vLLM's server has them.
+
+DURATION_BOUNDS_S = (0.1, 0.5, 1.0)
+_UNCOUNTED = frozenset({"/metrics", "/health", "/ready"})
+"""What monitoring itself asks: a probe's 503 while a model loads is no request that failed."""
+
+
+class HttpMetrics(Collector):
+    """A Watcher that counts. Belongs to the engine's loop, as its registry does."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._durations: dict[tuple[str, str], HistogramCounter] = {}
+
+    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+        """Count a request."""
+        route = route_of(request) or "none"
+        if route in _UNCOUNTED:
+            return
+        method = request.method if request.method in _METHODS else "other"
+        self._requests[route, method, f"{outcome.status // 100}xx"] += 1
+        took = self._durations.setdefault((route, method), HistogramCounter(DURATION_BOUNDS_S))
+        took.observe(outcome.total_s)
+
+    def collect(self) -> Iterator[Metric]:
+        """The counts now."""
+        requests = CounterMetricFamily("http_requests", "HTTP requests", labels=["handler", "method", "status"])
+        for labels, count in sorted(self._requests.items()):
+            requests.add_metric(labels, count)
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds", "Time until an HTTP request was answered", labels=["handler", "method"]
+        )
+        for of, counter in sorted(self._durations.items()):
+            told = counter.freeze()
+            buckets = [*zip(map(repr, told.bounds), map(float, told.counts), strict=True), ("+Inf", float(told.count))]
+            durations.add_metric(of, buckets, told.sum)
+        yield from (requests, durations)
+
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""All others are one: clients may make up any."""
+
+
+# The access log: one line of JSON for each HTTP request, with token counts and times, never with what was asked.
+
+STDOUT = "-"
+
+
+class CannotLog(EngineError):
+    """The access log cannot be written where it is wanted."""
+
+    code = "cannot_log"
+    http_status = 500
+
+
+class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Seconds; None is "does not apply" or "not known".
+
+    time: when it came (UTC).  id: X-Request-Id of the answer.  client: address.  key: name of its key.
+    answers: ids in the answers, by which the console's request table and logs know them.
+    queue_s: until a worker took the last of its requests.  ttft_s: from when it came to the first token.
+    status: 499 where the client left first.  bytes: of the answer's body.  error: the code of what went wrong.
+    """
+
+    time: str
+    id: str
+    client: str
+    key: str | None
+    agent: str
+    method: str
+    path: str
+    dialect: str | None
+    model: str | None
+    answers: list[str]
+    status: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    total_s: float
+    finish_reasons: list[str]
+    bytes: int | None
+    error: str | None
+
+
+class AccessLog:
+    """A Watcher. target: a file, or STDOUT, which only a program without a screen has to give away."""
+
+    def __init__(self, target: str, *, owns_stdout: bool, max_bytes: int) -> None:
+        if target == STDOUT and not owns_stdout:
+            raise CannotLog("--access-log - is for --headless alone: the screen has the terminal; name a file")
+        self._path = None if target == STDOUT else home_expanded(target)
+        self._lines = LineWriter(self._path, _encoded, max_bytes=max_bytes)
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        return self._lines.lost
+
+    def open(self) -> None:
+        """Begin. Raises CannotLog."""
+        try:
+            self._lines.open()
+        except OSError as error:
+            raise CannotLog(f"The access log {self._path} cannot be written: {error.strerror or error}") from error
+
+    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+        """Write its line soon."""
+        self._lines.put(line_of(call, outcome))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._lines.close()
+
+
+def _encoded(line: object) -> bytes:
+    return printable_json(msgspec.json.encode(line).decode()).encode()
+
+
+def line_of(call: Call, outcome: RequestOutcome) -> AccessLine:
+    """What is said of a request."""
+    works = outcome.works
+    rows = [row for work in works for row in work.rows]
+    firsts = [row.created_at - outcome.at + row.ttft_s for row in rows if row.ttft_s is not None]
+    return AccessLine(
+        time=datetime.fromtimestamp(outcome.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        id=call.request_id,
+        client=call.address,
+        key=call.key or None,
+        agent=call.agent,
+        method=call.method,
+        path=call.path,
+        dialect=call.dialect or None,
+        model=works[-1].model if works else None,
+        answers=[work.id for work in works],
+        status=outcome.status,
+        prompt_tokens=call.prompt_tokens,
+        cached_tokens=sum(map(_cached, works)),
+        output_tokens=call.output_tokens,
+        queue_s=_rounded(max((row.queued_s for row in rows), default=None)),
+        ttft_s=_rounded(max(0.0, min(firsts)) if firsts else None),
+        total_s=round(outcome.total_s, 6),
+        finish_reasons=[row.finish or "" for row in rows],
+        bytes=outcome.body_bytes,
+        error=None if call.failure is None else call.failure.code,
+    )
+
+
+def _cached(work: EngineWork) -> int:
+    """Each prompt counts once, however many answers it gets."""
+    return sum(row.cached_tokens for row in work.rows[:: work.choices])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

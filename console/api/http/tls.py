@@ -1,0 +1,78 @@
+"""TLS: the certificate that the server shows, taken anew where its file is renewed."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from console.api.http.errors import CannotListen
+from console.api.settings import ApiSettings
+from engine.models.files import home_expanded, is_file
+
+_REASONS = {
+    "MISMATCH": "they do not belong together",
+    "KEY_TOO_SMALL": "the key is too short; make one of 2,048 bits or more",
+    "MD_TOO_WEAK": "the certificate is signed with a digest that is too weak",
+}
+_NO_PEM = "that is no certificate and key in PEM"
+
+
+class Certificate:
+    """The files of a certificate (with its chain) and of its key, both PEM. Raises CannotListen where they are none."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._files = home_expanded(cert), home_expanded(key)
+        self._stamp = self._stamped()
+        self.context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+    def renew(self) -> bool:
+        """Show the renewed certificate to who connects from now on; whether there is one. Raises CannotListen where the
+        files are none now: the old one stays in use."""
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return False
+        self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half a renewal must not spoil the one in use
+        self._loaded(self.context)
+        self._stamp = stamp
+        return True
+
+    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        cert, key = self._files
+        try:
+            context.load_cert_chain(cert, key, password=_refuse)
+        except _Encrypted:
+            raise CannotListen(f"The key in {key} is encrypted: --tls-key takes one that is not") from None
+        except ssl.SSLError as error:
+            reason = next((words for sign, words in _REASONS.items() if sign in str(error)), _NO_PEM)
+            raise CannotListen(f"TLS cannot be had with {cert} and {key}: {reason}") from None
+        except OSError as error:
+            missing = next((str(file) for file in self._files if not is_file(file)), f"{cert} or {key}")
+            raise CannotListen(f"TLS cannot be had: {missing} cannot be read: {error.strerror}") from None
+        return context
+
+    def _stamped(self) -> tuple[int, ...]:
+        try:
+            return tuple(part for file in self._files for part in (file.stat().st_mtime_ns, file.stat().st_size))
+        except OSError:
+            return ()
+
+
+def certificate_of(settings: ApiSettings) -> Certificate | None:
+    """What the settings have TLS spoken with, None for none. Raises CannotListen."""
+    cert, key = settings.tls_cert, settings.tls_key
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        missing = "--tls-cert" if cert is None else "--tls-key"
+        raise CannotListen(f"TLS takes a certificate and its key: {missing} is missing")
+    return Certificate(cert, key)
+
+
+class _Encrypted(Exception):
+    """The key asks for a password."""
+
+
+def _refuse() -> str:
+    """OpenSSL would ask at the terminal."""
+    raise _Encrypted

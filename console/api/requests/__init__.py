@@ -1,0 +1,1 @@
+"""Parts of a request that all dialects share: body, schema, sampling, prompt, model, generation, stream."""

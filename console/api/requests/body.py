@@ -1,0 +1,216 @@
+"""Reading a request body: JSON, then the fields of a schema. Whatever is wrong with it names its field."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, ClassVar, Self, TypeVar, cast
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from console.api.http.errors import AS_SENT
+from console.api.http.request_body import (
+    document_of,
+    drop_body,
+    json_object,
+    json_type_name,
+    run_offloaded,
+)
+from console.api.http.traffic import find_call
+from console.api.requests.parameters import Refusal
+from console.api.requests.schemas import JsonSchema, completed
+from engine.config import format_number
+from engine.errors import Detail, InvalidRequest
+
+T = TypeVar("T", bound="Body")
+
+_SHAPES = {
+    "dict_type": "should be an object",
+    "list_type": "should be an array",
+    "model_type": "should be an object",
+}
+"""Pydantic names these by what they are in Python."""
+
+_SUBJECT = re.compile(r"(?:Input|String|List|Dictionary) ")
+"""How pydantic's sentences begin, where ours begin with the field's name."""
+
+_SHOWN_CHARACTERS = 40
+
+
+def whole_number(value: object) -> object:
+    """2.0 as 2, for JSON has one kind of number; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_numbers(value: object) -> object:
+    """An array of numbers, each as `whole_number` has it, in milliseconds where all are integers; else as it is."""
+    is_mixed = isinstance(value, list) and float in set(map(type, value))
+    return [whole_number(each) for each in cast(list[object], value)] if is_mixed else value
+
+
+_WHOLE = (whole_number, whole_numbers)
+
+
+def _taking_whole_floats(schema: Any) -> Any:
+    """A core schema whose integers may be written as floats, and whose arrays are wrong with their first wrong item."""
+    match schema:
+        case {"type": "list", "items_schema": {"type": "int"}}:
+            ids = cast(core_schema.ListSchema, {**schema, "fail_fast": True})
+            return core_schema.no_info_before_validator_function(whole_numbers, ids)
+        case {"type": "list"} if not schema.get("fail_fast"):
+            return _taking_whole_floats({**schema, "fail_fast": True})
+        case {"type": "int"}:
+            return core_schema.no_info_before_validator_function(whole_number, cast(core_schema.IntSchema, schema))
+        case {"type": "function-before", "function": {"function": function}} if function in _WHOLE:
+            return schema
+        case dict():
+            return {key: _taking_whole_floats(value) for key, value in schema.items()}
+        case list() | tuple():
+            return type(schema)(map(_taking_whole_floats, schema))
+        case _:
+            return schema
+
+
+class Body(BaseModel):
+    """Base of every request body. null is the same as leaving a field out.
+
+    refused: fields that clients send but we do not honour: fine at their neutral values, an error otherwise.
+    inert: fields that change nothing about an answer, whatever their value.
+    aliases: other names that clients have for a field.
+    clamped: fields that are brought into what there is room for, or what means the same, and how.
+    refused_within: likewise `refused`, of what stands within a field; by that field's name as a path.
+    internal: fields that are filled in from elsewhere, and unknown to clients.
+    rules: JSON schemas of what must hold of several fields together; for /openapi.json alone.
+    ranges: lowest and highest values of numbers, as they are checked later; likewise.
+    prompt_field: which of them becomes the prompt; errors about that name it.
+    max_entries: how many an array or object may have, which is looked at before anything in it; those of its bases too.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+    inert: ClassVar[frozenset[str]] = frozenset()
+    aliases: ClassVar[Mapping[str, str]] = {}
+    clamped: ClassVar[Mapping[str, str]] = {}
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
+    internal: ClassVar[frozenset[str]] = frozenset()
+    rules: ClassVar[Sequence[JsonSchema]] = ()
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    prompt_field: ClassVar[str] = "prompt"
+    max_entries: ClassVar[Mapping[str, int]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """How the body is validated."""
+        taking: CoreSchema = _taking_whole_floats(handler(source))
+        return taking
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What the body takes, as /openapi.json tells it."""
+        schema = handler.resolve_ref_schema(handler(core))
+        others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
+        schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges, cls._limits()))
+        return schema
+
+    @classmethod
+    def _docs(cls) -> list[str]:
+        """What is said of its fields, the nearest first."""
+        bases = [base for base in cls.__mro__ if issubclass(base, Body) and base is not Body]
+        return [inspect.cleandoc(base.__doc__ or "") for base in bases]
+
+    @classmethod
+    @cache
+    def _limits(cls) -> Mapping[str, int]:
+        """Entries that its fields may have."""
+        limits: dict[str, int] = {}
+        for base in reversed(cls.__mro__):
+            limits |= vars(base).get("max_entries", {})
+        return limits
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """The body in `raw`; raises InvalidRequest, its details naming the field as `param`."""
+        return cls.of(json_object(raw))
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Self:
+        """The body in a JSON object that was read already; raises as `parse` does."""
+        try:
+            fields, sent_as = cls._screen(document)
+        except InvalidRequest as error:
+            error.details[AS_SENT] = True
+            raise
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _explain(error.errors(include_url=False)[0], sent_as) from None
+
+    @classmethod
+    def _screen(cls, document: dict[str, object]) -> tuple[dict[str, object], dict[str, str]]:
+        """Only the fields that we honour, and how each was called; raises for others unless inert or neutral."""
+        kept: dict[str, object] = {}
+        sent_as: dict[str, str] = {}
+        limits = cls._limits()
+        for name, value in document.items():
+            field = cls.aliases.get(name, name)
+            if field in cls.model_fields:
+                if value is None:
+                    continue
+                if field in kept and kept[field] != value:
+                    raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
+                if isinstance(value, list | dict) and len(value) > (most := limits.get(field, len(value))):
+                    raise InvalidRequest(f"{name} has {len(value)} entries; it may have {most}", param=name)
+                kept[field], sent_as[field] = value, name
+            elif name in cls.refused:
+                cls.refused[name].check(name, value)
+            elif name not in cls.inert:
+                raise InvalidRequest(f"{name} is not a field that this endpoint knows", param=name)
+        return kept, sent_as
+
+
+async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
+    """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
+    if (call := find_call(request)) is not None:
+        call.prompt_field = schema.prompt_field
+    document = await document_of(request, absent)
+    body = await run_offloaded(request, partial(schema.of, document))
+    drop_body(request)
+    return body
+
+
+def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
+    """Pydantic's finding as one sentence that begins with the field's name, as the client has it."""
+    first, *inner = error["loc"] or ("",)
+    param = _dotted((sent_as.get(str(first), first), *inner))
+    if error["type"] == "missing":
+        wrong = "is missing"
+    elif error["type"] == "extra_forbidden":
+        wrong = "is not a field that this endpoint knows"
+    else:
+        reason = _SHAPES.get(error["type"]) or _SUBJECT.sub("", error["msg"], count=1)
+        wrong = f"{reason}, not {_shown(error['input'], is_of_kind=not error['type'].endswith('_type'))}"
+    details: dict[str, Detail] = {"param": param, AS_SENT: True}
+    return InvalidRequest(f"{param} {wrong}", **details)
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """('stop', 1) -> 'stop[1]'."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _shown(value: object, *, is_of_kind: bool) -> str:
+    """A wrong value; what kind it is where that is wrong, or the value long. is_of_kind: the kind is the one wanted."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return format_number(value)
+    if isinstance(value, str) and is_of_kind:
+        more = "..." if len(value) > _SHOWN_CHARACTERS else ""
+        return f'"{value[:_SHOWN_CHARACTERS]}{more}"'
+    return json_type_name(value)

@@ -1,0 +1,156 @@
+"""The prompt that a model's chat template makes of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from console.api.requests.body import Body
+from console.api.requests.conversation import Turn, render
+from console.api.requests.parameters import MESSAGE_REFUSED, Refusal
+from console.api.requests.prompts import Prompt
+from console.api.requests.schemas import MESSAGES, TOOL_CHOICE
+from console.api.requests.served_model import ServedModel
+from console.api.tools import ToolUse, tool_use
+from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
+from engine.errors import InvalidRequest
+from engine.requests.request import compact_ids
+from engine.text.tokenizer import Tokenizer
+
+_QUESTION = "ThisIsWhereTheFirstQuestionBegins"
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
+async def chat_prompt(
+    model: ServedModel,
+    turns: Sequence[Turn],
+    *,
+    continue_final: bool = False,
+    opens_answer: bool | None = None,
+    variables: Mapping[str, object] = _NOTHING,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> Prompt:
+    """The conversation as the model's template and tokenizer have it, and how another model would; with tools no other
+    would do, for how calls are read depends on the model.
+
+    continue_final: the last turn is an answer begun, which goes on.  opens_answer: the prompt ends with the start of an
+    answer; None is where none goes on.  variables: for the template; tools: definitions, as `ToolUse` has them.
+    Raises InvalidRequest where the template cannot render the turns.
+    """
+    as_text = partial(
+        render,
+        turns=turns,
+        add_generation_prompt=not continue_final if opens_answer is None else opens_answer,
+        continue_final=continue_final,
+        variables=variables,
+        tools=tools,
+        client=model.client,
+    )
+    text = await as_text(model.tokenizer)
+    ids = (await model.encode([text], add_special_tokens=False))[0]
+    return Prompt(
+        compact_ids(ids),
+        text,
+        None if tools else partial(_encode, as_text),
+        continues=continue_final,
+        shared_tokens=await _system_tokens(model, turns, text, ids, variables, tools) if model.shares_system else 0,
+    )
+
+
+async def _system_tokens(
+    model: ServedModel,
+    turns: Sequence[Turn],
+    text: str,
+    ids: list[int],
+    variables: Mapping[str, object],
+    tools: Sequence[Mapping[str, object]] | None,
+) -> int:
+    """How many of the ids come before all that was asked and answered: the system messages that the conversation begins
+    with, the tools, and what the template says around them. It is found by rendering another question after them: what
+    comes before that one cannot tell what was asked. 0 where the template puts them elsewhere."""
+    system = list(takewhile(lambda turn: turn["role"] == "system", turns))
+    try:
+        other = await render(
+            model.tokenizer,
+            turns=[*system, {"role": "user", "content": _QUESTION}],
+            add_generation_prompt=False,
+            continue_final=False,
+            variables=variables,
+            tools=tools,
+            client=model.client,
+        )
+    except InvalidRequest:
+        return 0
+    start, question, _ = other.partition(_QUESTION)
+    if not question or not text.startswith(start):
+        return 0
+    (known,) = await model.encode([start], add_special_tokens=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, ids, strict=False)))
+
+
+async def _encode(as_text: Callable[[Tokenizer], Awaitable[str]], tokenizer: Tokenizer) -> list[int]:
+    text = await as_text(tokenizer)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+
+
+# What a conversation is asked with, whatever is to become of it: its messages, its tools, and how it is rendered.
+
+MAX_TEMPLATE_VARIABLES = 64
+"""More than any template looks at."""
+
+
+class ConversationFields(Body):
+    """A conversation, and how the model's chat template makes a prompt of it.
+
+    tools: functions that the model may call.  tool_choice: none, auto (which is as the model likes), required, or a
+    function by its name.  parallel_tool_calls: whether one answer may make several calls.
+    add_generation_prompt: the prompt ends with the start of an answer; it does where nothing is said.
+    continue_final_message: the last message is an answer begun, which goes on.
+    chat_template_kwargs: variables for the model's own template (enable_thinking, say).
+    """
+
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
+    prompt_field = "messages"
+    max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS, "chat_template_kwargs": MAX_TEMPLATE_VARIABLES}
+
+    messages: Annotated[list[Any], MESSAGES]
+    tools: list[ToolField] | None = None
+    tool_choice: Annotated[object, TOOL_CHOICE] = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    async def tool_use(self, model: ServedModel) -> ToolUse:
+        """The tools that the model is told of; raises InvalidRequest. Grammars are made beside the event loop."""
+        return await asyncio.to_thread(self._tool_use, model) if self.tools else self._tool_use(model)
+
+    async def prompt(self, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> Prompt:
+        """`turns` as the model's template and tokenizer have them; raises InvalidRequest."""
+        return await chat_prompt(
+            model,
+            turns,
+            continue_final=self.continue_final_message,
+            opens_answer=self._opens_answer,
+            variables=self.chat_template_kwargs,
+            tools=use.definitions,
+        )
+
+    def _tool_use(self, model: ServedModel) -> ToolUse:
+        choice = read_choice(self.tool_choice)
+        return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=self.parallel_tool_calls)
+
+    @property
+    def _opens_answer(self) -> bool:
+        """Whether the prompt ends with the start of an answer; raises InvalidRequest where two fields disagree."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

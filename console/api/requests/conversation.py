@@ -1,0 +1,181 @@
+"""Chat messages as clients send them, and the prompt text that the model's template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from console.api.http.json_bounds import JsonBounds
+from console.api.requests.parameters import MESSAGE_REFUSED
+from console.api.tools import calling_turn, fitting, format_of, named, result_turn, spoken
+from console.api.tools.openai import read_calls
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+Turn = dict[str, object]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIELDS: Mapping[str, frozenset[str]] = {
+    "assistant": frozenset({"role", "content", "name", "tool_calls"}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
+}
+_FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
+_MARK = "TheAnswerGoesOnFromHere"
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+def read_messages(messages: Sequence[object]) -> list[Turn]:
+    """The turns as a template wants them, each with plain text; raises InvalidRequest saying which message is wrong."""
+    if not messages:
+        raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
+    _check_arguments(messages)
+    return named([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
+
+
+def with_negative_prompt(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
+    """The same conversation with `negative_prompt` as its system message; with none where that is empty.
+
+    Raises InvalidRequest where nothing is left then.
+    """
+    system: list[Turn] = [{"role": "system", "content": negative_prompt}] if negative_prompt else []
+    guided = [*system, *(turn for turn in turns if turn["role"] != "system")]
+    if not guided:
+        raise InvalidRequest(
+            "cfg_scale needs a negative_prompt where the conversation is nothing but a system message",
+            param="negative_prompt",
+        )
+    return guided
+
+
+async def render(
+    tokenizer: Tokenizer,
+    *,
+    turns: Sequence[Turn],
+    add_generation_prompt: bool,
+    continue_final: bool,
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, object]] | None = None,
+    client: str = "",
+) -> str:
+    """The prompt text. continue_final: it ends with the text of the last turn, so that the answer goes on from there.
+
+    tools: what the template is told of them.  client: who asks.
+    Raises InvalidRequest where the template cannot render the turns.
+    """
+    if taken := sorted(_RESERVED & variables.keys()):
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
+    if any("tool_calls" in turn for turn in turns):
+        turns = _with_calls(tokenizer, turns)
+    if continue_final:
+        turns = [*turns[:-1], _marked(turns[-1])]
+    rendered = partial(
+        tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+    )
+    try:
+        text = await rendered(turns, client)
+    except InvalidRequest:
+        if all(turn["content"] is not None for turn in turns):
+            raise
+        text = await rendered(spoken(turns), client)
+    return _up_to_mark(text) if continue_final else text
+
+
+def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns with calls as the model's template takes them; raises InvalidRequest for one that would leave them out."""
+    template = tokenizer.tool_template
+    if template is not None and "tool_calls" not in template.source:
+        raise InvalidRequest(
+            "this model's chat template has no place for the tool_calls of a message", param="messages"
+        )
+    return fitting(turns, format_of(tokenizer))
+
+
+def _check_arguments(messages: Sequence[object]) -> None:
+    """Raise InvalidRequest where what calls were made with, which is JSON within JSON, holds more than a body may."""
+    calls = [call for message in messages if isinstance(message, dict) for call in _listed(message.get("tool_calls"))]
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    together = ",".join(text for text in texts if isinstance(text, str))
+    JsonBounds().check(together.encode(), "messages[].tool_calls[].function.arguments")
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _read_message(message: object, where: str) -> Turn:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} should be an object with role and content", param=where)
+    role = _role(message.get("role"), where)
+    fields = _FIELDS.get(role, _FIELDS_OF_OTHERS)
+    for name, value in message.items():
+        if name in MESSAGE_REFUSED:
+            MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
+        elif name not in fields and value is not None:
+            raise InvalidRequest(f"{where}.{name} is not a field of such a message", param=f"{where}.{name}")
+    turn = _turn(role, message, where)
+    if (name := message.get("name")) is not None:
+        if not isinstance(name, str):
+            raise InvalidRequest(f"{where}.name should be a string", param=f"{where}.name")
+        turn["name"] = name
+    return turn
+
+
+def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
+    """The turn by its role: with the calls that it made, or the call that it answers."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if role == "assistant" and calls:
+        said = "" if content is None else _content(content, where)
+        at = f"{where}.tool_calls"
+        return calling_turn(said, read_calls(calls, at), at)
+    said = _content(content, where)
+    if role != "tool":
+        return {"role": role, "content": said}
+    call_id = message.get("tool_call_id")
+    if not isinstance(call_id, str) or not call_id:
+        at = f"{where}.tool_call_id"
+        raise InvalidRequest(f"{at} should be the id of the call that this answers", param=at)
+    return result_turn(call_id, said)
+
+
+def _role(role: object, where: str) -> str:
+    if not isinstance(role, str) or role not in _ROLES:
+        but = "and is missing" if role is None else f"not {role!r}" if isinstance(role, str) else "as a string"
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_ROLES)}, {but}", param=f"{where}.role")
+    return _ROLES[role]
+
+
+def _content(content: object, where: str) -> str:
+    """Text, or the text of all parts, each on a line of its own."""
+    where = f"{where}.content"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} should be a string or an array of text parts", param=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidRequest(f"{where} should have the type text; other content is not supported", param=where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.text should be a string", param=f"{where}.text")
+    return text
+
+
+def _marked(turn: Turn) -> Turn:
+    """The turn with a mark where its text ends, which templates neither trim nor take for one of their own words."""
+    content = str(turn["content"] or "")
+    return turn | {"content": content + _MARK} if content.strip() else turn
+
+
+def _up_to_mark(text: str) -> str:
+    """`text` as far as its mark: what a template adds after a turn is not part of it."""
+    found = text.rfind(_MARK)
+    if found < 0:
+        raise InvalidRequest(
+            "continue_final_message needs a last message whose text the chat template keeps", param="messages"
+        )
+    return text[:found]

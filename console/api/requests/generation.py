@@ -1,0 +1,294 @@
+"""Generation: every engine request behind one HTTP request. All of them are submitted, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import msgspec
+from aiohttp import web
+
+from console.api.http.errors import RequestCancelled, json_response
+from console.api.http.observability import EngineWork
+from console.api.requests.prompts import Prompt
+from console.api.requests.served_model import ServedModel
+from engine.backends.base import FinishReason, TokenLogprob
+from engine.config import SamplingParams
+from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
+from engine.errors import EngineError, WorkerFailed, from_info
+from engine.metrics.meter import Choices
+
+StoppedBy = str | int | None
+"""A stop string, or the id of a stop token, that ended an answer; None where neither did."""
+
+MANY_LOGPROBS = 1024
+"""Those of more tokens than these are put into their shape beside the event loop."""
+
+_PACKED_BYTES = 8
+"""A prompt's log-probability, or an alternative to it, has more."""
+
+STRETCH_S = 0.005
+"""How long the answers of one request are submitted, or cancelled, at a stretch."""
+
+_SEEDS = 2**64
+
+
+@dataclass(slots=True)
+class GeneratedAnswer:
+    """One choice, whole: what its deltas add up to. prompt_logprobs: packed, as in StreamDelta."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_reason: StoppedBy = None
+    prompt_logprobs: bytes = b""
+    vector: bytes = b""
+
+    @property
+    def likelihood(self) -> float:
+        """Its mean log-probability per token; the least of all where it has none."""
+        return fmean(record.logprob for record in self.logprobs) if self.logprobs else -math.inf
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """What a generation has used so far. prompt: each prompt counts once, however many answers it gets."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Generation:
+    """`n` answers to each prompt, in the order prompt 0 answer 0, prompt 0 answer 1, ...
+
+    Who submits it cancels it in the end, which ends whatever has not ended: a client that goes away at any moment
+    leaves nothing running.
+    client, tenant, cache_salt, priority, embed: as in GenerateRequest.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n: int = 1,
+        *,
+        model: ServedModel,
+        client: str = "",
+        tenant: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        embed: bool = False,
+    ) -> None:
+        self._engine = engine
+        movable = not _names_tokens(params)
+        single = len(prompts) * n == 1
+        together = [Choices(n) if n > 1 else None for _ in prompts]
+        self._requests = [
+            GenerateRequest(
+                id=request_id if single else f"{request_id}-{i * n + choice}",
+                prompt_ids=prompt.ids,
+                params=_for_choice(params, choice),
+                priority=priority,
+                model=model.asked,
+                key=model.key,
+                adapter=model.adapter,
+                client=client,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                shared_tokens=prompt.shared_tokens,
+                encode=prompt.encode if movable else None,
+                choices=together[i],
+                continues=prompt.continues,
+                embed=embed,
+            )
+            for i, prompt in enumerate(prompts)
+            for choice in range(n)
+        ]
+        self._n = n
+        self._id = request_id
+        self._model = model.name
+        self._params = params
+        self._eos_ids = frozenset(() if params.ignore_eos else model.tokenizer.eos_token_ids)
+        self._cut_by: EngineError | None = None
+        self._streams: list[RequestStream] = []
+        self._output_tokens = [0] * len(self._requests)
+        self._cached_tokens = [0] * len(self._requests)
+
+    async def submit(self) -> None:
+        """Submit them all; hundreds of them give way to what else there is every few milliseconds.
+
+        Raises what Engine.submit raises, and the reason where it was cancelled meanwhile; none is under way then.
+        """
+        requests, self._requests = self._requests, []  # the engine has them from here on
+        clock = asyncio.get_running_loop().time
+        until = clock() + STRETCH_S
+        try:
+            for request in requests:
+                if clock() > until:
+                    await asyncio.sleep(0)
+                    until = clock() + STRETCH_S
+                if self._cut_by is not None:
+                    raise self._cut_by
+                self._streams.append(self._engine.submit(request))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self, reason: EngineError | None = None) -> None:
+        """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
+        self._cut_by = reason or self._cut_by
+        self._cancel_some(deque(self._streams))
+
+    def _cancel_some(self, streams: deque[RequestStream]) -> None:
+        """Hundreds of them end in several turns of the loop."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + STRETCH_S
+        while streams and loop.time() < until:
+            streams.popleft().cancel()
+        if streams:
+            loop.call_soon(self._cancel_some, streams)
+
+    @property
+    def size(self) -> int:
+        """How many answers there are to be."""
+        return len(self._output_tokens)
+
+    @property
+    def tokens(self) -> TokenUsage:
+        """Tokens used so far."""
+        return TokenUsage(
+            prompt=sum(stream.prompt_tokens for stream in self._streams[:: self._n]),
+            cached=sum(self._cached_tokens[:: self._n]),
+            output=sum(self._output_tokens),
+        )
+
+    @property
+    def work(self) -> EngineWork:
+        """What the engine did, once it has."""
+        ended = [stream for stream in self._streams if stream.row is not None]
+        return EngineWork(
+            id=self._id,
+            model=self._model,
+            params=self._params,
+            choices=self._n,
+            rows=tuple(stream.row for stream in ended if stream.row is not None),
+            stays=tuple(stream.stays for stream in ended),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
+        """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled, or ran out of
+        time where none has a token yet."""
+        async with aclosing(self._merged()) as merged:
+            async for choice, delta in merged:
+                self._output_tokens[choice] = delta.output_tokens
+                self._cached_tokens[choice] = delta.cached_tokens
+                if (failure := self._failure(delta)) is None:
+                    yield choice, delta
+                    continue
+                if delta.text or delta.token_ids:
+                    yield choice, msgspec.structs.replace(delta, finish=None, error=None)
+                raise failure
+
+    async def answers(self) -> list[GeneratedAnswer]:
+        """Every answer, whole; raises EngineError as `deltas` does."""
+        answers = [GeneratedAnswer() for _ in self._streams]
+        pieces: list[list[str]] = [[] for _ in self._streams]
+        async with aclosing(self.deltas()) as deltas:
+            async for choice, delta in deltas:
+                pieces[choice].append(delta.text)
+                answers[choice].logprobs.extend(delta.logprobs)
+                answers[choice].finish = delta.finish
+                answers[choice].stop_reason = self.stop_reason(delta)
+                answers[choice].prompt_logprobs = delta.prompt_logprobs or answers[choice].prompt_logprobs
+                answers[choice].vector = delta.vector
+        for answer, texts in zip(answers, pieces, strict=True):
+            answer.text = "".join(texts)
+        return answers
+
+    def stop_reason(self, delta: StreamDelta) -> StoppedBy:
+        """What ended the answer that ends with this delta."""
+        if delta.finish != "stop" or delta.stop:
+            return delta.stop or None
+        last = delta.token_ids[-1] if delta.token_ids else None
+        return last if last in self._params.stop_token_ids and last not in self._eos_ids else None
+
+    def _failure(self, delta: StreamDelta) -> EngineError | None:
+        """What a reader is told instead of an answer that did not end by itself."""
+        match delta.finish:
+            case "cancelled":
+                return self._cut_by or RequestCancelled("The request was cancelled by the operator of this server")
+            case "timeout" if delta.error is not None and not any(self._output_tokens):
+                return from_info(delta.error)
+            case "error":
+                unknown = WorkerFailed("The request failed for an unknown reason")
+                return from_info(delta.error) if delta.error is not None else unknown
+            case _:
+                return None
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield 0, delta
+            return
+        waiting = {_next(stream): choice for choice, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=waiting.__getitem__):
+                    choice, delta = waiting.pop(task), task.result()
+                    yield choice, delta
+                    if delta.finish is None:
+                        waiting[_next(self._streams[choice])] = choice
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+async def respond(answers: Sequence[GeneratedAnswer], shape: Callable[[], object], model: ServedModel) -> web.Response:
+    """The JSON of what `shape` makes of answers; made beside the event loop where that is many log-probabilities."""
+    logprobs = sum(len(answer.prompt_logprobs) // _PACKED_BYTES + len(answer.logprobs) for answer in answers)
+    many = logprobs > MANY_LOGPROBS
+    return await model.offload(lambda: json_response(shape())) if many else json_response(shape())
+
+
+def best_of_each(answers: Sequence[GeneratedAnswer], made: int, given: int) -> list[GeneratedAnswer]:
+    """Of every `made` answers, which are those to one prompt, the `given` likeliest, best first."""
+    if made == given:
+        return list(answers)
+    return [
+        answer
+        for first in range(0, len(answers), made)
+        for answer in sorted(answers[first : first + made], key=lambda answer: -answer.likelihood)[:given]
+    ]
+
+
+def _next(stream: RequestStream) -> asyncio.Future[StreamDelta]:
+    return asyncio.ensure_future(stream.__anext__())
+
+
+def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Answers to one prompt differ by their seed; it wraps around where it would leave 64 bits."""
+    if params.seed is None or choice == 0:
+        return params
+    seed = (params.seed + choice + _SEEDS // 2) % _SEEDS - _SEEDS // 2
+    return msgspec.structs.replace(params, seed=seed)
+
+
+def _names_tokens(params: SamplingParams) -> bool:
+    """Whether these settings hold ids of one tokenizer, or ask for some of its, so that they mean nothing to another
+    model."""
+    return params.prompt_logprobs is not None or bool(
+        params.logit_bias
+        or params.stop_token_ids
+        or params.dry_breaker_ids
+        or params.negative_prompt_ids
+        or params.shown_token_ids
+    )

@@ -1,0 +1,185 @@
+"""Log-probabilities in OpenAI's two shapes: the chat one (with bytes) and the completions one (with offsets)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.backends.base import TokenLogprob
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+LOWEST = -9999.0
+"""What OpenAI writes for a probability of zero; JSON has no infinity."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that could have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """A token that came, and the likeliest at its place. bytes: what it adds to the text, part of a character maybe."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Those of one choice or chunk."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Those of one choice or chunk, as parallel lists. text_offset: characters, from the start of the choice's text.
+
+    The first token of a prompt came after nothing: it has null in place of what others have.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token that stood at a place of the prompt, or could have, as vLLM tells of it. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for every token of the prompt; null for the first."""
+
+
+class TextOffsets:
+    """Where each token of a text begins, in characters: tokens that share a character all begin with it.
+
+    text: what makes the text, before its first token.  start: characters before the text.
+    within: the text, where it is known before: control tokens that are not written in it take no room.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, text: IncrementalDetokenizer, *, start: int = 0, within: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._start = self._at = start
+        self._within = within
+
+    @classmethod
+    def within(cls, text: str, tokenizer: Tokenizer) -> TextOffsets:
+        """Those of tokens whose text is known."""
+        return cls(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=False), within=text)
+
+    def push(self, token_id: int) -> int:
+        """Where `token_id` begins, which comes next."""
+        at = self._at
+        if token_id not in self._tokenizer.special_ids or self._shows(self.text_of(token_id)):
+            unwritten = self._unwritten(token_id)
+            self._at += len(self._text.push(token_id)) - unwritten
+        return at
+
+    def text_of(self, token_id: int) -> str:
+        """What `token_id` would add if it came next; U+FFFD in place of a part of a character."""
+        text = _decoded(self._text.bytes_of(token_id))
+        return text[1:] if self._unwritten(token_id) else text
+
+    def _unwritten(self, token_id: int) -> bool:
+        """Whether the token begins with a space that SentencePiece put after a control token by itself."""
+        text = _decoded(self._text.bytes_of(token_id))
+        return text.startswith(" ") and not self._shows(text) and self._shows(text[1:])
+
+    def _shows(self, piece: str) -> bool:
+        """Whether the text goes on like this, as far as it is known."""
+        return self._within is None or self._within.startswith(piece, self._at - self._start)
+
+
+def chat_logprobs(records: Sequence[TokenLogprob], text: IncrementalDetokenizer) -> ChatLogprobs:
+    """The chat shape of `records`, whose tokens come next in `text`."""
+    return ChatLogprobs([_chat_logprob(record, text) for record in records])
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    records: Sequence[TokenLogprob | None],
+    *,
+    offsets: TextOffsets,
+    top: int,
+) -> CompletionLogprobs:
+    """The completions shape of `records`, one for each token. offsets: before the first of them.
+
+    top: how many alternatives were asked for, 0 for none; the token itself is among them, as OpenAI has it.
+    """
+    found = CompletionLogprobs([], [], [], [])
+    for token_id, record in zip(token_ids, records, strict=True):
+        found.tokens.append(offsets.text_of(token_id))
+        found.token_logprobs.append(None if record is None else _finite(record.logprob))
+        if top:
+            found.top_logprobs.append(None if record is None else _alternatives(record, offsets, top))
+        found.text_offset.append(offsets.push(token_id))
+    return found
+
+
+def joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """Both, one after the other; None where there is none."""
+    if first is None or second is None:
+        return first or second
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def prompt_logprobs(records: Sequence[TokenLogprob | None], tokenizer: Tokenizer, top: int) -> PromptLogprobs:
+    """vLLM's shape of what a prompt's tokens are told of with, the token itself first and then `top` alternatives."""
+    return [None if record is None else _by_id(record, tokenizer, top) for record in records]
+
+
+def _by_id(record: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, PromptLogprob]:
+    own = {str(record.token_id): PromptLogprob(_finite(record.logprob), record.rank, _text(record.token_id, tokenizer))}
+    others = {
+        str(token_id): PromptLogprob(_finite(logprob), place, _text(token_id, tokenizer))
+        for place, (token_id, logprob) in enumerate(record.top[:top], 1)
+    }
+    return own | others | own
+
+
+def _chat_logprob(record: TokenLogprob, text: IncrementalDetokenizer) -> ChatLogprob:
+    top = [(text.bytes_of(token_id), _finite(logprob)) for token_id, logprob in record.top]
+    raw = text.bytes_of(record.token_id)
+    text.push(record.token_id)
+    return ChatLogprob(
+        token=_decoded(raw),
+        logprob=_finite(record.logprob),
+        bytes=list(raw),
+        top_logprobs=[TopLogprob(_decoded(other), logprob, list(other)) for other, logprob in top],
+    )
+
+
+def _alternatives(record: TokenLogprob, offsets: TextOffsets, top: int) -> dict[str, float]:
+    found = {offsets.text_of(token_id): _finite(logprob) for token_id, logprob in record.top[:top]}
+    return found | {offsets.text_of(record.token_id): _finite(record.logprob)}
+
+
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return _decoded(tokenizer.token_bytes(token_id))
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,0 +1,368 @@
+"""What a request body's JSON schema says besides its fields: other names, what is refused, what changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema
+
+from console.api.requests.parameters import Refusal
+from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, MAX_STOP_STRINGS, TINY
+
+# What an endpoint takes and gives, said right at it: /openapi.json is made of that and of nothing else.
+# @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion) async def _post(self,
+# request: web.Request) -> web.StreamResponse: ...
+
+_ATTRIBUTE = "__described__"
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSpec:
+    """One way of asking one endpoint.
+
+    success: the status of an answer that is no error; None where every answer is one.
+    body: the schema that reads it; None where there is none.  optional: whether it may be left out.
+    answer: a type that msgspec knows, a media type as text where the answer is no JSON, None where nothing is known of
+    it.  event: what each chunk of a stream holds; media: the stream's content type.
+    query: parameters in the address, and what each means.  example: a body that is answered.
+    group: under which heading it stands where it is in no dialect.
+    """
+
+    summary: str
+    success: int | None = 200
+    body: type[BaseModel] | None = None
+    optional: bool = False
+    answer: Any = None
+    event: Any = None
+    media: str = "text/event-stream"
+    query: Mapping[str, str] = field(default_factory=dict)
+    example: Mapping[str, object] | None = None
+    group: str = ""
+
+
+def describes(summary: str, **fields: Any) -> Callable[[H], H]:
+    """Say what a handler takes and gives; fields: as Described has them."""
+
+    def mark(handler: H) -> H:
+        return attach_specs(handler, EndpointSpec(summary=summary, **fields))
+
+    return mark
+
+
+def attach_specs(handler: H, *described: EndpointSpec) -> H:
+    """Say it of a handler that hands on to several others, one for each of them."""
+    setattr(handler, _ATTRIBUTE, described)
+    return handler
+
+
+def endpoint_specs(handler: object) -> tuple[EndpointSpec, ...]:
+    """What was said of a handler: one entry for each way of asking it, none where nothing was said."""
+    found: tuple[EndpointSpec, ...] = getattr(handler, _ATTRIBUTE, ())
+    return found
+
+
+JsonSchema = dict[str, Any]
+
+_ENTRY = re.compile(r"(?:^|\n|  )\s*([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*): ")
+"""Where a docstring begins to tell what a field means."""
+
+TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+"""One text, or several."""
+
+_STOP_STRINGS: JsonSchema = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS}
+STOP_STRINGS = WithJsonSchema(_STOP_STRINGS)
+STOPS = WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _STOP_STRINGS]})
+"""Texts that end an answer."""
+
+BANNED_STRINGS = WithJsonSchema(
+    {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": MAX_BANNED_CHARACTERS},
+        "maxItems": MAX_BANNED_STRINGS,
+    }
+)
+"""Texts that no answer has."""
+
+BIASES = WithJsonSchema(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    }
+)
+"""By token id."""
+
+SAMPLERS = WithJsonSchema(
+    {"anyOf": [{"type": "array", "items": {"type": ["string", "integer"]}}, {"type": "string"}, {"type": "null"}]}
+)
+"""Samplers in an order."""
+
+ANSWER_TOKENS = WithJsonSchema({"type": "integer", "minimum": 1})
+"""How many tokens an answer may have."""
+
+_ANY_TEXT: JsonSchema = {"type": "string"}
+_SOME_TEXT: JsonSchema = {"type": "string", "minLength": 1}
+_TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+
+_TOKEN_ID: JsonSchema = {"type": "integer", "minimum": 0}
+TOKEN_IDS = WithJsonSchema({"type": "array", "items": _TOKEN_ID})
+"""Some of the model's tokens, of which there are fewer than this says."""
+
+
+def _prompts(text: JsonSchema) -> WithJsonSchema:
+    one: JsonSchema = {"anyOf": [text, {"type": "array", "items": _TOKEN_ID, "minItems": 1}]}
+    return WithJsonSchema({"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]})
+
+
+PROMPTS = _prompts(_ANY_TEXT)
+"""One prompt as text or token ids, or several."""
+
+TEXTS_TO_EMBED = _prompts(_SOME_TEXT)
+"""Likewise, where none is empty."""
+
+
+def _turn(*roles: str, required: Collection[str] = ("content",), **fields: JsonSchema) -> JsonSchema:
+    """A message of one of these roles. null is the same as leaving a field out."""
+    return {
+        "type": "object",
+        "properties": {"role": {"enum": list(roles)}, **fields},
+        "required": ["role", *required],
+        "additionalProperties": {"type": "null"},
+    }
+
+
+def _conversation(*turns: JsonSchema, least: int = 1) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "items": {"anyOf": list(turns)}, "minItems": least})
+
+
+def _block(kind: str, **fields: JsonSchema) -> JsonSchema:
+    """A block of Anthropic's. Fields that may be left out have null in their type."""
+    required = [name for name, field in fields.items() if "null" not in field.get("type", ())]
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **fields, "cache_control": {"type": ["object", "null"]}},
+        "required": ["type", *required],
+        "additionalProperties": False,
+    }
+
+
+def _text_or(*parts: JsonSchema, least: int = 0) -> JsonSchema:
+    return {"anyOf": [_ANY_TEXT, {"type": "array", "items": {"anyOf": list(parts)}, "minItems": least}]}
+
+
+_PART: JsonSchema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _ANY_TEXT},
+    "required": ["type", "text"],
+}
+_CONTENT = _text_or(_PART)
+_CALL: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": _SOME_TEXT,
+        "type": {"enum": ["function", None]},
+        "index": {},
+        "function": {
+            "type": "object",
+            "properties": {"name": _SOME_TEXT, "arguments": {**_TEXT_OR_NULL, "contentMediaType": "application/json"}},
+            "required": ["name"],
+            "additionalProperties": {"type": "null"},
+        },
+    },
+    "required": ["id", "function"],
+    "additionalProperties": {"type": "null"},
+}
+MESSAGES = _conversation(
+    _turn("system", "developer", "user", "assistant", content=_CONTENT, name=_TEXT_OR_NULL),
+    _turn(
+        "assistant",
+        required=("tool_calls",),
+        content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+        name=_TEXT_OR_NULL,
+        tool_calls={"type": "array", "items": _CALL, "minItems": 1},
+    ),
+    _turn("tool", required=("content", "tool_call_id"), content=_CONTENT, tool_call_id=_SOME_TEXT, name=_TEXT_OR_NULL),
+)
+"""A conversation as OpenAI has it."""
+
+_OLLAMA_CALL: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": _TEXT_OR_NULL,
+        "function": {
+            "type": "object",
+            "properties": {"name": _TEXT_OR_NULL, "arguments": {"type": "object"}},
+            "required": ["arguments"],
+        },
+    },
+    "required": ["function"],
+}
+OLLAMA_MESSAGES = _conversation(
+    _turn("system", "user", required=(), content=_TEXT_OR_NULL),
+    _turn(
+        "assistant",
+        required=(),
+        content=_TEXT_OR_NULL,
+        tool_calls={"anyOf": [{"type": "array", "items": _OLLAMA_CALL}, {"type": "null"}]},
+    ),
+    _turn("tool", required=(), content=_TEXT_OR_NULL, tool_name=_TEXT_OR_NULL, tool_call_id=_TEXT_OR_NULL),
+    least=0,
+)
+"""Likewise, as Ollama has it."""
+
+_TEXT_BLOCK = _block("text", text=_ANY_TEXT, citations={"enum": [None, []], "type": ["null", "array"]})
+_RESULT_BLOCK = _block(
+    "tool_result",
+    tool_use_id=_ANY_TEXT,
+    content={"anyOf": [*_text_or(_TEXT_BLOCK)["anyOf"], {"type": "null"}], "type": ["string", "array", "null"]},
+    is_error={"type": ["boolean", "null"]},
+)
+_USE_BLOCK = _block(
+    "tool_use",
+    id=_ANY_TEXT,
+    name=_ANY_TEXT,
+    input={"type": "object"},
+    caller={"enum": [None, {"type": "direct"}], "type": ["null", "object"]},
+)
+
+
+def _blocks_turn(role: str, *blocks: JsonSchema) -> JsonSchema:
+    return {**_turn(role, content=_text_or(*blocks, least=1)), "additionalProperties": False}
+
+
+ANTHROPIC_MESSAGES = _conversation(
+    _blocks_turn("user", _TEXT_BLOCK, _RESULT_BLOCK),
+    _blocks_turn("assistant", _TEXT_BLOCK, _USE_BLOCK),
+    _blocks_turn("system", _TEXT_BLOCK),
+)
+"""Likewise, as Anthropic has it."""
+
+ANTHROPIC_SYSTEM = WithJsonSchema({"anyOf": [*_text_or(_TEXT_BLOCK)["anyOf"], {"type": "null"}]})
+"""What goes before such a conversation."""
+
+TOOL_CHOICE = WithJsonSchema(
+    {
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": _ANY_TEXT},
+                        "required": ["name"],
+                        "additionalProperties": False,
+                    },
+                },
+                "required": ["type", "function"],
+                "additionalProperties": False,
+            },
+        ]
+    }
+)
+"""Which tools an answer has to call, or may."""
+
+
+def completed(
+    schema: JsonSchema,
+    docs: Iterable[str],
+    refused: Mapping[str, Refusal],
+    inert: Collection[str],
+    aliases: Mapping[str, str],
+    clamped: Mapping[str, str],
+    internal: Collection[str],
+    rules: Sequence[JsonSchema],
+    ranges: Mapping[str, tuple[float, float]],
+    limits: Mapping[str, int],
+) -> JsonSchema:
+    """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
+
+    docs: the docstrings that say what the fields mean, the nearest first.  rules: what must hold besides.
+    ranges: lowest and highest values of fields that say none of their own.  limits: entries of arrays and objects.
+    """
+    docs = list(docs)
+    fields, required = schema.get("properties", {}), schema.get("required", [])
+    known = {name: field for name, field in fields.items() if name not in internal}
+    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in known.items()}
+    untitled |= {name: _within(untitled[name], *bounds) for name, bounds in ranges.items() if name in untitled}
+    untitled |= {name: _counted(untitled[name], limit) for name, limit in limits.items() if name in untitled}
+    properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
+    for name, meaning in meanings(docs).items():
+        if name in properties:
+            properties[name] = {**properties[name], "description": meaning}
+    for name, how in clamped.items():
+        meaning = properties[name].get("description", "")
+        properties[name] = {**properties[name], "description": f"{meaning} Clamped: {how}.".strip()}
+    for alias, name in sorted(aliases.items()):
+        if name in properties:
+            properties[alias] = {**properties[name], "description": f"The same as {name}"}
+    for name, refusal in sorted(refused.items()):
+        properties.setdefault(name, _refused(refusal))
+    for name in sorted(inert):
+        properties.setdefault(name, {"description": "Taken; it changes nothing about an answer"})
+    whole = {**schema, "description": docs[0].partition("\n\n")[0], "properties": properties}
+    return {**whole, "allOf": list(rules)} if rules else whole
+
+
+def meanings(docs: Iterable[str]) -> dict[str, str]:
+    """What docstrings say of each field: `name: meaning` or `name, other: meaning`, on a line of its own or after two
+    spaces."""
+    found: dict[str, str] = {}
+    for doc in docs:
+        entries = list(_ENTRY.finditer(doc))
+        for entry, after in zip_longest(entries, entries[1:]):
+            text = doc[entry.end() : after.start() if after else None].partition("\n\n")[0]
+            for name in entry[1].split(", "):
+                found.setdefault(name, " ".join(text.split()))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedAs:
+    """Annotates a field that holds another body, read on its own: `Annotated[dict[str, Any], ShapedAs(Options)]`."""
+
+    body: type[BaseModel]
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchema:
+        return self.body.__get_pydantic_json_schema__(self.body.__pydantic_core_schema__, handler)
+
+
+def _within(field: JsonSchema, low: float, high: float) -> JsonSchema:
+    if "anyOf" in field:
+        return {**field, "anyOf": [_within(kind, low, high) for kind in field["anyOf"]]}
+    if field.get("type") not in ("integer", "number"):
+        return field
+    least = {"exclusiveMinimum": 0} if low == TINY else {"minimum": low}
+    own = {} if "minimum" in field else least
+    return {"maximum": high, **own, **field}
+
+
+def _counted(field: JsonSchema, limit: int) -> JsonSchema:
+    """The field, no array and no object of which has more than `limit` entries."""
+    if "anyOf" in field:
+        return {**field, "anyOf": [_counted(kind, limit) for kind in field["anyOf"]]}
+    most = {"array": "maxItems", "object": "maxProperties"}.get(field.get("type", ""))
+    return field if most is None else {most: limit, **field}
+
+
+def _or_null(field: JsonSchema) -> JsonSchema:
+    kinds = field.get("anyOf", [field])
+    if field.get("type") == "null" or any(kind.get("type") == "null" for kind in kinds):
+        return field
+    if "anyOf" in field:
+        return {**field, "anyOf": [*kinds, {"type": "null"}]}
+    outside: JsonSchema = {name: field[name] for name in ("default", "description") if name in field}
+    inside = {name: value for name, value in field.items() if name not in outside}
+    return {**outside, "anyOf": [inside, {"type": "null"}]} if inside else field
+
+
+def _refused(refusal: Refusal) -> JsonSchema:
+    return {"enum": [*refusal.neutral, None], "description": f"Not supported: {refusal.reason}", "x-refused": True}

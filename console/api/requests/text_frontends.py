@@ -1,0 +1,247 @@
+"""Answers under way that a client may look at or stop from another connection, as KoboldCpp's and
+text-generation-webui's APIs have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from aiohttp import web
+
+from console.api.context import ApiContext, new_id
+from console.api.http.auth import client_of
+from console.api.http.errors import RequestCancelled
+from console.api.http.traffic import call_of
+from console.api.requests.generation import Generation
+from console.api.requests.prompts import Prompt, negative_prompt_ids
+from console.api.requests.sampler_order import dynamic_temperature_only
+from console.api.requests.sampling import SamplingFields, limited, sampling_params
+from console.api.requests.served_model import ServedModel
+from engine.backends.base import FinishReason
+from engine.config import SamplingParams, format_number
+from engine.errors import EngineError, InvalidRequest
+from engine.requests.request import compact_ids
+from engine.text.tokenizer import Tokenizer
+
+# Prompts of dialects that cut what is too long: its end is what the answer goes on from.
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedPrompt:
+    """How a text becomes a prompt. limit: most tokens that are kept, the last ones but for a start token and `head`.
+
+    head: a text that stands before it and is never cut.  add_special_tokens: whether the model's own go around it.
+    """
+
+    text: str
+    limit: int
+    head: str = ""
+    add_special_tokens: bool = True
+
+    async def __call__(self, tokenizer: Tokenizer) -> list[int]:
+        """The ids for a model, which may be another than the one that the limit is of."""
+        return await asyncio.to_thread(self._encode, tokenizer)
+
+    def _encode(self, tokenizer: Tokenizer) -> list[int]:
+        start = tokenizer.encode(self.head, add_special_tokens=self.add_special_tokens) if self.head else []
+        return self._joined(start, tokenizer.encode(self.text, add_special_tokens=self._adds), tokenizer)
+
+    async def prompt(self, model: ServedModel) -> Prompt:
+        """The same, where it is long beside the event loop. Raises InvalidRequest where nothing is left."""
+        text = await model.part(self.text, self.limit, end=True)
+        [start] = await model.encode([self.head], add_special_tokens=self.add_special_tokens) if self.head else [[]]
+        [ids] = await model.encode([text], add_special_tokens=self._adds)
+        if len(start) >= self.limit:
+            raise InvalidRequest(
+                f"memory has {len(start)} tokens; with the prompt there may be {self.limit}", param="memory"
+            )
+        whole = self._joined(start, ids, model.tokenizer)
+        if not whole:
+            raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
+        return Prompt(compact_ids(whole), self.head + self.text, replace(self, text=text))
+
+    @property
+    def _adds(self) -> bool:
+        """Whether the text itself, after its head, gets special tokens."""
+        return self.add_special_tokens and not self.head
+
+    def _joined(self, start: list[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+        if not start and ids[:1] == [tokenizer.bos_token_id]:
+            start, ids = ids[:1], ids[1:]
+        return [*start, *ids[-max(1, self.limit - len(start)) :]]
+
+
+def room_for_prompt(max_tokens: int, wanted: int | None, model: ServedModel, *, answer: str, context: str) -> int:
+    """How many tokens a prompt may have, so that an answer of `max_tokens` fits: in a context of `wanted` tokens, or in
+    all that there is.
+
+    answer, context: what the client calls the two. Raises InvalidRequest where no room is left.
+    """
+    most = model.loaded.max_model_len
+    limit = most if wanted is None else min(wanted, most)
+    if max_tokens >= limit:
+        raise InvalidRequest(
+            f"{answer} is {format_number(max_tokens)}; of the {limit} tokens of {context} that leaves none for the "
+            "prompt",
+            param=answer,
+        )
+    return limit - max_tokens
+
+
+# What the bodies of text frontends (KoboldAI's, text-generation-webui's) have in common: a text and its settings,
+# with a default length of the answer, and a prompt that is cut where it is too long.
+
+
+class FrontendBody(SamplingFields):
+    """A prompt and its settings. length_field, context_field: what the dialect calls the most tokens of the answer,
+    and of prompt and answer together."""
+
+    length_field: ClassVar[str]
+    context_field: ClassVar[str]
+
+    prompt: str
+
+    async def params(self, model: ServedModel) -> SamplingParams:
+        """What the engine is told; raises InvalidRequest."""
+        negative_ids = await negative_prompt_ids(self, model)
+        most = getattr(self, self.length_field)
+        return dynamic_temperature_only(
+            sampling_params(self._completed(), model, max_tokens=most, negative_prompt_ids=negative_ids)
+        )
+
+    async def prompt_for(self, model: ServedModel) -> Prompt:
+        """The end of the prompt that leaves room for the answer; raises InvalidRequest."""
+        answer, context = self.length_field, self.context_field
+        room = room_for_prompt(getattr(self, answer), getattr(self, context), model, answer=answer, context=context)
+        return await self._cut(room).prompt(model)
+
+    def _completed(self) -> SamplingFields:
+        """With what the dialect says in fields of its own."""
+        return self
+
+    def _cut(self, room: int) -> TruncatedPrompt:
+        """The prompt, of which `room` tokens are kept."""
+        return TruncatedPrompt(self.prompt, room)
+
+
+class TextPiece(NamedTuple):
+    """What came of one of several answers. finish: why it ended, None while it goes on."""
+
+    choice: int
+    text: str
+    finish: FinishReason | None
+
+
+class ClientProgram(NamedTuple):
+    """Who asks, as far as requests without a genkey are told apart: from where, and what it calls itself."""
+
+    address: str
+    agent: str
+
+
+class LiveGeneration:
+    """One generation and what has come of it. program: who asked for it."""
+
+    def __init__(self, generation: Generation, program: ClientProgram) -> None:
+        self.program = program
+        self._generation = generation
+        self._stopped = False
+        self._texts: list[list[str]] = []
+
+    def stop(self) -> None:
+        """End it: whoever reads it keeps what has come."""
+        self._stopped = True
+        self._generation.cancel()
+
+    def cancel(self, reason: EngineError | None) -> None:
+        """End it; whoever reads it gets `reason`, or RequestCancelled."""
+        self._generation.cancel(reason)
+
+    @property
+    def text(self) -> str:
+        """The first answer so far."""
+        return "".join(self._texts[0]) if self._texts else ""
+
+    async def pieces(self) -> AsyncGenerator[TextPiece, None]:
+        """What comes, until it ends or is stopped; raises EngineError as Generation.deltas does."""
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for choice, delta in deltas:
+                    while len(self._texts) <= choice:
+                        self._texts.append([])
+                    self._texts[choice].append(delta.text)
+                    if delta.text or delta.finish is not None:
+                        yield TextPiece(choice, delta.text, delta.finish)
+        except RequestCancelled:
+            if not self._stopped:
+                raise
+
+    async def answers(self, count: int) -> list[tuple[str, FinishReason | None]]:
+        """Each whole text and why it ended; one that was stopped has no reason of its own."""
+        finishes: list[FinishReason | None] = [None] * count
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                finishes[piece.choice] = piece.finish
+        texts = ["".join(text) for text in self._texts]
+        return [(text, finish) for text, finish in zip([*texts, *[""] * count], finishes, strict=False)]
+
+
+class LiveGenerations:
+    """Those under way, by whom they are for and the key that the client gave each, "" for none."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._live: dict[tuple[str, str], list[LiveGeneration]] = {}
+
+    @asynccontextmanager
+    async def answering(
+        self, request: web.Request, kind: str, body: FrontendBody, *, key: str = ""
+    ) -> AsyncIterator[LiveGeneration]:
+        """What a body asks for, while it is under way; raises EngineError. kind: what its id begins with."""
+        context = self._context
+        body = limited(body, body.length_field, context.settings.max_output_tokens)
+        model = await context.served(request, body)
+        params, prompt = await body.params(model), await body.prompt_for(model)
+        async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
+            with self._added(request, key, generation) as live:
+                yield live
+
+    @contextmanager
+    def _added(self, request: web.Request, key: str, generation: Generation) -> Iterator[LiveGeneration]:
+        """One while it runs."""
+        live, place = LiveGeneration(generation, _program_of(request)), (client_of(request), key)
+        here = self._live.setdefault(place, [])
+        here.append(live)
+        try:
+            yield live
+        finally:
+            here.remove(live)
+            if not here:
+                self._live.pop(place, None)
+
+    def text(self, request: web.Request, key: str) -> str:
+        """What has come of the client's latest with that key, "" where none is under way, or it is not known whose."""
+        here = [] if self.is_shared(request, key) else self._live.get((client_of(request), key))
+        return here[-1].text if here else ""
+
+    def stop(self, request: web.Request, key: str) -> bool:
+        """End the client's with that key; False where there are none, or it is not known whose they are."""
+        here = [] if self.is_shared(request, key) else list(self._live.get((client_of(request), key), ()))
+        for live in here:
+            live.stop()
+        return bool(here)
+
+    def is_shared(self, request: web.Request, key: str) -> bool:
+        """Return whether answers without a key of their own belong to others than who asks: one key, or one address
+        where none is needed, may be that of several people."""
+        here = self._live.get((client_of(request), key), ())
+        return not key and any(live.program != _program_of(request) for live in here)
+
+
+def _program_of(request: web.Request) -> ClientProgram:
+    call = call_of(request)
+    return ClientProgram(call.address, call.agent)

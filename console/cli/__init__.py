@@ -1,0 +1,1 @@
+"""The ericllm command: main, and one module per command."""

@@ -1,0 +1,75 @@
+"""`ericllm api-keys`: keys for the HTTP API, made, listed and revoked without a console. A server that runs on this
+machine knows of it within a second."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from console.api.http.keys import Keys
+from console.api.http.scopes import SCOPES, in_words
+from console.link.api import MAX_LIMIT, KeyLimits, KeyReading
+from console.runtime.output import OutputFailed, say, write
+from console.settings.schema import state_dir
+
+
+def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command. Raises EngineError with one sentence."""
+    given = _parsed(argv, parser)
+    keys = Keys(state_dir())
+    keys.open()
+    match given.what:
+        case "make":
+            limits = KeyLimits(requests_per_min=given.rate, tokens_per_min=given.tokens, concurrent=given.concurrent)
+            made = keys.make(given.name, tuple(given.scope or ["use"]), limits)
+            say(f"the key {made.name} may {in_words(made.scopes)}; it is shown this once")
+            try:
+                write(made.key)
+            except (OutputFailed, BrokenPipeError):
+                keys.revoke(made.name)  # nobody has seen it
+                raise
+        case "revoke":
+            keys.revoke(given.name)
+            say(f"the key {given.name} is refused from now on")
+        case _ if given.as_json:
+            write(msgspec.json.encode(keys.readings()).decode(), as_json=True)
+        case _:
+            write("\n".join(map(_line, keys.readings())) or "There are no keys.")
+    return 0
+
+
+def _line(key: KeyReading) -> str:
+    made = time.strftime("%Y-%m-%d", time.localtime(key.made_at))
+    used = "never used" if key.last_used_at is None else f"{key.requests:,} requests"
+    parts = (key.name, f"may {in_words(key.scopes)}", key.limits.in_words(), f"made {made}", used)
+    return ", ".join(part for part in parts if part)
+
+
+def _parsed(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.description = "Make, list and revoke keys for the HTTP API."
+    what = parser.add_subparsers(dest="what", metavar="make | list | revoke", required=True)
+    make = what.add_parser("make", help="make a key and print it, this once")
+    make.add_argument("name", metavar="NAME", help="what to call it")
+    make.add_argument(
+        "--scope", action="append", choices=SCOPES, help="what it may do; may be given again (default: use)"
+    )
+    for flag, help in (
+        ("--rate", "requests to models in a minute"),
+        ("--tokens", "tokens of prompts and answers in a minute"),
+        ("--concurrent", "requests to models at once"),
+    ):
+        make.add_argument(flag, metavar="N", type=_number, default=0, help=f"{help} (default: any)")
+    revoke = what.add_parser("revoke", help="refuse a key from now on")
+    revoke.add_argument("name", metavar="NAME", help="what it is called")
+    listed = what.add_parser("list", help="say which there are")
+    listed.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    return parser.parse_args(argv)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {MAX_LIMIT}")
+    return int(text)

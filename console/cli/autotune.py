@@ -1,0 +1,254 @@
+"""`ericllm autotune MODEL`: find the settings for a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import msgspec
+
+from console.bench.workload import Exchange, read_trace
+from console.link.tuning import MAX_MINUTES, TuneOrder, TuningReport
+from console.runtime.logs import logging_to, own_log_folder
+from console.runtime.output import say, write
+from console.runtime.runtime import Runtime
+from console.settings.schema import Settings, state_dir
+from console.settings.sources import changed
+from console.tuning.autotune.knob_space import KNOBS, SearchLimits
+from console.tuning.autotune.load import Mix, asked_mix
+from console.tuning.autotune.space import LEAST_CACHE_BITS, KnobName
+from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
+from console.tuning.autotune.tuning import traced_mix
+from engine.errors import InvalidRequest
+from engine.text.printable import printable
+
+# How tuning goes, drawn as it grows: a block that is redrawn on a terminal, elsewhere a line for every window.
+
+_BESIDE = 10
+"""Lines that are no rows of the table."""
+
+
+class Live:
+    """Draws reports. size: of the terminal, in columns and lines."""
+
+    def __init__(self, stream: TextIO, size: Callable[[], os.terminal_size] = shutil.get_terminal_size) -> None:
+        self._stream = stream
+        self._size = size
+        self._redraws = stream.isatty()
+        self._drawn = 0
+        self._told = -1
+        self._notes = 0
+
+    def say(self, text: str) -> None:
+        """What is done before anything can be tried."""
+        self._draw([text])
+
+    def show(self, report: TuningReport) -> None:
+        """How it stands."""
+        if self._redraws:
+            columns, lines = self._size()
+            block = [*heading_of(report).splitlines(), "", progress_of(report)]
+            block += remarks_of(report)[-1:]
+            if report.tried:
+                block += ["", *table_of(report, max(3, lines - _BESIDE), columns).splitlines()]
+            self._draw(block)
+        elif report.windows != self._told or len(report.notes) != self._notes:
+            self._draw([*report.notes[self._notes :], progress_of(report)])
+            self._told, self._notes = report.windows, len(report.notes)
+
+    def end(self) -> None:
+        """Leave nothing of it on the terminal."""
+        self._draw([])
+
+    def _draw(self, lines: list[str]) -> None:
+        lines = [printable(line) for line in lines]
+        if not self._redraws:
+            self._stream.write("".join(f"{line}\n" for line in lines))
+        else:
+            columns, _ = self._size()
+            back = f"\x1b[{self._drawn}F\x1b[J" if self._drawn else ""
+            self._stream.write(back + "".join(f"{line[: columns - 1]}\n" for line in lines))
+            self._drawn = len(lines)
+        self._stream.flush()
+
+
+DESCRIPTION = (
+    "Try settings of a model on this machine under load, and find the one with the most output tokens per second that "
+    "keeps --slo-ttft and --slo-itl. Ends early when nothing more is to be learnt; Ctrl+C prints what was found so far."
+)
+MAX_QUEUE = 1_000_000
+_LOOK_S = 0.2
+
+
+class Watcher(Protocol):
+    """Who is told how it goes."""
+
+    def say(self, text: str) -> None:
+        """What is done before."""
+
+    def show(self, report: TuningReport) -> None:
+        """How it stands."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What it takes besides settings."""
+    add = parser.add_argument_group("Autotune").add_argument
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
+    add("--minutes", type=_minutes, default=10.0, metavar="N", help="time it may take (default 10)")
+    add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
+    add("--prompt", metavar="TOKENS", help="length of prompts: 128, 64-256 (default) or normal:128:32")
+    add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="questions, and lengths of answers, of a file of conversations in ShareGPT's format",
+    )
+    add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
+    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"turn only these of {', '.join(KNOBS)}")
+    add(
+        "--least-cache-bits",
+        type=int,
+        choices=(4, 6, 8, 16),
+        default=LEAST_CACHE_BITS,
+        help=f"fewest bits of the KV cache that are tried (default {LEAST_CACHE_BITS}; fewer tell in answers)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and the search (default 0)")
+    add("--apply", action="store_true", help="from now on, start this model on this hardware with what was found")
+    add("--json", action="store_true", dest="as_json", help="print what was found for programs")
+
+
+def autotune(settings: Settings, given: argparse.Namespace) -> int:
+    """Run it; returns 0, or 1 where it ended early or no setting keeps the SLO. Raises EngineError."""
+    order = TuneOrder(
+        minutes=given.minutes,
+        slo_ttft_s=settings.slo_ttft,
+        slo_itl_s=settings.slo_itl,
+        percentile=given.percentile,
+        users=given.users,
+        knobs=given.knobs,
+        least_cache_bits=given.least_cache_bits,
+        apply=given.apply,
+        seed=given.seed,
+    )
+    mix = asked_mix(given.prompt, given.output, given.seed)
+    if mix is not None and given.trace is not None:
+        raise InvalidRequest("--trace has lengths of its own; give it alone", param="trace")
+    trace = read_trace(given.trace) if given.trace is not None else ()
+    reports: list[TuningReport] = []
+    try:
+        asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
+    finally:
+        if reports and reports[-1].tried:
+            said = as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())
+            write(said, as_json=given.as_json)
+    last = reports[-1]
+    if not last.tried:
+        say(last.said)
+    return 0 if last.state == "done" and last.best is not None and last.best.keeps and not _missed(last, order) else 1
+
+
+def _missed(report: TuningReport, order: TuneOrder) -> bool:
+    """Whether it was to be applied, and is not."""
+    return order.apply and not report.applied
+
+
+async def tune(
+    settings: Settings,
+    order: TuneOrder,
+    mix: Mix | Sequence[Exchange],
+    watcher: Watcher,
+    reports: list[TuningReport],
+) -> None:
+    """Load the model into an engine of this process and tune that; the last report is put into `reports`, also where it
+    is cancelled. mix: what requests are like, or a trace of them, as usual where that is empty. Raises EngineError.
+    """
+    quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
+    with ExitStack() as stack:
+        folder = stack.enter_context(own_log_folder())
+        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=state_dir())
+        stack.enter_context(logging_to(runtime.engine.log, folder, level=settings.effective_log_level))
+        try:
+            await runtime.start()
+            watcher.say(f"loading {settings.model}")
+            await runtime.load(settings.model)
+            await runtime.tuning.start(order, mix if isinstance(mix, Mix) else await _traced(runtime, mix, order.seed))
+            await _watch(runtime, watcher)
+        finally:
+            await asyncio.shield(runtime.tuning.cancel())
+            reports.append(runtime.tuning.report())
+            watcher.end()
+            await asyncio.shield(runtime.close(drain_s=0))
+
+
+async def _traced(runtime: Runtime, trace: Sequence[Exchange], seed: int) -> Mix | None:
+    if not trace:
+        return None
+    serving = await runtime.engine.serving()
+    return await traced_mix(trace, serving, seed)
+
+
+async def _watch(runtime: Runtime, watcher: Watcher) -> None:
+    while (report := runtime.tuning.report()).under_way:
+        watcher.show(report)
+        await asyncio.sleep(_LOOK_S)
+
+
+def _columns() -> int | None:
+    """Of the terminal that is written to; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def as_text(report: TuningReport, columns: int | None = None) -> str:
+    """What was found, for a person with a terminal of so many columns, or with room for all."""
+    found = [heading_of(report), "", table_of(report, columns=columns), ""]
+    if remarks := remarks_of(report):
+        found += [*remarks, ""]
+    return "\n".join((*found, report.said))
+
+
+def as_json(report: TuningReport) -> str:
+    """All of it, for programs."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+
+
+def _knobs(text: str) -> Sequence[KnobName]:
+    names = tuple(name.strip().replace("-", "_") for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in KNOBS:
+            raise argparse.ArgumentTypeError(f"{name} is no knob; there are {', '.join(KNOBS)}")
+    return SearchLimits(knobs=names).validate().knobs  # type: ignore[arg-type]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 10,000")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    return _number(text, 0.05, MAX_MINUTES)
+
+
+def _percentile(text: str) -> float:
+    return _number(text, 1, 99.9)
+
+
+def _number(text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} is no number from {least:g} to {most:g}")
+    return value

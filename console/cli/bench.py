@@ -1,0 +1,265 @@
+"""The command line of `ericllm bench`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from console.bench.comparison import TIE, Comparison, compare
+from console.bench.export import csv_text, plot
+from console.bench.history import BenchHistory, Kept
+from console.bench.http import HttpReport, http_text, measure_http
+from console.bench.kinds import PLANS
+from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
+from console.bench.plan import plan_for
+from console.bench.progress import Progress
+from console.bench.result import BenchResult, encoded, read_result
+from console.bench.screen import measure_screen
+from console.bench.screen_report import ScreenReport, screen_text
+from console.bench.text import around, result_text, table, titled
+from console.bench.workers import WorkersReport, measure_workers, workers_text
+from console.runtime.output import write
+from console.settings.schema import state_dir
+from engine.errors import InvalidRequest
+from engine.system.files import replace_file
+from engine.text.printable import printable
+
+# `ericllm bench history|show|compare|plot|forget`: results that were kept, as a person or a program reads them.
+
+RESULT_COMMANDS = ("history", "show", "compare", "plot", "forget")
+_LAST = re.compile(r"last(?:~(\d{1,18}))?")
+_DIGITS = 4000
+"""Of a number; Python reads no longer ones, and no file has such a name either."""
+_WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same", "unclear": "-"}
+_REFERENCE = "a file, a number of the history, or 'last' ('last~1' is the one before)"
+
+
+def show_results(argv: Sequence[str], parser: argparse.ArgumentParser, folder: Path | None = None) -> int:
+    """Run one of RESULT_COMMANDS; returns 0. folder: of the history, the user's where None. Raises EngineError for what
+    is not there."""
+    given = _parse_results(argv, parser)
+    history = BenchHistory(folder or state_dir())
+    match given.what:
+        case "history":
+            kept = history.results(given.bench, given.model, given.limit)
+            said = msgspec.json.encode(kept).decode() if given.as_json else history_text(kept)
+        case "show":
+            result = find_result(given.result, history)
+            form = "json" if given.as_json else "csv" if given.as_csv else "text"
+            said = shown(result, form, everything=given.everything)
+        case "compare":
+            comparison = compare(find_result(given.before, history), find_result(given.after, history), given.tie / 100)
+            said = (
+                msgspec.json.encode(comparison).decode()
+                if given.as_json
+                else comparison_text(comparison, everything=given.everything)
+            )
+        case "forget":
+            history.remove(given.number)
+            said = f"result {given.number} is forgotten"
+        case _:
+            drawn = plot(find_result(given.result, history), given.column)
+            said = _written(given.out, drawn) if given.out else drawn
+    write(said.rstrip(), as_json=getattr(given, "as_json", False))
+    return 0
+
+
+def find_result(text: str, history: BenchHistory) -> BenchResult:
+    """The result that `text` stands for: a file, a number of the history, or "last" and "last~N" of it.
+
+    Raises InvalidRequest where there is none.
+    """
+    last = _LAST.fullmatch(text)
+    if last is not None:
+        back = int(last[1] or 0)
+        kept = history.results(limit=back + 1)
+        if len(kept) <= back:
+            raise InvalidRequest(f"the history has {len(kept)} results, so there is no {text}", param="result")
+        return history.result(kept[back].id)
+    numbered = text.isdecimal() and len(text) <= _DIGITS
+    return history.result(int(text)) if numbered else read_result(Path(text))
+
+
+def history_text(kept: Sequence[Kept]) -> str:
+    """A table of what was kept, the newest first."""
+    if not kept:
+        return "No result is kept yet; 'ericllm bench latency --model demo' makes one."
+    rows = [
+        (
+            str(each.id),
+            each.name,
+            f"{each.started[:10]} {each.started[11:16]}",
+            f"{each.duration_s:.0f} s" + ("" if each.complete else ", ended early"),
+            each.model,
+            each.target,
+        )
+        for each in kept
+    ]
+    return table(("number", "bench", "started (UTC)", "took", "model", "target"), rows)
+
+
+def shown(result: BenchResult, form: str, *, everything: bool = False) -> str:
+    """A result as "json", as "csv", or as its bench printed it, with the day; everything: with all numbers."""
+    if form == "json":
+        return encoded(result).decode()
+    if form == "csv":
+        return csv_text(result)
+    day, time = result.started[:10], result.started[11:16]
+    return f"measured {printable(f'{day} {time}')} UTC\n{result_text(result, everything=everything)}"
+
+
+def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
+    """What must be known first, a table of each number that a table shows, before and after with the spread of the
+    repeats, and what else is not the same. everything: the numbers too that a table does not show."""
+    columns = {column.name: column for column in comparison.columns if everything or column.shown}
+    rows = [
+        [
+            " ".join(f"{key} {value}" for key, value in change.keys.items()) or comparison.name,
+            titled(columns[change.column]),
+            around(change.before, change.before_spread, columns[change.column]),
+            around(change.after, change.after_spread, columns[change.column]),
+            "-" if change.share is None else f"{change.share:+.1%}",
+            _WORDS[change.verdict],
+        ]
+        for change in comparison.changes
+        if change.column in columns
+    ]
+    lines = [table(("row", "number", "before", "after", "change", "verdict"), rows)]
+    lines += [f"{each.what}: {each.before} -> {each.after}" for each in comparison.differences]
+    for words, keys in (("before", comparison.only_before), ("after", comparison.only_after)):
+        lines += [f"only {words}: {', '.join(f'{key} {value}' for key, value in row.items())}" for row in keys]
+    notes = (line for note in comparison.notes for line in (printable(note), ""))
+    return "\n".join([*notes, lines[0], "", *map(printable, lines[1:])])
+
+
+def _parse_results(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    commands = parser.add_subparsers(dest="what", required=True)
+    history = commands.add_parser("history", help="the results that were kept")
+    history.add_argument("--bench", default="", metavar="NAME", help="of one bench alone")
+    history.add_argument("--model", default="", help="of one model alone")
+    history.add_argument("--limit", type=_whole, default=0, help="the newest so many (default: all)")
+    show = commands.add_parser("show", help="one result as a table")
+    show.add_argument("result", help=_REFERENCE)
+    show.add_argument("--csv", action="store_true", dest="as_csv", help="a line for each row and repeat")
+    against = commands.add_parser("compare", help="what changed between two results of one bench")
+    against.add_argument("before", help=_REFERENCE)
+    against.add_argument("after", help=_REFERENCE)
+    against.add_argument(
+        "--tie", type=_percent, default=100 * TIE, help="smaller changes, in percent, are none (default %(default)g)"
+    )
+    for command in (history, show, against):
+        command.add_argument("--json", action="store_true", dest="as_json", help="print it for programs")
+    for command in (show, against):
+        command.add_argument("--all", action="store_true", dest="everything", help="all numbers, not the table's alone")
+    drawing = commands.add_parser("plot", help="a result as an SVG")
+    drawing.add_argument("result", help=_REFERENCE)
+    drawing.add_argument("--column", default="", help="the number to draw (default: the first of the table)")
+    drawing.add_argument("--out", type=Path, help="the file to write (default: print it)")
+    forgetting = commands.add_parser("forget", help="drop a result from the history")
+    forgetting.add_argument("number", type=_whole, help="its number in the history")
+    return parser.parse_args(argv)
+
+
+def _written(file: Path, text: str) -> str:
+    try:
+        replace_file(file, text.encode())
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="out") from error
+    return f"{file} is written"
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
+    return value
+
+
+_OWN = ("overhead", "workers", "screen", "http")
+_DESCRIPTION = (
+    "Measure a model on this machine, or any server: 'ericllm bench NAME --help' tells the flags of each. "
+    + " ".join(f"'{name}': {plan.about}." for name, plan in PLANS.items())
+    + " Results are remembered: 'history', 'show', 'compare', 'plot' and 'forget' look at them. "
+    "The rest measures what the engine costs here. 'overhead': what it adds to a bare loop over the backend, and the "
+    "memory of a waiting request. 'workers': two workers with half the threads each against one with all, and the "
+    "memory of 1, 2 and 4 workers. 'screen': how quick the console is while clients stream. 'http': what the API "
+    "serves on one core where the backend costs nothing, and the time that it adds. Measure on a quiet machine; each "
+    "takes a few minutes."
+)
+
+
+def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command; returns 0, 130 where ctrl+c ended it. Raises EngineError for what cannot be measured."""
+    if argv[:1] and argv[0] in PLANS:
+        from console.cli.bench_measure import measure
+
+        return measure(argv, parser)
+    if argv[:1] and argv[0] in RESULT_COMMANDS:
+        return show_results(argv, parser)
+    given = _parse(argv, parser)
+    plan = plan_for(given.model, threads=given.threads, rounds=given.rounds)
+    progress = Progress(sys.stderr)
+    try:
+        report: OverheadReport | WorkersReport | ScreenReport | HttpReport
+        if given.what == "overhead":
+            report = asyncio.run(measure_overhead(plan, given.concurrent, given.waiting, progress.show))
+            text = overhead_text(report)
+        elif given.what == "screen":
+            report = asyncio.run(measure_screen(given.model, given.concurrent, given.seconds, progress.show))
+            text = screen_text(report)
+        elif given.what == "http":
+            report = asyncio.run(measure_http(given.model, given.rounds, progress.show, profile=given.profile))
+            text = http_text(report)
+        else:
+            report = asyncio.run(measure_workers(plan, progress.show))
+            text = workers_text(report)
+    finally:
+        progress.end()
+    if given.as_json:
+        text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    write(text, as_json=given.as_json)
+    return 0
+
+
+def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    parser.description = _DESCRIPTION
+    parser.add_argument("what", choices=(*PLANS, *RESULT_COMMANDS, *_OWN))
+    parser.add_argument("--model", default="demo", help="a folder, or a name as --model takes it (default demo)")
+    parser.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
+    parser.add_argument("--rounds", type=_positive, default=9, help="rounds of each kind, interleaved (default 9)")
+    parser.add_argument(
+        "--concurrent", type=_positive, default=32, help="overhead, screen: requests at once (default 32)"
+    )
+    parser.add_argument(
+        "--waiting", type=_positive, default=10_000, help="overhead: requests in the queue (default 10000)"
+    )
+    parser.add_argument("--seconds", type=_positive, default=20, help="screen: how long each part takes (default 20)")
+    parser.add_argument(
+        "--profile", default="", metavar="FILE", help="http: cProfile's account of the server (python -m pstats FILE)"
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
+    given = parser.parse_args(argv)
+    if given.what not in _OWN:
+        parser.error(f"say first what is wanted: {parser.prog} {given.what} ...")
+    return given
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)

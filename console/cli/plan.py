@@ -1,0 +1,362 @@
+"""`ericllm plan`: from flags to answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from console.bench.progress import Progress, Show
+from console.planning.demand import RequestedDemand, demand_from_flags
+from console.planning.report import PlanReport, plan_text
+from console.runtime.output import write
+from console.settings.schema import Settings, flag_of
+from console.settings.values import duration_s, span_s
+from engine.cluster.wire import SILENCE_S
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.simulation.cluster import Cluster, Death, FrontDoor
+from engine.simulation.outcome import Slo
+from engine.simulation.questions import MOST_WORKERS, DeathAnswer, Goal, front_door_limit, node_death, workers_needed
+from engine.simulation.step_costs import MeasuredModel
+
+# The flags of `ericllm plan`.
+
+ASKED = ("cards", "death", "front")
+LOADING = (
+    *("backend", "dtype", "weights", "max_model_len", "alpha_value", "compress_pos_emb", "num_experts", "lora"),
+    *("gpu_split", "gpu_reserve", "tensor_parallel", "cache_bits", "cache_8bit", "attention", "deterministic"),
+)
+"""Settings of a load that change what a step costs, as `ericllm` takes them."""
+_DESCRIPTION = (
+    "Simulate a cluster from measured step costs, with the engine's own dispatcher and scheduler: how many cards it "
+    "takes for so many users or requests a second within an SLO, what happens when a node dies at the peak, and where "
+    "the front door saturates. Costs come from --costs FILE; without it, or with --measure, the model's steps are "
+    "measured here first, in about a minute, and kept in FILE where one is given. docs/planning.md says what is "
+    "simulated and what is not."
+)
+
+
+def parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags, and as `named` the names of those that were given; a wrong one ends the program with a line."""
+    parser.description = _DESCRIPTION
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what is measured (default demo)")
+    _add_costs(parser.add_argument_group("costs"))
+    _add_loading(parser.add_argument_group("the measured model, as 'ericllm' loads it"))
+    _add_demand(parser.add_argument_group("demand"))
+    _add_cluster(parser.add_argument_group("cluster"))
+    _add_questions(parser.add_argument_group("questions"))
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the answers for programs")
+    defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    found = vars(parser.parse_args(argv))
+    return argparse.Namespace(**defaults | found, named=frozenset(found))
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--costs", type=Path, metavar="FILE", help="measured step costs, read or written")
+    group.add_argument("--measure", action="store_true", help="measure, whether FILE is there or not")
+    group.add_argument("--seconds", type=_positive, default=60.0, metavar="S", help="to measure for (default 60)")
+    group.add_argument("--threads", type=_count, metavar="N", help="CPU threads of the measured worker (default: all)")
+    group.add_argument(
+        "--speed", type=_positive, default=1.0, metavar="X", help="of the cards against the measured one (default 1)"
+    )
+    group.add_argument(
+        "--validate",
+        type=_count,
+        metavar="ROUNDS",
+        help="answer nothing; compare the simulator with real runs of MODEL on this machine, on three loads",
+    )
+
+
+def _add_loading(group: argparse._ArgumentGroup) -> None:
+    for name in LOADING:
+        field, flag = Settings.model_fields[name], flag_of(name)
+        about = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            group.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=about)
+        else:
+            named = "|".join(map(str, get_args(field.annotation)))
+            group.add_argument(f"--{name.replace('_', '-')}", metavar=flag.metavar or named, help=about)
+
+
+def _add_demand(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--users", type=_count, metavar="N", help="who send one request at a time (default 100)")
+    group.add_argument(
+        "--think", type=_span, default=10.0, metavar="S", help="a user's mean pause before a request (default 10)"
+    )
+    group.add_argument("--rate", type=_positive, metavar="R", help="requests a second, in place of users")
+    group.add_argument(
+        "--burstiness", type=_not_negative, default=1.0, metavar="CV", help="of arrivals: 1 is Poisson (default 1)"
+    )
+    group.add_argument("--trace", type=Path, metavar="FILE", help="CSV: at_s,prompt_tokens,output_tokens")
+    group.add_argument(
+        "--prompt", default="512~0.8", metavar="T", help="tokens: 512, 96-160, 512~0.8 (mean~cv), normal:512:64"
+    )
+    group.add_argument("--output", default="200~0.6", metavar="T", help="tokens of answers, likewise")
+    group.add_argument("--shared", type=_not_negative, default=0.0, metavar="SHARE", help="of prompts with a prefix")
+    group.add_argument("--shared-tokens", type=_count, default=1024, metavar="N", help="of a prefix (default 1024)")
+    group.add_argument("--prefixes", type=_count, default=16, metavar="N", help="how many there are (default 16)")
+    group.add_argument(
+        "--duration",
+        type=_span,
+        metavar="S",
+        help="for how long requests come, as 90s, 10m or 2h (default 120; of a trace: all of it)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default 0)")
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--workers", type=_count, metavar="N", help="so many, instead of as many as it takes")
+    group.add_argument("--most-workers", type=_count, default=1024, metavar="N", help="to try (default 1024)")
+    group.add_argument("--cards-per-worker", type=_count, default=1, metavar="N", help="devices of each (default 1)")
+    group.add_argument("--workers-per-node", type=_count, default=1, metavar="N", help="that die together (default 1)")
+    group.add_argument(
+        "--max-prompts", type=_count, metavar="N", help="at once per worker (default: as measured, or 16)"
+    )
+    group.add_argument("--step-tokens", type=_count, metavar="N", help="of a step (default: as measured)")
+    group.add_argument("--kv-tokens", type=_count, metavar="N", help="of a worker's KV pages (default: as measured)")
+    group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (default 1024)")
+    group.add_argument("--timeout", type=_span, metavar="S", help="of a request (default 600; 0: none)")
+    group.add_argument("--hop", type=_seconds, default=0.0, metavar="S", help="from the engine to a worker, one way")
+    group.add_argument("--front-request", type=_seconds, metavar="S", help="front door's CPU per request")
+    group.add_argument("--front-token", type=_seconds, metavar="S", help="front door's CPU per event of a stream")
+    group.add_argument("--front-slot", type=_seconds, metavar="S", help="front door's CPU per worker and request")
+
+
+def _add_questions(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--slo-ttft", type=_seconds, metavar="S", help="first token within, as 500ms")
+    group.add_argument("--slo-itl", type=_seconds, metavar="S", help="mean time between an answer's tokens, as 50ms")
+    group.add_argument("--share", type=_positive, default=0.95, metavar="X", help="within the SLO (default 0.95)")
+    group.add_argument(
+        "--ask", action="append", choices=ASKED, help="one of the questions; may be given again (default: all)"
+    )
+    group.add_argument("--die-at", type=_span, metavar="S", help="a node dies then (default: half the duration)")
+    group.add_argument(
+        "--detect",
+        type=_span,
+        default=float(SILENCE_S),
+        metavar="S",
+        help=f"until that is known (default {SILENCE_S}, of a machine without power; 0 where its system says goodbye)",
+    )
+    group.add_argument("--restart", type=_span, default=60.0, metavar="S", help="until it is back (default 60)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= max(MOST_WORKERS, 10**9):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = duration_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    assert isinstance(found, float)
+    return found
+
+
+def _span(text: str) -> float:
+    try:
+        return span_s(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _not_negative(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+    return found
+
+
+def _positive(text: str) -> float:
+    found = _not_negative(text)
+    if not found:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return found
+
+
+# Flags that were given and would change nothing, which are refused by name.
+
+_LENGTHS = ("prompt", "output", "shared", "shared_tokens", "prefixes", "seed")
+
+
+def refuse_unused(given: argparse.Namespace) -> None:
+    """Raise InvalidRequest for the first flag of `given.named` that the others leave nothing to do."""
+    for names, why in _unused(given):
+        for name in names:
+            if name in given.named:
+                flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+                raise InvalidRequest(f"{flag} would change nothing: {why}", param=name)
+    if given.workers is not None and "cards" in (given.ask or ()):
+        raise InvalidRequest("--workers says how many there are, and --ask cards asks for that; give one", param="ask")
+    if given.trace is not None and "front" in (given.ask or ()):
+        raise InvalidRequest("--ask front makes the demand stronger, which a trace cannot be made", param="ask")
+
+
+def questions(given: argparse.Namespace) -> Collection[str]:
+    """Which questions are answered: those that were asked, or all that can be."""
+    if given.ask:
+        return tuple(given.ask)
+    left_out = {"cards"} if given.workers is not None else set[str]()
+    return tuple(each for each in ASKED if each not in left_out | ({"front"} if given.trace is not None else set()))
+
+
+def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
+    """Flags, and why they would be of no use."""
+    if given.validate is not None:
+        yield sorted(given.named - {"model", "validate", "as_json"}), "--validate has loads and clusters of its own"
+        return
+    if given.costs is not None and not given.measure:
+        measured = ("model", "threads", "seconds", *LOADING)
+        yield measured, f"the costs in {given.costs} are of what was measured then; --measure measures again"
+    if given.trace is not None:
+        yield (*_LENGTHS, "burstiness", "think"), "--trace says when requests come, and how long they are"
+    elif given.rate is not None:
+        yield ("think",), "--rate has no users who think"
+    else:
+        yield ("burstiness",), "users ask when they were answered and have thought; --rate has bursts"
+    if not given.shared:
+        yield ("shared_tokens", "prefixes"), "no prompt has a common prefix; --shared says how many have"
+    asked = questions(given)
+    if given.workers is not None:
+        yield ("most_workers", "share"), "--workers says how many there are"
+    if given.workers is not None:
+        yield ("cards_per_worker",), "--workers says how many there are, and cards are counted for --ask cards"
+    if "death" not in asked:
+        yield ("die_at", "detect", "restart", "workers_per_node"), "no node dies without --ask death"
+
+
+_SETTLING = 0.5
+"""Of the duration: for how long requests go on to come after a dead node is back."""
+
+
+def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command; returns 0. Raises EngineError for what cannot be measured or simulated."""
+    given = parse(argv, parser)
+    refuse_unused(given)
+    progress = Progress(sys.stderr)
+    try:
+        if given.validate is not None:
+            text = _validated(given, progress.show)
+        else:
+            report = _answered(given, progress.show)
+            text = _json(report) if given.as_json else plan_text(report)
+    finally:
+        progress.end()
+    write(text, as_json=given.as_json)
+    return 0
+
+
+def _validated(given: argparse.Namespace, show: Show) -> str:
+    from console.planning.validation import LOADS, compared, validate, validate_kept, validation_text
+
+    loads = tuple(LOADS)
+    kept = compared(asyncio.run(validate_kept(given.model, loads, seconds=30.0, show=show)))
+    found = compared(asyncio.run(validate(given.model, loads, rounds=given.validate, seconds=10.0, show=show)))
+    if given.as_json:
+        return _json({"timekeepers": kept, "model": found})
+    return f"Workers that only keep time\n\n{validation_text(kept)}\n\n{given.model}\n\n{validation_text(found)}"
+
+
+def _answered(given: argparse.Namespace, show: Show) -> PlanReport:
+    asking, asked = demand_from_flags(given), questions(given)
+    goal = Goal(slo=Slo(ttft_s=given.slo_ttft, itl_s=given.slo_itl), share=given.share, window=asking.window).validate()
+    death = _death(given, asking)
+    measured = _measured(given, show)
+    cluster = _cluster(given, measured).validate()
+    workers, sized = None, cluster
+    if given.workers is None:
+        margin = "cards" in asked and not asking.traced
+        workers = workers_needed(cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show)
+        sized = msgspec.structs.replace(cluster, workers=workers.workers or 1)
+    possible = workers is None or workers.workers is not None
+    return PlanReport(
+        measured=measured,
+        cluster=sized,
+        speed=given.speed,
+        cards_per_worker=given.cards_per_worker,
+        demand=asking.words,
+        longer_share=asking.longer_share(measured.context_tokens),
+        goal=goal,
+        workers=workers,
+        death=_what_dies(sized, asking, goal, death, show) if "death" in asked and possible else None,
+        front=front_door_limit(sized, asking.demand, goal, show) if "front" in asked and possible else None,
+    )
+
+
+def _measured(given: argparse.Namespace, show: Show) -> MeasuredModel:
+    if given.costs is not None and not given.measure:
+        return MeasuredModel.read(given.costs)
+    from console.planning.measuring import measure
+
+    config = EngineConfig()
+    measured = asyncio.run(
+        measure(
+            given.model,
+            threads=given.threads,
+            max_prompts=given.max_prompts or config.max_prompts,
+            step_tokens=given.step_tokens or config.step_tokens,
+            changes={name: getattr(given, name) for name in LOADING if name in given.named},
+            seconds=given.seconds,
+            show=show,
+        )
+    )
+    if given.costs is not None:
+        measured.write(given.costs)
+    return measured
+
+
+def _cluster(given: argparse.Namespace, measured: MeasuredModel) -> Cluster:
+    """As the flags say; what they do not say is as it was measured, or the engine's default."""
+    front = {"request_s": given.front_request, "output_s": given.front_token, "slot_s": given.front_slot}
+    named = {
+        "max_prompts": given.max_prompts or measured.max_prompts or None,
+        "max_queue": given.max_queue,
+        "timeout_s": given.timeout,
+        "workers": given.workers,
+    }
+    return Cluster(
+        costs=measured.costs.slower(1 / given.speed),
+        course=measured.fit.course,
+        kv_tokens=given.kv_tokens or measured.kv_tokens,
+        max_model_len=measured.max_model_len,
+        step_tokens=given.step_tokens or measured.step_tokens,
+        page_tokens=measured.page_tokens,
+        workers_per_node=given.workers_per_node,
+        hop_s=given.hop,
+        front=FrontDoor(**{name: cost for name, cost in front.items() if cost is not None}),
+        **{name: value for name, value in named.items() if value is not None},
+    )
+
+
+def _death(given: argparse.Namespace, asking: RequestedDemand) -> Death:
+    at_s = asking.duration_s / 2 if given.die_at is None else given.die_at
+    if asking.traced and at_s > asking.duration_s:
+        raise InvalidRequest(
+            f"--die-at is {at_s:g} s, and the last request of the trace comes at {asking.duration_s:g} s",
+            param="die_at",
+        )
+    return Death(at_s=at_s, node=0, detected_s=given.detect, restart_s=given.restart)
+
+
+def _what_dies(sized: Cluster, asking: RequestedDemand, goal: Goal, death: Death, show: Show) -> DeathAnswer:
+    """With requests until well after the node is back, where there can be more of them."""
+    longer = asking.lasting(death.back_s + _SETTLING * asking.duration_s)
+    return node_death(sized, longer.demand, msgspec.structs.replace(goal, window=longer.window), death, show)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()

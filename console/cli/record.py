@@ -1,0 +1,83 @@
+"""`ericllm record FILE [URL]` and `ericllm replay FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from console import text
+from console.cli.remote_args import add_key, add_url, connected, key_of, number, tls_of
+from console.link.recording.recorder import INTERVAL_S, Recorder
+from console.link.remote.http import OutOfReach
+from console.link.remote.link import RemoteLink
+from console.link.rpc import as_link
+from console.runtime.output import say
+from engine.errors import EngineError
+
+FAILURE = 1
+_LOOK_S = 0.1
+
+
+def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Record an instance until ctrl+c; 1 with one sentence where it or the file cannot be used."""
+    parser.description = (
+        "Record what the console shows of an instance, until ctrl+c. A recording that is there goes on."
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="the recording, made where it is not there")
+    add_url(parser)
+    add_key(parser)
+    parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 3600), default=INTERVAL_S, help="default 1")
+    parser.add_argument(
+        "--seconds", metavar="N", type=number(0.1, 10**7), default=None, help="end by itself after so long"
+    )
+    given = parser.parse_args(argv)
+    asked = threading.Event()
+    endings = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(ending, lambda *_: asked.set()) for ending in endings]
+    try:
+        _record(given, asked)
+    except EngineError as error:
+        say(error.message)
+        return FAILURE
+    finally:
+        for ending, handler in zip(endings, before, strict=True):
+            signal.signal(ending, handler)
+    return 0
+
+
+def _record(given: argparse.Namespace, asked: threading.Event) -> None:
+    with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
+        _await_first(link, asked)
+        say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
+        ends = None if given.seconds is None else time.monotonic() + given.seconds
+        with Recorder(as_link(link), given.file, given.interval) as recorder:
+            while not asked.wait(_LOOK_S) and not recorder.problem and (ends is None or time.monotonic() < ends):
+                pass
+    if recorder.problem:
+        raise EngineError(recorder.problem)
+    say(f"{given.file} holds {text.size(given.file.stat().st_size)}")
+
+
+def _await_first(link: RemoteLink, asked: threading.Event) -> None:
+    """The first frame; raises the reason why there is none."""
+    while (standing := link.standing()).reach == "connecting" and not asked.wait(_LOOK_S):
+        pass
+    if standing.stale and not asked.is_set():
+        raise OutOfReach(standing.reason)
+
+
+def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Show a recording in the console."""
+    parser.description = "Show a recording in the console: space pauses, arrows seek, < and > change the speed."
+    parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
+    parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
+    given = parser.parse_args(argv)
+    from console.link.recording.link import ReplayLink
+    from console.link.recording.reader import Recording
+    from console.tui.attach_ui import show_recording
+
+    return show_recording(ReplayLink(Recording(given.file)), given.theme)

@@ -1,0 +1,264 @@
+"""EngineLink: all that a screen may ask for. Screens never see the engine, its loop or the API server.
+
+`console/link/local.py` implements it over an engine in this process; the same face can be put over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from console.link.api import ApiLink
+from console.link.benches import BenchesLink
+from console.link.chat import ConversationLink
+from console.link.settings import SettingsLink
+from console.link.tuning import TuningLink
+from console.settings.addresses import is_loopback, unix_path
+from engine.backends.base import LoadProgress
+from engine.config import SamplingParams
+from engine.doctor.report import Report
+from engine.errors import ErrorInfo
+from engine.models.catalog import ModelEntry
+from engine.placement.estimate import Estimate
+from engine.requests.history import RequestDetail
+from engine.snapshot import LogEntry, RequestRow, Snapshot
+
+# What the screens ask of requests: those that ended, all about one of them, and to cancel what waits.
+
+
+class RequestsLink(Protocol):
+    """See console.link.protocol.EngineLink. Live requests, and the last fifty that ended, are in the snapshot."""
+
+    def finished(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
+        """Requests that ended after the first `after` ones, oldest first, as far as they are kept; and what to give as
+        `after` the next time. There may be more than come at once: ask again."""
+
+    async def detail(self, request_id: str, order: int = 0) -> RequestDetail:
+        """All about one request, live or ended (of several of that id the newest, unless `order` is given).
+
+        Raises RequestNotFound where nothing is known of it any more.
+        """
+
+    async def cancel_queued(self, model: str = "") -> int:
+        """Cancel every request that waits for a worker, of one model or of all; returns how many there were."""
+
+
+# What a screen may ask for about insight. The numbers themselves come with every snapshot.
+
+
+class InsightLink(Protocol):
+    """Both raise engine.errors.EngineError."""
+
+    async def reset(self) -> None:
+        """Count the session anew from now on."""
+
+    async def measure(self) -> None:
+        """Find out what this machine's processor can at most; takes seconds, and is kept for later runs.
+
+        Refused while requests are running: it would slow them down and find less than there is.
+        """
+
+
+# `link.models`: loads with settings of their own, what they would take, what was used last, and downloads.
+
+
+class LoadSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one load sets of its own, by the names of the settings; None leaves it as the program has it.
+
+    max_model_len: the context in tokens.
+    """
+
+    num_workers: int | None = None
+    max_prompts: int | None = None
+    max_model_len: int | None = None
+    cache_bits: Literal[16, 8, 6, 4] | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
+    weights: Literal["auto", "int8", "int4"] | None = None
+
+    def given(self) -> dict[str, object]:
+        """Those that are set, by their names."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+NOTHING = LoadSettings()
+"""A load that leaves everything as the program has it."""
+
+
+class Fetching(msgspec.Struct, frozen=True, kw_only=True):
+    """A download under way. progress: bytes over all files, those that were there already counted as done; total is 0
+    while the hub is asked what there is."""
+
+    model: str
+    progress: LoadProgress
+
+
+class ModelsLink(Protocol):
+    """What the models screen asks for beyond EngineLink. A model goes by its folder, a found name, a hub id or "demo".
+
+    Coroutines raise EngineError.
+    """
+
+    def defaults(self) -> LoadSettings:
+        """What a load takes for what its own settings leave open: the knobs as they are now, and the program's
+        settings. max_model_len is None where that is the model's own context. At once."""
+
+    def fetching(self) -> Fetching | None:
+        """The download under way, None where there is none. At once."""
+
+    async def load(self, model: str, changes: LoadSettings = NOTHING, *, beside: bool = False) -> None:
+        """Load a model with `changes`; returns when it is ready, and remembers what it was loaded with."""
+
+    async def download(self, model: str) -> None:
+        """Fetch a hub id (org/name[@revision]) into the hub cache and load nothing; what is there is not fetched again.
+
+        EngineLink.cancel_load stops it, and what has come stays for the next time.
+        """
+
+    async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
+        """What loading it with `changes` would take of each device now."""
+
+    async def remembered(self, model: str) -> LoadSettings:
+        """What it was last loaded with; nothing where it never was."""
+
+    async def forget(self, model: str) -> None:
+        """Remember nothing of a model any more."""
+
+
+class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP server as the console shows it. clients: those of the last minute, distinct by address, key and
+    program; connections: open now; error: why it could not start.
+
+    stopping: it takes no new requests and goes off when those under way have finished.
+    no_auth: whether it may be open to others without a key.  tls: whether it speaks HTTPS.
+    """
+
+    running: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    clients: int = 0
+    connections: int = 0
+    requests: int = 0
+    stopping: bool = False
+    key_required: bool = False
+    no_auth: bool = False
+    tls: bool = False
+    error: ErrorInfo | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        if unix_path(self.host):
+            return self.host
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it listens where others reach it, and needs no key of them."""
+        return self.running and not self.key_required and not is_loopback(self.host)
+
+
+class EngineLink(Protocol):
+    """What screens talk to. Every call may be made from the screen's own loop; none blocks it.
+
+    Coroutines raise engine.errors.EngineError; nothing else is meant for a user.
+    """
+
+    @property
+    def api(self) -> ApiLink:
+        """The HTTP side: address, keys, dialects, clients and failures."""
+
+    @property
+    def conversation(self) -> ConversationLink:
+        """Answers, and what a draft would take."""
+
+    @property
+    def insight(self) -> InsightLink:
+        """Counting the session anew, and measuring the processor."""
+
+    @property
+    def models(self) -> ModelsLink:
+        """Loads with settings of their own, downloads, and what is remembered of models."""
+
+    @property
+    def settings(self) -> SettingsLink:
+        """Every setting: its value, where that came from, and saving it."""
+
+    @property
+    def requests(self) -> RequestsLink:
+        """Requests that ended, all about one, and cancelling what waits."""
+
+    @property
+    def tuning(self) -> TuningLink:
+        """Finding the best settings of a model by trying them."""
+
+    @property
+    def benches(self) -> BenchesLink:
+        """Measuring a model that serves, and what was measured before."""
+
+    def snapshot(self) -> Snapshot:
+        """The latest snapshot, at once."""
+
+    def api_status(self) -> ApiStatus:
+        """The HTTP server now."""
+
+    def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
+        """Lines logged after the first `after` ones (those still kept), and the total so far."""
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        """Models found in the models folders and the hub cache, the demo first."""
+
+    async def load(self, model: str, *, beside: bool = False) -> None:
+        """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed.
+
+        It takes the place of the first model, or stands beside those there are.
+        """
+
+    async def cancel_load(self) -> None:
+        """Stop the load (or download) under way."""
+
+    async def unload(self, model: str = "") -> None:
+        """Drain and unload a model, the first by default."""
+
+    async def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        max_prompts: int | None = None,
+        idle_unload_s: float | None = None,
+        model: str = "",
+    ) -> None:
+        """Set knobs of a model live; returns when accepted, growth goes on in the background."""
+
+    async def restart_worker(self, worker_id: str) -> None:
+        """Start a worker again: one that was left dead, or one that an operator does not trust any more."""
+
+    async def drain_worker(self, worker_id: str) -> None:
+        """Let a worker finish what it has, take nothing new, and go: one worker less."""
+
+    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
+        """What loading a model would take of each device now; the knobs are those in use unless given."""
+
+    async def attach(self, name: str, path: str, model: str = "") -> None:
+        """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""
+
+    async def detach(self, name: str, model: str = "") -> None:
+        """Forget a LoRA adapter."""
+
+    async def cancel_request(self, request_id: str) -> None:
+        """Cancel one request, wherever it came from."""
+
+    def sampling_defaults(self, model: str = "") -> SamplingParams:
+        """What a loaded model's folder suggests for sampling; neutral where it says nothing."""
+
+    async def diagnose(self) -> Report:
+        """What the engine's machine has and lacks for its settings; takes seconds, and ends early when cancelled."""
+
+    async def start_api(self) -> None:
+        """Listen; raises with the reason (port taken, say)."""
+
+    async def stop_api(self, *, finish: bool = False) -> None:
+        """Stop listening; returns when it has. Requests under way are cut, or `finish` first: until then new ones are
+        refused. Called again without `finish`, it cuts those that the first call waits for."""

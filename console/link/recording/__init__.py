@@ -1,0 +1,1 @@
+"""Recordings of snapshots: file format, writer, reader, replay link."""

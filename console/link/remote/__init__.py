@@ -1,0 +1,1 @@
+"""EngineLink over HTTP to another instance."""

@@ -1,0 +1,124 @@
+"""A chat with a distant instance: what /v1/chat/completions is sent, and what its events say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, get_args
+
+import msgspec
+
+from console.link.chat import ChatDelta, ChatMessage
+from console.link.frames import from_plain
+from console.link.remote.http import Instance, OutOfReach
+from engine.backends.base import FinishReason
+from engine.config import SamplingParams
+from engine.errors import InvalidRequest
+
+PATH = "/v1/chat/completions"
+MAX_ANSWER = 2**22
+"""Characters of one answer: a million tokens."""
+
+_NEUTRAL = SamplingParams()
+_CALLED = {"mirostat": "mirostat_mode", "include_stop": "include_stop_str_in_output"}
+_ALWAYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""What the model's own defaults would stand for where it is left out."""
+
+_NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
+"""Tokens of a tokenizer that is elsewhere, and what a chat does not show or ask for."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _New(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _New = msgspec.field(default_factory=_New)
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: _Count = 0
+    prompt_tokens: _Count = 0
+
+
+class _Chunk(msgspec.Struct):
+    """An event of an answer, as far as it is shown."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+
+
+def chat_body(
+    messages: Sequence[ChatMessage], params: SamplingParams, model: str, *, continue_answer: bool
+) -> dict[str, Any]:
+    """The request. Raises InvalidRequest for parameters that cannot be sent."""
+    for name in _NOT_SENT:
+        if getattr(params, name) != getattr(_NEUTRAL, name):
+            raise InvalidRequest(f"{name} cannot be asked of an instance elsewhere", param=name)
+    sampling = {
+        _CALLED.get(name, name): value
+        for name in params.__struct_fields__
+        if name not in _NOT_SENT and ((value := getattr(params, name)) != getattr(_NEUTRAL, name) or name in _ALWAYS)
+    }
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    return {
+        "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
+        "stream": True,
+        "stream_options": {"continuous_usage_stats": True},
+        **({"model": model} if model else {}),
+        **({"continue_final_message": True} if continue_answer else {}),
+        **sampling,
+    }
+
+
+async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[ChatDelta, None]:
+    """What the instance answers, with times as they are here. Raises OutOfReach for what is no answer or has no end."""
+    stopwatch = _Stopwatch(asyncio.get_running_loop().time)
+    length = 0
+    async with aclosing(instance.events(PATH, body=body)) as events:
+        async for event in events:
+            try:
+                chunk: _Chunk = from_plain(event, _Chunk)
+            except msgspec.ValidationError:
+                raise OutOfReach(f"{instance.address.name} answers in a way that is not understood") from None
+            usage = chunk.usage or _Usage()
+            for choice in chunk.choices or ():
+                text = choice.delta.content or ""
+                length += len(text)
+                if length > MAX_ANSWER:
+                    raise OutOfReach(f"{instance.address.name} sends an answer of more than {MAX_ANSWER:,} characters")
+                if text or choice.finish_reason:
+                    yield stopwatch.delta(text, usage.completion_tokens, usage.prompt_tokens, choice.finish_reason)
+
+
+class _Stopwatch:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._first_at: float | None = None
+
+    def delta(self, text: str, tokens: int, prompt_tokens: int, finish: str | None) -> ChatDelta:
+        now = self._clock()
+        if self._first_at is None:
+            self._first_at = now
+        decoding_s = now - self._first_at
+        return ChatDelta(
+            text=text,
+            output_tokens=tokens,
+            ttft_s=self._first_at - self._began,
+            tokens_per_s=(tokens - 1) / decoding_s if decoding_s > 0 and tokens > 1 else None,
+            finish=_reason(finish),
+            prompt_tokens=prompt_tokens,
+        )
+
+
+def _reason(said: str | None) -> FinishReason | None:
+    """A reason that this version does not know is an end all the same."""
+    known: tuple[FinishReason, ...] = get_args(FinishReason)
+    return None if said is None else next((reason for reason in known if reason == said), known[0])

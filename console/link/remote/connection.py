@@ -1,0 +1,141 @@
+"""Connection: the frames of one instance as they come, for as long as it takes; what it says of itself is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated
+
+import msgspec
+
+from console.link.frames import Frame, FrameEvent, FrameReader, from_plain
+from console.link.remote.http import Instance, NotAllowed, OutOfReach
+from console.link.status import LinkStatus
+from engine.config import quote_value
+from engine.errors import EngineError
+from engine.snapshot import LogEntry, Snapshot
+from engine.system.log import LogRing
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 15.0
+_SILENT_S = 2.0
+_LATE_FRAMES = 3
+"""Without a frame for so long, and for the time of so many, what is shown is said to be old."""
+_SILENT_FRAMES = 8
+_SHORTEST_SILENCE_S = 8.0
+"""A connection that brings no frame for so long is taken for dead."""
+
+_MAX_RATE = 4.0
+"""Times as many frames as were asked for: more come after a pause, and of who floods they wait in its socket."""
+
+_Lines = tuple[Annotated[int, msgspec.Meta(ge=0)], tuple[LogEntry, ...]]
+
+
+class Connection:
+    """`follow` runs on one loop; all else is safe from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        hz: float,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.frame = Frame(snapshot=Snapshot(at=time.time()))
+        self.log = LogRing()
+        self._hz = hz
+        self._clock = clock
+        self._pause = pause
+        self._standing = LinkStatus(name=name, reach="connecting")
+        self._retry_at: float | None = None
+        self._frame_at = 0.0
+        self._seen = 0
+
+    def standing(self) -> LinkStatus:
+        """How it is now."""
+        standing, retry_at = self._standing, self._retry_at
+        if retry_at is None:
+            silent_s = self._clock() - self._frame_at
+            is_silent = standing.reach == "live" and silent_s >= max(_SILENT_S, _LATE_FRAMES / self._hz)
+            return msgspec.structs.replace(standing, silent_s=int(silent_s)) if is_silent else standing
+        return msgspec.structs.replace(standing, retry_in_s=max(0.0, retry_at - self._clock()))
+
+    def check(self) -> None:
+        """Raise the reason why nothing can be asked for now."""
+        standing = self.standing()
+        if standing.reach == "connecting":
+            raise OutOfReach(f"{standing.name} has not answered yet")
+        if standing.reach == "refused":
+            raise NotAllowed(standing.reason)
+        if standing.reach == "lost":
+            raise OutOfReach(f"The connection to {standing.name} is lost, so nothing can be asked of it now")
+
+    async def follow(self, instance: Instance) -> None:
+        """Watch until cancelled; what breaks off is begun again, later each time."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                async for _ in self._frames(instance):
+                    retry_s = FIRST_RETRY_S
+                reason: EngineError = OutOfReach(f"{self._standing.name} ended the connection")
+            except EngineError as error:
+                reason = error
+            except Exception:  # a defect must not end what nobody else begins again
+                log.exception("following %s broke", self._standing.name)
+                reason = OutOfReach(f"What {self._standing.name} sends is not understood; the log says why")
+            self._lost(reason, retry_s)
+            await self._pause(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    async def _frames(self, instance: Instance) -> AsyncIterator[Frame]:
+        """One connection's frames, each kept before it is handed out."""
+        reader = FrameReader()
+        silence_s = max(_SHORTEST_SILENCE_S, _SILENT_FRAMES / self._hz)
+        query = {"hz": f"{self._hz:g}"}
+        due = 0.0
+        async for event in instance.events("/admin/events", query=query, silence_s=silence_s):
+            if (early_s := due - self._clock()) > 0:
+                await self._pause(early_s)
+            due = self._clock() + 1 / (_MAX_RATE * self._hz)
+            try:
+                frame = reader.frame(from_plain(event, FrameEvent))
+            except ValueError as error:  # msgspec's errors are ValueErrors
+                raise self._not_understood(error) from None
+            await self._read_log(instance, frame.snapshot.log_total)
+            snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
+            self.came(msgspec.structs.replace(frame, snapshot=snapshot))
+            yield self.frame
+
+    def came(self, frame: Frame) -> None:
+        """A frame is there: the connection is live."""
+        self.frame = frame
+        self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
+        self._retry_at, self._frame_at = None, self._clock()
+
+    async def _read_log(self, instance: Instance, total: int) -> None:
+        """Fetch the lines that are new. An instance that was started again counts from 0."""
+        if total < self._seen:
+            self._seen = 0
+        if total == self._seen:
+            return
+        answer = await instance.get("/admin/call/engine.logs", {"after": str(self._seen)})
+        try:
+            lines: _Lines = from_plain(answer["result"], _Lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._not_understood(error) from None
+        self._seen, entries = lines
+        for entry in entries:
+            self.log.add(entry)
+
+    def _not_understood(self, error: Exception) -> OutOfReach:
+        log.warning("%s sends what is not understood: %s", self._standing.name, quote_value(str(error), 200))
+        return OutOfReach(f"{self._standing.name} is of another version than this console")
+
+    def _lost(self, reason: EngineError, retry_s: float) -> None:
+        reach = "refused" if isinstance(reason, NotAllowed) else "lost"
+        self._standing = msgspec.structs.replace(self._standing, reach=reach, reason=reason.message)
+        self._retry_at = self._clock() + retry_s

@@ -1,0 +1,44 @@
+"""How a link stands to its engine: in this process, elsewhere and perhaps out of reach, or a recording. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+
+Reach = Literal["here", "starting", "connecting", "live", "lost", "refused", "recording"]
+
+
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """name: "host:port" or a file's name, "" for the engine of this process.
+
+    reach: starting is the engine of this process before its first model loads; lost is tried again by itself, after
+    `retry_in_s`; refused, too, but needs somebody to do something.
+    reason: one sentence for lost and refused.  read_only: every command is refused.
+    silent_s: whole seconds since anything came of an instance that is live, 0 where that is as it should be.
+    """
+
+    name: str = ""
+    reach: Reach = "here"
+    reason: str = ""
+    retry_in_s: float | None = None
+    read_only: bool = False
+    silent_s: int = 0
+
+    @property
+    def stale(self) -> bool:
+        """Whether what is shown is of some time ago, or not known yet."""
+        return self.reach in ("connecting", "lost", "refused") or self.silent_s > 0
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A link that has more to say of itself than one to the engine of this process."""
+
+    def standing(self) -> LinkStatus:
+        """How it stands now, at once."""
+
+
+def link_status(link: object) -> LinkStatus:
+    """Of any link."""
+    return link.standing() if isinstance(link, Distant) else LinkStatus()

@@ -1,1 +1,0 @@
-"""Recordings: what a console showed, kept in a file, and shown again."""

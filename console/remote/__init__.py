@@ -1,1 +1,0 @@
-"""An engine elsewhere: its console's link over HTTP."""

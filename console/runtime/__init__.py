@@ -1,0 +1,1 @@
+"""Engine and API on one loop: headless, loading, logs, operator actions, doctor, estimate."""

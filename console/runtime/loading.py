@@ -1,0 +1,183 @@
+"""From a model's name and the settings to what the engine loads, or one sentence why not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from console.settings.schema import Settings, fields
+from engine.backends.base import LoadProgress
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.torch_load_settings import apply_settings
+from engine.config import BackendKind, EngineConfig, ModelSpec
+from engine.devices import parse_devices
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.models.catalog import ModelEntry
+from engine.models.files import home_expanded
+from engine.models.inspect import inspect
+from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local
+from engine.worker.factory import exllamav2_lacks, refuse_unavailable
+
+# Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
+
+T = TypeVar("T")
+LookupFunction = Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]
+"""Finds something; takes whom to tell how far it is, and what says whether to give up."""
+
+
+class ModelLookup:
+    """Watched from two threads. progress: how far it is, None before anything is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cancelled = threading.Event()
+        self.progress: LoadProgress | None = None
+
+    async def by(self, find: LookupFunction[T]) -> T:
+        """What `find` finds. Where this is cancelled, it is told to give up and has ended when the cancelling goes on,
+        so that who cleans up after it is not overtaken."""
+        thread = asyncio.ensure_future(asyncio.to_thread(find, self._report, self.cancelled.is_set))
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            await asyncio.gather(thread, return_exceptions=True)
+            raise
+
+    def _report(self, progress: LoadProgress) -> None:
+        self.progress = progress
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model that was asked for. spec is None for a hub id that may have to be downloaded first, or a
+    synthetic model that is still to be made."""
+
+    name: str
+    spec: ModelSpec | None
+
+
+def choose_model(settings: Settings) -> ModelChoice:
+    """Check --model and the flags that depend on it before anything is started.
+
+    Raises ModelNotFound for a name that is nothing on this machine and no hub id, InvalidRequest for a flag
+    that the model's backend cannot honour.
+    """
+    path = resolve_local(settings.model, settings.models_dir)
+    if path is not None:
+        return ModelChoice(settings.model, model_spec(settings, settings.model, path))
+    if not (is_hub_id(settings.model) or is_synthetic(settings.model)):
+        resolve(settings.model, settings.models_dir)
+    return ModelChoice(settings.model, None)
+
+
+def find_model(
+    settings: Settings, name: str, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+) -> ModelSpec:
+    """The spec for any name, downloaded where it must be. Blocks: call it off the loop."""
+    path = resolve(name, settings.models_dir, report=report, cancelled=cancelled)
+    return model_spec(settings, name, path)
+
+
+def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
+    """What to load for a model folder.
+
+    Raises InvalidRequest for a flag that its backend cannot honour, UnsupportedModel for a folder that none can load.
+    """
+    entry = inspect(path, partial(backend_for, settings))
+    spec = requested_spec(settings, name, path, entry.backend)
+    refuse_unloadable(settings, spec, entry)
+    return spec
+
+
+def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKind) -> ModelSpec:
+    """What the settings ask for, whether it can be honoured or not."""
+    return ModelSpec(
+        path=path,
+        name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
+        backend=backend,
+        dtype=settings.dtype,
+        weights=settings.weights,
+        max_model_len=settings.max_model_len,
+        max_input_len=settings.max_input_len,
+        cache_bits=settings.effective_cache_bits,
+        alpha_value=settings.alpha_value,
+        compress_pos_emb=settings.compress_pos_emb,
+        num_experts=settings.num_experts,
+        lora=home_expanded(settings.lora) if settings.lora else None,
+        gpu_split_gb=settings.gpu_split,
+        gpu_reserve_mib=settings.gpu_reserve,
+        tensor_parallel=settings.tensor_parallel,
+        gpu_balance=settings.gpu_balance,
+        draft_model=home_expanded(settings.draft_model) if settings.draft_model else None,
+        ngram_draft=settings.ngram_draft,
+        draft_tokens=settings.draft_tokens,
+        attention=settings.attention,
+        deterministic=settings.deterministic,
+    )
+
+
+def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) -> None:
+    """Raise InvalidRequest for a flag that the backend cannot honour, UnsupportedModel for a folder that none can
+    load, BackendUnavailable."""
+    refuse_unhonoured(settings, entry.backend)
+    refuse_unavailable(entry.backend)
+    if entry.problem:
+        raise UnsupportedModel(f"{spec.name} cannot be loaded: {entry.problem}", model=spec.name)
+    if entry.backend == "torch":
+        apply_settings(read_model_config(spec.path), spec)
+
+
+def backend_for(settings: Settings, quantisation: str) -> BackendKind:
+    """--backend, or what the weights' format asks for: exllamav2 for EXL2 where it can run, else torch."""
+    if settings.backend != "auto":
+        return settings.backend
+    return "exllamav2" if quantisation.startswith("exl2") and exllamav2_lacks() is None else "torch"
+
+
+def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:
+    """Raise InvalidRequest for the first setting that is not at its default and means nothing to `backend`."""
+    for name, field, flag in fields():
+        value = getattr(settings, name)
+        if flag.backends and backend not in flag.backends and value != field.default:
+            raise InvalidRequest(
+                f"--{name} means nothing to the {backend} backend; it needs --backend {flag.backends[0]}", param=name
+            )
+    for name in ("gpu_balance", "gpu_split"):
+        if getattr(settings, name) and not settings.devices and not _has_gpu():
+            raise InvalidRequest(f"--{name} spreads workers over GPUs, and none was found", param=name)
+
+
+def _has_gpu() -> bool:
+    from engine.devices import NvmlProbe
+
+    return bool(NvmlProbe().read())
+
+
+def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        num_workers=settings.num_workers,
+        max_prompts=settings.max_prompts,
+        max_queue=settings.max_queue,
+        timeout_s=settings.timeout,
+        step_tokens=settings.step_tokens,
+        threads=settings.threads,
+        hang_s=settings.hang_seconds,
+        idle_unload_s=settings.idle_unload,
+        devices=parse_devices(settings.devices) if settings.devices else (),
+        cluster=settings.cluster,
+        worker_host=settings.worker_host,
+        log_dir=log_dir,
+        prefix_sharing=settings.prefix_sharing,
+        show_prompts=settings.show_prompts,
+        slo_ttft_s=settings.slo_ttft,
+        slo_itl_s=settings.slo_itl,
+        energy_rate=settings.energy_rate,
+        energy_currency=settings.energy_currency,
+    ).validate()

@@ -1,0 +1,145 @@
+"""What is asked of a runtime over HTTP: names and settings to what the runtime does, and no path that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from console.api.admin.operator import LoadOrder
+from console.settings.schema import fields
+from engine.config import AdapterSpec
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.models.adapters import CONFIG, describe_adapter
+from engine.models.discover import DEMO, find_folders
+from engine.models.files import home_expanded, is_file, is_folder
+from engine.models.hub_cache import hub_cache_folder
+from engine.models.resolve import resolve_local
+from engine.placement.estimate import Estimate
+from engine.snapshot import ModelStatus
+
+if TYPE_CHECKING:
+    from console.runtime.runtime import Runtime
+
+T = TypeVar("T")
+
+_PATH_STARTS = ("/", ".", "~")
+_SETTINGS = {
+    "workers": "num_workers",
+    "max_prompts": "max_prompts",
+    "idle_unload_s": "idle_unload",
+    "max_model_len": "max_model_len",
+    "cache_bits": "cache_bits",
+    "weights": "weights",
+    "deterministic": "deterministic",
+    "gpu_split": "gpu_split",
+}
+"""Fields of an order, and the settings that they stand for."""
+
+
+_ABOUT_FOLDERS = frozenset({"model", *(name for name, field, _ in fields() if "Path" in repr(field.annotation))})
+"""Settings by which folders would be opened to who may only name those that are open."""
+
+
+class RuntimeOperator:
+    """Implements console.api.admin.operator.Operator."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def load_model(self, order: LoadOrder) -> None:
+        """Find, fetch and load a model."""
+        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
+        await self._runtime.load(name, called=order.name, beside=order.beside, changes=_changes(order))
+
+    async def cancel_load(self) -> None:
+        """Stop the download or load under way."""
+        await self._runtime.cancel_load()
+
+    def finding(self) -> ModelStatus | None:
+        """The download under way."""
+        return self._runtime.finding()
+
+    async def estimate(self, order: LoadOrder) -> Estimate:
+        """What the load would take of each device now."""
+        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
+        return await self._runtime.estimate(name, _changes(order), beside=order.beside)
+
+    async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
+        """A name as the settings find it, the folder of an adapter, or a setting that names no folder or file."""
+        if kind == "setting":
+            if name in _ABOUT_FOLDERS:
+                raise InvalidRequest(
+                    f"{name} is about files of the engine's machine; it is changed there", param="name"
+                )
+            return name
+        if kind == "adapter":
+            return str(await asyncio.to_thread(_looked_up, self._adapter_folder, name, "path"))
+        return await asyncio.to_thread(_looked_up, self._admitted, name, "model")
+
+    async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
+        """The adapter in a folder of ours, or found there under that name."""
+        folder = await asyncio.to_thread(_looked_up, self._adapter_folder, path, "path")
+        return AdapterSpec(name=name, path=folder, scale=scale)
+
+    def _admitted(self, name: str) -> str:
+        """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
+        Raises InvalidRequest for a folder that is none of ours."""
+        folder = home_expanded(name)
+        if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
+            self._refuse_outside(folder, "model")
+        loaded = self._loaded().get(name)
+        if loaded is not None and resolve_local(name, self._runtime.settings.models_dir) is None:
+            return str(loaded)
+        return name
+
+    def _adapter_folder(self, path: str) -> Path:
+        found = {each.name: each.path for each in find_folders(self._runtime.settings.models_dir, CONFIG)}
+        folder = found.get(path)
+        if folder is None:
+            folder = home_expanded(path)
+            self._refuse_outside(folder, "path")
+        if problem := describe_adapter(folder).problem:
+            raise UnsupportedModel(problem, param="path")
+        return folder
+
+    def _refuse_outside(self, folder: Path, param: str) -> None:
+        if ".." in folder.parts or not any(_plain(folder).is_relative_to(_plain(ours)) for ours in self._folders()):
+            raise InvalidRequest(
+                f"{folder} lies in none of the folders that models are taken from; --models-dir adds one", param=param
+            )
+
+    def _folders(self) -> Iterator[Path]:
+        """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
+        settings = self._runtime.settings
+        yield from (hub_cache_folder(), *settings.models_dir, *self._loaded().values())
+        if is_folder(first := home_expanded(settings.model)):
+            yield first
+        if settings.lora is not None:
+            yield home_expanded(settings.lora)
+
+    def _loaded(self) -> dict[str, Path]:
+        models = self._runtime.engine.snapshot().models
+        return {model.name: model.status.spec.path for model in models if model.status.spec is not None}
+
+
+def _looked_up(look_up: Callable[[str], T], name: str, param: str) -> T:
+    """What a name from outside stands for. Raises InvalidRequest also for one that no file can have, or that may not be
+    looked at."""
+    try:
+        return look_up(name)
+    except OSError as error:
+        raise InvalidRequest(f"{param} cannot be looked up: {error.strerror}", param=param) from None
+
+
+def _plain(folder: Path) -> Path:
+    """Without steps up; links are left as they are."""
+    return Path(os.path.normpath(folder.absolute()))
+
+
+def _changes(order: LoadOrder) -> dict[str, object]:
+    """The settings that the order changes."""
+    asked = {setting: getattr(order, field) for field, setting in _SETTINGS.items()}
+    return {setting: value for setting, value in asked.items() if value is not None}

@@ -1,0 +1,109 @@
+"""config.toml: the commented sample, made from the settings themselves, and one value of a person's own changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from console.settings.schema import APP_NAME, ENV_PREFIX, config_path, fields
+from engine.system.files import make_private_folder
+
+# Files that are looked at now and then, to be read again once somebody saved them.
+
+
+class WatchedFiles:
+    """paths: files, or folders whose `*.toml` are meant. None of them need be there."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._seen = self._look()
+
+    def changed(self) -> bool:
+        """Whether anything was written, made or removed since the last call. One stat a file; safe on any thread."""
+        seen, self._seen = self._seen, self._look()
+        return seen != self._seen
+
+    def _look(self) -> dict[Path, tuple[int, int, int]]:
+        found = {}
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found[path] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        return found
+
+    def _files(self) -> Iterator[Path]:
+        for path in self._paths:
+            yield from path.glob("*.toml") if path.is_dir() else (path,)
+
+
+def sample() -> str:
+    """A config.toml in which every setting stands commented out, at its default or an example where it has none."""
+    lines = [
+        f"# Settings of {APP_NAME}. Put this at {config_path({})} and uncomment what you change.",
+        f"# A flag wins over an {ENV_PREFIX}* variable, a variable over this file, this file over the default.",
+    ]
+    group = ""
+    for name, field, flag in fields():
+        if flag.group != group:
+            group = flag.group
+            lines += ["", f"# --- {group} " + "-" * (60 - len(group))]
+        unset = " Not set by default." if flag.example is not None else ""
+        lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}"]
+        lines.append(f"# {name} = {_toml(field.default if flag.example is None else flag.example)}")
+    return "\n".join(lines) + "\n"
+
+
+def edited(text: str, name: str, value: Any) -> str:
+    """`text` of a config.toml with one setting changed, None taking it out; comments and order stay as they are."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    if value is not None:
+        document[name] = value
+    elif name in document:
+        del document[name]
+    return tomlkit.dumps(document)
+
+
+def replace_file(path: Path, text: str, *, has_secret: bool = False) -> None:
+    """Put `text` in the place of a file, all of it or nothing. Raises OSError.
+
+    A link stays a link to the file that it names, and the file keeps its mode; a new one, and one that has a secret
+    now, is its owner's alone.
+    """
+    path = path.resolve()
+    make_private_folder(path.parent)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).chmod(path.stat().st_mode & (0o700 if has_secret else 0o7777))
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _choices(annotation: Any) -> str:
+    values = [value for value in get_args(annotation) if isinstance(value, str | int)]
+    return f" One of: {', '.join(map(str, values))}." if values else ""
+
+
+def _only_on(backends: tuple[str, ...] | None) -> str:
+    return f" Only with the {' and '.join(backends)} backend." if backends else ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return json.dumps([str(item) if not isinstance(item, float) else item for item in value])
+    return json.dumps(value)

@@ -1,0 +1,152 @@
+"""Settings of a running program: where each came from, saved to config.toml, used at once where they need not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from console.link.settings import SettingRow
+from console.settings.file import WatchedFiles, edited, replace_file
+from console.settings.rows import setting_rows, toml_value
+from console.settings.schema import SECRETS, Settings, flag_of
+from console.settings.sources import Sources, changed, read_file
+from engine.errors import EngineError, InvalidRequest
+
+if TYPE_CHECKING:
+    from console.runtime.runtime import Runtime
+
+_KNOBS = {
+    "num_workers": "workers",
+    "max_prompts": "max_prompts",
+    "idle_unload": "idle_unload_s",
+    "step_tokens": "step_tokens",
+    "threads": "threads",
+}
+"""Settings that the engine takes while it runs, and what it calls them."""
+_OBSERVED = {
+    "slo_ttft": "slo_ttft_s",
+    "slo_itl": "slo_itl_s",
+    "energy_rate": "energy_rate",
+    "energy_currency": "energy_currency",
+}
+"""Those that only its insight goes by."""
+
+
+class LiveSettings:
+    """Those of one runtime. `rows` and `path` may be called from any thread, `save` on the runtime's loop."""
+
+    def __init__(self, runtime: Runtime, sources: Sources) -> None:
+        self._runtime = runtime
+        self._sources = sources
+        self._coming = runtime.settings
+        self._file = WatchedFiles(sources.file)
+        self._writing = asyncio.Lock()
+
+    def path(self) -> str:
+        """The config.toml that is read and written."""
+        return str(self._sources.file)
+
+    @property
+    def sources(self) -> Sources:
+        """Where they came from, as it is now."""
+        return self._sources
+
+    def rows(self) -> Sequence[SettingRow]:
+        """Every setting, in the order of the schema; a file that somebody else changed is read again."""
+        if self._file.changed():
+            self._reread()
+        return tuple(setting_rows(self._runtime.settings, self._coming, self._sources, self._turned()))
+
+    async def save(self, name: str, value: str | None) -> SettingRow:
+        """Write one setting, or take it out of the file (None).
+
+        Raises InvalidRequest, and what the engine refuses a knob with; the file is as it was then.
+        """
+        async with self._writing:
+            sources, text = await asyncio.to_thread(_prepared, self._sources, name, value)
+            coming = sources.settings()
+            if flag_of(name).used != "start" and sources.origin(name).source not in ("flag", "variable"):
+                await self._use(name, coming)
+            await asyncio.to_thread(_write, sources, text)
+            self._sources, self._coming = sources, coming
+            self._file.changed()
+        return next(row for row in self.rows() if row.name == name)
+
+    async def reload(self) -> tuple[list[str], list[str]]:
+        """Read the file again. Returns the settings that it changes and that are used from now on, and those that the
+        next load or start will use.
+
+        Raises InvalidRequest for a file with a mistake, and what the engine refuses a knob with.
+        """
+        async with self._writing:
+            sources = self._sources.saving(await asyncio.to_thread(_read_again, self._sources.file))
+            coming = sources.settings()
+            used, later = list[str](), list[str]()
+            for name in Settings.model_fields:
+                if getattr(coming, name) == getattr(self._runtime.settings, name):
+                    continue
+                if flag_of(name).used == "start":
+                    later.append(name)
+                else:
+                    await self._use(name, coming)
+                    (used if flag_of(name).used == "now" else later).append(name)
+            self._sources, self._coming = sources, coming
+            self._file.changed()
+        return used, later
+
+    async def _use(self, name: str, coming: Settings) -> None:
+        value = getattr(coming, name)
+        if name in _KNOBS:
+            await self._runtime.engine.reconfigure(**{_KNOBS[name]: value})
+        if name in _OBSERVED:
+            await self._runtime.engine.observe({_OBSERVED[name]: value})
+        if name == "prefix_sharing":
+            self._runtime.engine.share_prefixes(value)
+        if name == "refresh_hz":
+            self._runtime.engine.publish_for(value)
+        self._runtime.settings = self._runtime.settings.model_copy(update={name: value})
+
+    def _turned(self) -> dict[str, object]:
+        config = self._runtime.engine.config
+        names = ("num_workers", "max_prompts", "step_tokens", "threads")
+        return {name: getattr(config, name) for name in names} | {"idle_unload": config.idle_unload_s}
+
+    def _reread(self) -> None:
+        """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""
+        try:
+            sources = self._sources.saving(_read_again(self._sources.file))
+            self._sources, self._coming = sources, sources.settings()
+        except EngineError:
+            return
+
+
+def _read_again(file: Path) -> dict[str, Any]:
+    """What the file says now. Raises InvalidRequest, for a pipe (`ERICLLM_CONFIG=<(...)`) too: there may never again be
+    anything in it, and whoever opens it waits for that."""
+    with suppress(OSError):  # reading says why
+        if file.is_fifo():
+            raise InvalidRequest(f"{file} is a pipe, which is read at the start alone", param="config")
+    return read_file(file)
+
+
+def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
+    """The sources as they will be, and the file's text. Raises InvalidRequest for a value or a file with a mistake."""
+    saved = dict(_read_again(sources.file))
+    text = sources.file.read_text(encoding="utf-8") if sources.file.exists() else ""
+    value = None if typed is None else changed(Settings(), {name: typed})
+    saved.pop(name, None)
+    if value is not None and typed is not None:
+        saved[name] = toml_value(typed, getattr(value, name))
+    alone = Sources(saved=saved, file=sources.file)
+    alone.settings()
+    return sources.saving(saved), edited(text, name, saved.get(name))
+
+
+def _write(sources: Sources, text: str) -> None:
+    try:
+        replace_file(sources.file, text, has_secret=bool(SECRETS & sources.saved.keys()))
+    except OSError as error:
+        raise InvalidRequest(f"{sources.file} cannot be written: {error.strerror}", param="config") from None

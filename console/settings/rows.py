@@ -1,0 +1,103 @@
+"""Settings as rows for a person: the value in use, where it came from, what is saved. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from console.link.settings import HIDDEN, Kind, SettingRow
+from console.settings.schema import SECRETS, Flag, Settings, fields
+from console.settings.sources import Sources
+from engine.system.child_process import is_secret
+
+
+def setting_rows(
+    in_use: Settings, coming: Settings, sources: Sources, turned: Mapping[str, object]
+) -> Iterator[SettingRow]:
+    """in_use: the settings the program runs with.  coming: those it would start with now.
+
+    turned: what is in use instead of a setting, because somebody turned a knob.
+    """
+    for name, field, flag in fields():
+        value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
+        origin = sources.origin(name)
+        by_hand = value != getattr(in_use, name)
+        secret = name in SECRETS or any(_has_password(each) for each in (value, sources.saved.get(name)))
+        yield SettingRow(
+            name=name,
+            group=flag.group,
+            help=_help(field, flag),
+            kind=kind_of(field),
+            value=_shown(value, secret),
+            source="console" if by_hand else origin.source,
+            where="" if by_hand else origin.where,
+            default=as_text(field.default),
+            when=flag.used,
+            choices=choices_of(field),
+            saved=_shown(sources.saved[name], secret) if name in sources.saved else None,
+            wins=origin.where if origin.source in ("flag", "variable") else "",
+            secret=secret,
+            waits=value != after,
+        )
+
+
+def kind_of(field: FieldInfo) -> Kind:
+    """What sort of value a setting takes."""
+    kinds = {field.annotation, *get_args(field.annotation)}
+    if field.annotation is bool:
+        return "switch"
+    if get_origin(field.annotation) is Literal:
+        return "choice"
+    if get_origin(field.annotation) is tuple:
+        return "list"
+    return "number" if kinds & {int, float} else "text"
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """All values that a setting can have, where they are few."""
+    if field.annotation is bool:
+        return ("on", "off")
+    return tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ()
+
+
+def as_text(value: object) -> str:
+    """A value as a flag would take it: "on", "8", "16,24"; "" where nothing is set."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return (os.pathsep if any(isinstance(each, Path) for each in value) else ",").join(map(as_text, value))
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+
+
+def toml_value(typed: str, value: object) -> Any:
+    """What config.toml has for a checked value: paths stay as they were typed, "~" and all."""
+    if isinstance(value, Path):
+        return typed
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, tuple):
+        return typed.split(os.pathsep) if any(isinstance(each, Path) for each in value) else list(value)
+    return value
+
+
+def _has_password(value: object) -> bool:
+    """Return whether a value is an address with a password in it."""
+    return is_secret("", as_text(value))
+
+
+def _shown(value: object, secret: bool) -> str:
+    return HIDDEN if secret and value is not None else as_text(value)
+
+
+def _help(field: FieldInfo, flag: Flag) -> str:
+    only = f" Only with the {' and '.join(flag.backends)} backend." if flag.backends else ""
+    return f"{field.description}.{only}"

@@ -1,0 +1,499 @@
+"""Every setting, once: this model makes the flags, the ERICLLM_* variables, config.toml and the sample file.
+
+A flag wins over a variable, a variable over config.toml, config.toml over the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import platformdirs
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic.fields import FieldInfo
+
+from console.settings.addresses import checked_host
+from console.settings.values import (
+    AdapterFolder,
+    Duration,
+    Folder,
+    Folders,
+    GigabyteList,
+    MegabyteList,
+    Networks,
+    SimulatedDevices,
+    Words,
+    whole_number,
+)
+from engine.config import (
+    MAX_STOP_STRINGS,
+    MAX_STRETCH,
+    MAX_THREADS,
+    MAX_TIMEOUT_S,
+    STEP_TOKENS,
+    AttentionName,
+    BackendKind,
+    BackendName,
+    CacheBits,
+    DtypeName,
+    PrefixSharing,
+    WeightsName,
+)
+from engine.models.files import home_expanded
+
+# Flag: what a setting is besides its type.
+
+Group = Literal["Model", "Engine", "API", "Console"]
+When = Literal["now", "load", "start"]
+"""When a value that is saved while the program runs is used: at once, by the next model loaded, at the next start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What a field is besides its type: its group in the help, and which backends honour it.
+
+    metavar: how the help shows its value.  backends: None where every one does.
+    example: what the sample file shows where there is no default.
+    when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
+    next start for all others.
+    """
+
+    group: Group
+    metavar: str = ""
+    backends: tuple[BackendKind, ...] | None = None
+    example: str | int | float | None = None
+    when: When | None = None
+
+    @property
+    def used(self) -> When:
+        """When a value that is saved is used."""
+        return self.when or ("load" if self.group == "Model" else "start")
+
+
+# ServedSettings: the settings of the HTTP side. Where it listens, whom it lets in, and what it puts up with.
+
+MAX_OUTPUT_TOKENS = 10**9
+_MAX_DEPTH = 150
+"""What the parser of JSON itself puts up with, with room to spare."""
+
+
+class ServedSettings(BaseModel):
+    """Part of `console.settings.schema.Settings`. Durations are seconds."""
+
+    api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
+    host: Annotated[
+        str,
+        Flag("API", "ADDRESS"),
+        AfterValidator(checked_host),
+        Field(min_length=1, description="Address to listen on; *: all, IPv6 too; unix:PATH: a socket in a folder"),
+    ] = "127.0.0.1"
+    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
+        8000
+    )
+    api_key: Annotated[
+        SecretStr | None,
+        Flag("API", "KEY", example="change-me"),
+        Field(min_length=1, description="Key that clients must send as a Bearer token"),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Flag("API", "FILE", example="~/.config/ericllm/api-key"),
+        Field(description="File with that key as its first line: flags are seen by every user of the machine"),
+    ] = None
+    no_auth: Annotated[
+        bool, Flag("API"), Field(description="Listen beyond this machine even where no key is needed to ask")
+    ] = False
+    admin_remote: Annotated[
+        bool, Flag("API"), Field(description="Take admin requests, with a key, from other machines too")
+    ] = False
+    tls_cert: Annotated[
+        Path | None,
+        Flag("API", "FILE", example="~/tls/cert.pem"),
+        Field(description="Certificate (PEM, with its chain) to serve HTTPS with; taken anew when it is renewed"),
+    ] = None
+    tls_key: Annotated[
+        Path | None, Flag("API", "FILE", example="~/tls/key.pem"), Field(description="The certificate's key (PEM)")
+    ] = None
+    cors_origins: Annotated[
+        Words,
+        Flag("API", "ORIGIN,ORIGIN"),
+        Field(description="Origins whose pages may ask, for example https://chat.example; *: all"),
+    ] = ()
+    allowed_hosts: Annotated[
+        Words,
+        Flag("API", "NAME,NAME"),
+        Field(description="Names besides localhost that a server on loopback may be asked by; *: all"),
+    ] = ()
+    dialects_off: Annotated[
+        Words,
+        Flag("API", "NAME,NAME"),
+        Field(description="Dialects that are not answered, for example tgi,kobold; the API screen can switch them too"),
+    ] = ()
+    trusted_proxies: Annotated[
+        Networks,
+        Flag("API", "ADDRESS,NET", example="127.0.0.1,10.0.0.0/8"),
+        Field(description="Proxies whose X-Forwarded-For says who asks: for logs, limits and fairness"),
+    ] = ()
+    request_rate: Annotated[
+        int,
+        Flag("API", "N"),
+        Field(ge=0, le=10**9, description="Requests a minute of one address beyond this machine; 0: any"),
+    ] = 6000
+    max_queue: Annotated[
+        int, Flag("API", "N"), Field(ge=0, le=10**6, description="Requests that may wait; more are a 429")
+    ] = 1024
+    max_body_kib: Annotated[
+        int, Flag("API", "KIB"), Field(ge=1, le=2**21, description="Longest request body, in KiB")
+    ] = 8192
+    max_header_bytes: Annotated[
+        int, Flag("API", "BYTES"), Field(ge=256, le=2**20, description="Longest line of a request's head")
+    ] = 8192
+    max_json_depth: Annotated[
+        int, Flag("API", "N"), Field(ge=4, le=_MAX_DEPTH, description="How deep a request body may nest")
+    ] = 64
+    max_schema_bytes: Annotated[
+        int,
+        Flag("API", "BYTES"),
+        Field(ge=1, le=2**20, description="Longest JSON schema, regex or grammar that an answer is held to"),
+    ] = 65_536
+    max_choices: Annotated[
+        int, Flag("API", "N"), Field(ge=1, le=2**16, description="Answers to one request: prompts times n")
+    ] = 512
+    max_output_len: Annotated[
+        int | None,
+        Flag("API", "TOKENS", example=4096),
+        Field(
+            ge=1,
+            le=MAX_OUTPUT_TOKENS,
+            description="Longest answer that may be asked for; what the context holds if not given",
+        ),
+    ] = None
+    max_stops: Annotated[
+        int, Flag("API", "N"), Field(ge=0, le=MAX_STOP_STRINGS, description="Stop strings of a request")
+    ] = MAX_STOP_STRINGS
+    max_stop_length: Annotated[
+        int, Flag("API", "N"), Field(ge=1, le=2**20, description="Characters of a stop string")
+    ] = 1000
+    idle_timeout: Annotated[
+        Duration,
+        Flag("API", "SECONDS"),
+        Field(ge=0.1, le=MAX_TIMEOUT_S, description="A connection without a request for so long is closed"),
+    ] = 75.0
+    body_timeout: Annotated[
+        Duration, Flag("API", "SECONDS"), Field(ge=0.1, le=MAX_TIMEOUT_S, description="Time a request's body may take")
+    ] = 30.0
+    write_timeout: Annotated[
+        Duration,
+        Flag("API", "SECONDS"),
+        Field(ge=0.1, le=MAX_TIMEOUT_S, description="A client that reads nothing for so long is cut off"),
+    ] = 60.0
+    access_log: Annotated[
+        str | None,
+        Flag("API", "FILE", example="~/ericllm-access.jsonl"),
+        Field(min_length=1, description="File for a line of JSON per request, without texts; -: stdout, if --headless"),
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Flag("API", "URL", example="http://127.0.0.1:4318"),
+        Field(min_length=1, description="Where OpenTelemetry traces of requests are sent, by OTLP over HTTP"),
+    ] = None
+
+
+__all__ = ["Flag", "Group", "Settings", "When"]
+
+APP_NAME = "ericllm"
+ENV_PREFIX = "ERICLLM_"
+LogLevel = Literal["debug", "info", "warning", "error"]
+TUNED_FILE = "tuned.json"
+"""In the state folder: what autotune found."""
+MAX_TOKENS = 10**9
+
+
+def config_path(env: Mapping[str, str] | None = None) -> Path:
+    """Where config.toml is read: ERICLLM_CONFIG, or the user's config folder (XDG)."""
+    named = (os.environ if env is None else env).get("ERICLLM_CONFIG")
+    return home_expanded(named) if named else Path(platformdirs.user_config_dir(APP_NAME)) / "config.toml"
+
+
+def data_dir() -> Path:
+    """Where conversations are kept (XDG data folder)."""
+    return Path(platformdirs.user_data_dir(APP_NAME))
+
+
+def log_dir() -> Path:
+    """Where logs and workers' native output go (XDG state folder)."""
+    return Path(platformdirs.user_log_dir(APP_NAME))
+
+
+def state_dir() -> Path:
+    """Where what was learned of earlier loads is kept (XDG state folder)."""
+    return Path(platformdirs.user_state_dir(APP_NAME))
+
+
+class Settings(ServedSettings):
+    """All settings of the console, the engine and the HTTP side. Build it with
+    `console.settings.sources.load_settings`; what is said of each is read with `console.settings.schema`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Annotated[
+        str,
+        Flag("Model", "NAME", when="start"),
+        Field(min_length=1, description="A folder, a name found in --models-dir, a hub id, or 'demo'"),
+    ] = "demo"
+    models_dir: Annotated[
+        Folders,
+        Flag("Model", "DIR", when="now"),
+        Field(description="Folder searched for models; may be given again. The hub cache is searched too"),
+    ] = ()
+    backend: Annotated[BackendName, Flag("Model"), Field(description="What computes the tokens")] = "auto"
+    dtype: Annotated[
+        DtypeName,
+        Flag("Model", backends=("torch",)),
+        Field(description="Type of weights and activations"),
+    ] = "auto"
+    weights: Annotated[
+        WeightsName,
+        Flag("Model", backends=("torch",)),
+        Field(description="Weights made into so many bits at load, on a CPU; auto keeps them in their dtype"),
+    ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Flag("Model", backends=("torch",)),
+        Field(description="Only load what gives the same answer, bit for bit, whatever else is computed; on a CPU"),
+    ] = False
+    lora: Annotated[
+        AdapterFolder | None,
+        Flag("Model", "DIR", example="~/models/my-lora"),
+        Field(description="Folder of a LoRA adapter to apply to every request"),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Flag("Model", "TOKENS", example=8192),
+        Field(ge=1, le=MAX_TOKENS, description="Context length; the model's own if not given"),
+    ] = None
+    max_input_len: Annotated[
+        int | None,
+        Flag("Model", "TOKENS", example=4096),
+        Field(ge=1, le=MAX_TOKENS, description="Longest prompt accepted"),
+    ] = None
+    alpha_value: Annotated[
+        float | None,
+        Flag("Model", "X", example=2.5),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by NTK alpha, for longer contexts"),
+    ] = None
+    compress_pos_emb: Annotated[
+        float | None,
+        Flag("Model", "X", example=2.0),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by linear compression of positions"),
+    ] = None
+    num_experts: Annotated[
+        int | None,
+        Flag("Model", "N", example=2),
+        Field(ge=1, le=4096, description="Experts per token of a mixture-of-experts model"),
+    ] = None
+
+    num_workers: Annotated[
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=1, le=64, description="Replicas of the model, each in its own process"),
+    ] = 1
+    max_prompts: Annotated[
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=1, le=4096, description="Requests that a worker works on at once"),
+    ] = 16
+    step_tokens: Annotated[
+        int,
+        Flag("Engine", "TOKENS", ("torch",), when="now"),
+        Field(
+            ge=STEP_TOKENS[0],
+            le=STEP_TOKENS[1],
+            description="Tokens that a step computes at most, of prompts and answers",
+        ),
+    ] = 512
+    threads: Annotated[
+        int,
+        Flag("Engine", "N", when="now"),
+        Field(ge=0, le=MAX_THREADS, description="CPU threads of each worker; 0: the cores, shared out"),
+    ] = 0
+    timeout: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Time a request may take, waiting included; 0: any"),
+    ] = 600.0
+    drain_seconds: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Time that running requests get to end when the program is stopped"),
+    ] = 30.0
+    hang_seconds: Annotated[
+        float,
+        Flag("Engine", "SECONDS"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="A worker that reports nothing for so long is replaced; 0: never"),
+    ] = 60.0
+    idle_unload: Annotated[
+        float,
+        Flag("Engine", "SECONDS", when="now"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
+    ] = 0.0
+    devices: Annotated[
+        SimulatedDevices,
+        Flag("Engine", "sim:GIB,GIB", example="sim:24,24"),
+        Field(description="Simulated cards with that many GiB, computed on the CPU; the machine's own if not given"),
+    ] = ""
+    cluster: Annotated[
+        str,
+        Flag("Engine", "ADDRESS"),
+        Field(pattern=r"^(local|auto|ray://.+)$", description="Where workers run: local, auto or ray://HOST:PORT"),
+    ] = "local"
+    gpu_split: Annotated[
+        GigabyteList,
+        Flag("Engine", "GB,GB", when="load"),
+        Field(description="GB of weights per GPU, for example 16,24"),
+    ] = ()
+    gpu_reserve: Annotated[
+        MegabyteList,
+        Flag("Engine", "MIB,MIB", ("exllamav2",), when="load"),
+        Field(description="MiB to leave free on each GPU where the split is automatic, for example 512,256"),
+    ] = ()
+    tensor_parallel: Annotated[
+        bool,
+        Flag("Engine", backends=("exllamav2",), when="load"),
+        Field(description="Split every layer over the GPUs instead of giving each some layers"),
+    ] = False
+    gpu_balance: Annotated[
+        bool,
+        Flag("Engine", when="load"),
+        Field(description="Spread whole workers over the GPUs, round-robin"),
+    ] = False
+    cache_8bit: Annotated[
+        bool,
+        Flag("Engine", when="load"),
+        Field(description="8-bit KV cache: the same as --cache-bits 8"),
+    ] = False
+    cache_bits: Annotated[
+        CacheBits,
+        BeforeValidator(whole_number),
+        Flag("Engine", when="load"),
+        Field(description="Bits per KV cache element; 6 with exllamav2 alone"),
+    ] = 16
+    draft_model: Annotated[
+        Folder | None,
+        Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
+        Field(description="Folder of a small model of the same vocabulary that guesses ahead, where that pays"),
+    ] = None
+    ngram_draft: Annotated[
+        bool,
+        Flag("Engine", when="load"),
+        Field(description="Guess tokens ahead from the request's own text, where that is worth the time"),
+    ] = False
+    draft_tokens: Annotated[
+        int | None,
+        Flag("Engine", "N", example=4, when="load"),
+        Field(ge=1, le=8, description="Most tokens to guess ahead per step (ExLlamaV2 takes 7)"),
+    ] = None
+    attention: Annotated[
+        AttentionName,
+        Flag("Engine", when="load"),
+        Field(
+            description="Attention over KV pages: flash, triton, varlen on CUDA, native on a CPU; auto: what fits best"
+        ),
+    ] = "auto"
+    prefix_sharing: Annotated[
+        PrefixSharing,
+        Flag("Engine", when="now"),
+        Field(description="Share the prefix cache within an API key; system: system prompts among all; all: all of it"),
+    ] = "key"
+    show_prompts: Annotated[
+        bool,
+        Flag("Engine"),
+        Field(description="Keep the texts of the last 200 requests in memory, for the operator to read"),
+    ] = False
+    worker_host: Annotated[
+        Literal["process", "thread"],
+        Flag("Engine"),
+        Field(description="Where workers run: child processes, or threads of this one for debugging"),
+    ] = "process"
+    slo_ttft: Annotated[
+        Duration | None,
+        Flag("Engine", "DURATION", example="500ms", when="now"),
+        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose first token came within this"),
+    ] = None
+    slo_itl: Annotated[
+        Duration | None,
+        Flag("Engine", "DURATION", example="50ms", when="now"),
+        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose tokens came this close, on average"),
+    ] = None
+    energy_rate: Annotated[
+        float | None,
+        Flag("Engine", "PER_KWH", example=0.3, when="now"),
+        Field(ge=0, le=10**6, description="What a kWh costs, to say what the energy of today did"),
+    ] = None
+    energy_currency: Annotated[
+        str,
+        Flag("Engine", "WORD", example="EUR", when="now"),
+        Field(max_length=8, pattern=r"^\S*$", description="What the energy rate is in"),
+    ] = ""
+
+    headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
+    theme: Annotated[
+        str,
+        Flag("Console", "NAME", when="now"),
+        Field(min_length=1, description="Colour theme; auto: dark, or high contrast on a terminal of 16 colours"),
+    ] = "auto"
+    refresh_hz: Annotated[
+        int,
+        Flag("Console", "N", when="now"),
+        Field(ge=1, le=10, description="Times a second that the screen shows new numbers"),
+    ] = 2
+    read_only: Annotated[bool, Flag("Console"), Field(description="The screens show everything and change nothing")] = (
+        False
+    )
+    record: Annotated[
+        Path | None,
+        Flag("Console", "FILE", example="~/night.rec"),
+        Field(description="File that what the screens show is recorded into, for 'ericllm replay'"),
+    ] = None
+    log_level: Annotated[
+        LogLevel, Flag("Console"), Field(description="Least that is logged; requests have a line at info")
+    ] = "info"
+    verbose: Annotated[bool, Flag("Console"), Field(description="Log everything: --log-level debug")] = False
+    quiet: Annotated[
+        bool, Flag("Console"), Field(description="Without a screen, no more on stderr than warnings and errors")
+    ] = False
+
+    @property
+    def effective_log_level(self) -> LogLevel:
+        """--log-level, or debug with --verbose."""
+        return "debug" if self.verbose else self.log_level
+
+    @property
+    def effective_cache_bits(self) -> Literal[16, 8, 6, 4]:
+        """--cache-bits, or 8 where --cache_8bit was given."""
+        return 8 if self.cache_8bit else self.cache_bits
+
+
+# What the schema says of each setting: its flag, its group, and whether it is a secret.
+
+
+def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
+    """Every setting with its flag, by its group, in the order of the model."""
+    found = [(name, field, flag_of(name)) for name, field in Settings.model_fields.items()]
+    return sorted(found, key=lambda each: get_args(Group).index(each[2].group))
+
+
+def flag_of(name: str) -> Flag:
+    """What a setting is besides its type."""
+    return next(extra for extra in Settings.model_fields[name].metadata if isinstance(extra, Flag))
+
+
+SECRETS = frozenset(
+    name
+    for name, field in Settings.model_fields.items()
+    if SecretStr in (field.annotation, *get_args(field.annotation))
+)
+"""Settings whose values are never shown."""

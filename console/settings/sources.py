@@ -1,0 +1,224 @@
+"""Where settings come from: flags, ERICLLM_* variables and config.toml, merged; and where a bad value stands."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from console.settings.schema import APP_NAME, ENV_PREFIX, SECRETS, Flag, Settings, config_path, fields
+from engine.errors import InvalidRequest
+
+_KEYS = {"api_key", "api_key_file"}
+"""Two ways to give one key."""
+_NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_HOME", "ERICLLM_BACKEND_FACTORY", "ERICLLM_NATIVE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What set a value, and where that stands: "--port", "ERICLLM_PORT", a path; "" for a default.
+
+    tuned: autotune found it for the model on this hardware, and was told to apply it.
+    """
+
+    source: Literal["flag", "variable", "file", "tuned", "default"]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What each source says, by the settings' names. file: the config.toml that was read, or where it would be.
+
+    tuned: what is used before a default, where `tuned_in` says.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    file: Path = field(default_factory=config_path)
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    tuned_in: str = ""
+
+    @classmethod
+    def read(
+        cls, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
+    ) -> Sources:
+        """Read variables and file. Raises InvalidRequest for a name that is no setting, and for an unreadable file."""
+        env = os.environ if env is None else env
+        file = config_path(env) if file is None else file
+        saved = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
+        return cls(flags=flags, variables=_read_env(env), saved=saved, file=file)
+
+    def settings(self) -> Settings:
+        """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
+        merged: dict[str, Any] = {}
+        for given in (self.tuned, self.saved, self.variables, self.flags):
+            if _KEYS & given.keys():  # one that comes first hides both of those after it
+                merged = {name: value for name, value in merged.items() if name not in _KEYS}
+            merged.update(given)
+        try:
+            settings = Settings(**merged)
+        except ValidationError as error:
+            raise _worded(error, merged, self.origin) from None
+        return _agreeing(settings)
+
+    def origin(self, name: str) -> Origin:
+        """Who sets a setting."""
+        if name in self.flags:
+            return Origin("flag", f"--{name}")
+        if name in self.variables:
+            return Origin("variable", ENV_PREFIX + name.upper())
+        if name in self.saved:
+            return Origin("file", str(self.file))
+        return Origin("tuned", self.tuned_in) if name in self.tuned else Origin("default", "")
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The settings that somebody set."""
+        return frozenset(self.saved) | frozenset(self.variables) | frozenset(self.flags)
+
+    def saving(self, saved: Mapping[str, Any]) -> Sources:
+        """The same with another content of the file."""
+        return replace(self, saved=saved)
+
+
+def load_settings(
+    flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
+) -> Settings:
+    """The settings from flags given, ERICLLM_* variables and config.toml.
+
+    Raises InvalidRequest with one sentence that names the value and where it stands.
+    """
+    return Sources.read(flags, env=env, file=file).settings()
+
+
+def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some of them changed, as strictly checked as flags are. Raises InvalidRequest."""
+    if not changes:
+        return settings
+    for name in changes:
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{name} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+    try:
+        values = {name: getattr(settings, name) for name in Settings.model_fields}
+        return _agreeing(Settings(**values | dict(changes)))
+    except ValidationError as error:
+        raise _worded(error, changes, lambda name: Origin("flag", f"--{name}")) from None
+
+
+def _agreeing(settings: Settings) -> Settings:
+    """Raise InvalidRequest where two settings contradict each other."""
+    if settings.cache_8bit and settings.cache_bits not in (16, 8):
+        raise InvalidRequest(
+            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
+            param="cache_bits",
+        )
+    if settings.verbose and settings.log_level not in ("info", "debug"):
+        raise InvalidRequest(
+            f"--verbose asks for the log level debug and --log-level for {settings.log_level}; give one of them",
+            param="log_level",
+        )
+    if settings.api_key is not None and settings.api_key_file is not None:
+        raise InvalidRequest("--api-key and --api-key-file both name a key; give one of them", param="api_key")
+    return settings
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, value in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable in _NOT_SETTINGS:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{_nearest(name, ENV_PREFIX)}", param=name)
+        values[name] = value
+    return values
+
+
+def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
+    """What a config.toml says; nothing where there is none. Raises InvalidRequest."""
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise InvalidRequest(f"ERICLLM_CONFIG names {file}, which does not exist", param="config") from None
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"{file} cannot be read: {error}", param="config") from None
+    for name in values:
+        if name not in Settings.model_fields:
+            raise InvalidRequest(f"{name!r} in {file} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+    return values
+
+
+def _nearest(name: str, prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    if not near:
+        return ""
+    return f"; did you mean {prefix + near[0].upper() if prefix else near[0]}?"
+
+
+def _worded(error: ValidationError, given: Mapping[str, Any], origin: Callable[[str], Origin]) -> InvalidRequest:
+    """One sentence for the first problem, naming the flag, the variable or the file it came from."""
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0])
+    found = origin(name)
+    where = f"{name!r} in {found.where}" if found.source == "file" else found.where
+    if problem["type"] in ("string_too_short", "too_short"):
+        return InvalidRequest(f"{where} is empty", param=name)
+    value = "" if name in SECRETS else _shown(given.get(name, problem["input"]))
+    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(str(item) for item in value)
+    return str(value)
+
+
+# Settings as flags of a command: each as the schema describes it, under the name of its group.
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Container[str]) -> None:
+    """A flag for each of these settings. One that is not given is not in what the parser returns."""
+    groups: dict[str, Any] = {}
+    for name, info, flag in fields():
+        if name in names:
+            group = groups.setdefault(flag.group, None) or parser.add_argument_group(flag.group)
+            groups[flag.group] = group
+            group.add_argument(flag_name(name), dest=name, **_argument(name, info.annotation, flag))
+
+
+def flag_name(name: str) -> str:
+    """ "max_prompts" -> "--max-prompts"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def no_such_flag(given: str, flags: Iterable[str]) -> str:
+    """That there is no such flag, with the nearest of those that there are."""
+    near = difflib.get_close_matches(given.partition("=")[0], flags, n=1)
+    return f"there is no {given}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
+    field = Settings.model_fields[name]
+    default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
+    only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
+    argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
+    if annotation is bool:
+        negatable = field.default is True
+        return argument | {"action": argparse.BooleanOptionalAction if negatable else "store_true"}
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return argument | {"choices": values, "type": type(values[0])}
+    if name == "models_dir":
+        argument["action"] = "append"
+    return argument | {"metavar": flag.metavar}

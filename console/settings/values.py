@@ -1,0 +1,129 @@
+"""The types of settings' values: lists as flags have them, folders that must be there, simulated devices.
+
+What is wrong with a value is a ValueError with half a sentence, which `console.settings.sources` puts behind where it
+stands.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from engine.errors import InvalidRequest
+from engine.models.files import home_expanded, is_file, is_folder
+
+
+def _split_list(value: object) -> object:
+    """'16,24' -> ['16', '24'], '' -> []; anything but text is left to pydantic."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
+    return value
+
+
+def _split_paths(value: object) -> object:
+    if isinstance(value, str):
+        return [part for part in value.split(os.pathsep) if part]
+    return value
+
+
+def whole_number(value: object) -> object:
+    """'8' -> 8, as variables have it; anything else is left to pydantic."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _plain_words(value: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not word or any(map(str.isspace, word)) for word in value):
+        raise ValueError("it must be words with commas between them")
+    return tuple(word.lower().rstrip("/") for word in value)
+
+
+def _existing_folder(value: Path) -> Path:
+    if not is_folder(home_expanded(value)):
+        raise ValueError(f"there is no folder {value}")
+    return value
+
+
+def _existing_folders(value: tuple[Path, ...]) -> tuple[Path, ...]:
+    return tuple(_existing_folder(home_expanded(path)) for path in value)
+
+
+def _adapter(value: Path) -> Path:
+    from engine.models.adapters import CONFIG
+
+    if not is_file(home_expanded(value) / CONFIG):
+        raise ValueError(f"there is no {CONFIG} in {value}")
+    return value
+
+
+def _simulated(value: str) -> str:
+    if value:
+        from engine.devices.simulated import parse_devices
+
+        try:
+            parse_devices(value)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+    return value
+
+
+def _positive(value: tuple[float, ...]) -> tuple[float, ...]:
+    if any(gigabytes <= 0 for gigabytes in value):
+        raise ValueError("every GPU's share must be more than 0 GB")
+    return value
+
+
+def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
+    if any(mebibytes < 0 for mebibytes in value):
+        raise ValueError("what is left free on a GPU must be 0 MiB or more")
+    return value
+
+
+def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
+    for each in value:
+        try:
+            ipaddress.ip_network(each)
+        except ValueError:
+            raise ValueError(f"{each} is neither an address nor a network such as 10.0.0.0/8") from None
+    return value
+
+
+_SHORT = MappingProxyType({"ms": 1e-3, "s": 1.0, "": 1.0})
+"""Of latencies, where 5m would rather be a slip of the hand."""
+_LONG = MappingProxyType({**_SHORT, "m": 60.0, "h": 3600.0})
+
+
+def duration_s(value: object) -> object:
+    """ "500ms" and "0.5s" -> 0.5; anything but text is left to pydantic, which takes a number as seconds."""
+    return _in_seconds(value, _SHORT, "500ms, 0.5s or 0.5") if isinstance(value, str) else value
+
+
+def span_s(text: str) -> float:
+    """ "90s" and "90" -> 90, "2m" -> 120, "1.5h" -> 5400: of what may take hours. Raises ValueError."""
+    return _in_seconds(text, _LONG, "90s, 10m or 2h")
+
+
+def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
+    parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text)
+    if parts is None or parts[2] not in units:
+        raise ValueError(f"it must be a duration such as {examples}")
+    return float(parts[1]) * units[parts[2]]
+
+
+GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
+MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_plain_words)]
+Networks = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_networks)]
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
+Folder = Annotated[Path, AfterValidator(_existing_folder)]
+AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]
+Duration = Annotated[float, BeforeValidator(duration_s)]
+SimulatedDevices = Annotated[str, AfterValidator(_simulated)]

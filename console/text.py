@@ -1,0 +1,177 @@
+"""Numbers as an operator reads them: short, with a unit, never wider than they must be."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from engine.backends.base import LoadProgress
+from engine.snapshot import DeviceReading, Snapshot
+from engine.text.printable import printable
+
+# Times of day, as text.
+
+MAX_TIME = 253_402_300_800.0
+"""Unix time at which the year 10,000 begins: no calendar here goes further."""
+
+
+def local_time(at: float, pattern: str = "%H:%M:%S") -> str:
+    """Return a unix time as the clock on the wall has it; "–" for one, from elsewhere, that no calendar has."""
+    try:
+        return time.strftime(pattern, time.localtime(at))
+    except (OverflowError, OSError, ValueError):
+        return "–"
+
+
+_KIB = 1024
+_PHASES = {
+    "download": "downloading",
+    "make": "making",
+    "inspect": "inspecting",
+    "kernels": "compiling kernels",
+    "wait": "waiting for another worker",
+    "weights": "weights",
+    "kv_cache": "KV cache",
+    "warm_up": "warming up",
+}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def size(size_bytes: float) -> str:
+    """ "9.4 GiB", "310 MiB", "12 KiB"."""
+    for unit, scale in (("TiB", _KIB**4), ("GiB", _KIB**3), ("MiB", _KIB**2)):
+        if size_bytes >= scale:
+            return f"{_short(size_bytes / scale)} {unit}"
+    return f"{size_bytes / _KIB:.0f} KiB"
+
+
+def gib(size_bytes: float) -> str:
+    """GiB without the unit, one decimal: "9.4"; two for what is small: "0.02"."""
+    value = size_bytes / _KIB**3
+    return f"{value:.1f}" if value >= 0.095 or value == 0 else f"{value:.2f}"
+
+
+def common_unit(sizes_bytes: Iterable[int]) -> str:
+    """The unit that a column of sizes reads well in: GiB, or MiB where none of them reaches half a GiB."""
+    return "GiB" if max(sizes_bytes, default=0) >= _KIB**3 / 2 else "MiB"
+
+
+def in_unit(size_bytes: float, unit: str) -> str:
+    """The number alone: "9.4" in GiB, "1,204" in MiB."""
+    return gib(size_bytes) if unit == "GiB" else f"{size_bytes / _KIB**2:,.0f}"
+
+
+def seconds(value_s: float | None) -> str:
+    """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
+    if value_s is None:
+        return "–"
+    if 0 < value_s < 0.0095:
+        return f"{value_s * 1000:.1f} ms"
+    if value_s < 0.9995:
+        return f"{value_s * 1000:.0f} ms"
+    if value_s < 99.95:
+        return f"{value_s:.2f} s" if value_s < 9.995 else f"{value_s:.1f} s"
+    return f"{int(value_s // 60)}:{int(value_s % 60):02d}"
+
+
+def count(value: float) -> str:
+    """ "612", "1.9k", "2.1M"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale * 0.9995:
+            return f"{_short(value / scale)}{unit}"
+    return f"{value:.0f}"
+
+
+def rate(value_per_s: float | None) -> str:
+    """Tokens per second: one decimal below ten, none above."""
+    if value_per_s is None:
+        return "–"
+    return f"{value_per_s:.1f}" if 0 < value_per_s < 9.95 else count(value_per_s)
+
+
+def percent(fraction: float | None) -> str:
+    """ "71%", "–" for what is not known; clamped to what a percentage can be."""
+    return "–" if fraction is None else f"{min(1.0, max(0.0, fraction)):.0%}"
+
+
+def plural(number: int, noun: str) -> str:
+    """ "1 worker", "2 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def dtype(name: str) -> str:
+    """ "bf16" for "bfloat16"."""
+    return _DTYPES.get(name, name)
+
+
+def progress(load: LoadProgress) -> str:
+    """ "weights 3.1/9.4 GiB", "warming up 2/5"."""
+    phase = _PHASES[load.phase]
+    if load.total <= 0:
+        return phase
+    if load.unit != "bytes":
+        return f"{phase} {load.done}/{load.total}"
+    total, _, unit = size(load.total).partition(" ")
+    scale = {"TiB": _KIB**4, "GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB}[unit]
+    return f"{phase} {_short(load.done / scale)}/{total} {unit}"
+
+
+def fraction(load: LoadProgress) -> float:
+    """How far a load's phase is, 0..1."""
+    return min(1.0, load.done / load.total) if load.total > 0 else 0.0
+
+
+def clip(text: str, width: int) -> str:
+    """`text` on one line of at most `width` characters, with an ellipsis where it was cut."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= width else line[: max(0, width - 1)] + "…"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+# What devices are called on the screen: short, and never hiding that one is simulated or on another machine.
+
+_NODE_CELLS = 10
+_FEW_PLACES = 3
+_SHORT = {"cuda": "GPU", "sim": "SIM", "cpu": "CPU"}
+
+
+def device_name(device: str) -> str:
+    """ "GPU0" for cuda:0, "SIM1" for sim:1, "CPU" for cpu, "node2 GPU0" for node2/cuda:0."""
+    node, _, local = device.rpartition("/")
+    kind, _, index = local.partition(":")
+    name = f"{_SHORT.get(kind, kind.upper())}{index}"
+    return f"{clip(node, _NODE_CELLS)} {name}" if node else name
+
+
+def reading_name(device: DeviceReading) -> str:
+    """The device's name, with its node's where that is not this machine."""
+    local = device.id.rpartition("/")[2]
+    return device_name(f"{device.node}/{local}" if device.node else local)
+
+
+def devices_name(devices: Sequence[str]) -> str:
+    """Where a worker is: "GPU0", "GPU0+1" for two of a kind on one machine, "–" where nothing is known."""
+    names = [device_name(device) for device in devices]
+    if not names:
+        return "–"
+    kind = names[0].rstrip("0123456789")
+    if all(name.startswith(kind) for name in names):
+        return "+".join([names[0], *(name.removeprefix(kind) for name in names[1:])])
+    return "+".join(names)
+
+
+def places_name(workers: Iterable[Sequence[str]]) -> str:
+    """Where several workers are, by the devices of each: "1 on GPU0, 2 on GPU1"; short where many have the same."""
+    places = Counter(map(devices_name, workers))
+    if len(places) > _FEW_PLACES and len(set(places.values())) == 1:
+        return f"{next(iter(places.values()))} on each of {len(places)} devices"
+    return ", ".join(f"{number} on {place}" for place, number in places.items())
+
+
+def simulated(snapshot: Snapshot) -> bool:
+    """Whether any of the devices is only simulated."""
+    return any(device.kind == "simulated" for device in snapshot.devices)

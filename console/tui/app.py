@@ -1,0 +1,425 @@
+"""EricApp: the console's frame. It owns theme, keys, modes and the clock; screens do the rest through the link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.screen import Screen
+
+from console import text
+from console.adviser import Adviser
+from console.bench.about import BENCH_DESCRIPTIONS
+from console.link.protocol import ApiStatus, EngineLink
+from console.link.status import LinkStatus, link_status
+from console.tui import in_view, keymap, modes
+from console.tui.commands import BindingCommands
+from console.tui.preferences import Preferences
+from console.tui.screens.base import ConsoleRow, LiveScreen
+from console.tui.stylesheet import StyledApp, Stylesheet
+from console.tui.theme import AUTO_THEME, variable_defaults
+from console.tui.widgets.glyphs import key_name, wants_ascii
+from console.tuning.effects import Effects
+from console.tuning.knobs import KnobName, Knobs, set_knob
+from engine.errors import EngineError
+from engine.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from console.tui.screens.dialogs import StopApi
+    from console.tui.screens.tune.autotune_draft import TuneDraft
+
+
+# When a snapshot is worth drawing: at once while something goes on, once a second while nothing does.
+
+IDLE_REDRAW_S = 1.0
+"""Clocks, temperatures and loads of an engine that does nothing need no more."""
+
+
+def should_redraw(before: Snapshot | None, now: Snapshot) -> bool:
+    """Whether `now` is to be drawn where `before` is on the screen."""
+    if before is None or now.running or now.queued:
+        return True
+    return abs(now.at - before.at) >= IDLE_REDRAW_S or _doings(now) != _doings(before) or _stands_still(before, now)
+
+
+def _doings(snapshot: Snapshot) -> tuple[object, ...]:
+    """All that changes only where somebody does something."""
+    return (
+        snapshot.status,
+        snapshot.models,
+        snapshot.target_workers,
+        snapshot.max_prompts,
+        snapshot.totals,
+        snapshot.log_total,
+        snapshot.running,
+        snapshot.queued,
+        [(worker.id, worker.state, worker.progress, worker.restarts) for worker in snapshot.workers],
+    )
+
+
+def _stands_still(before: Snapshot, now: Snapshot) -> bool:
+    """Whether the clock tells nothing: of a recording that is paused, say."""
+    return now is not before and now.at == before.at
+
+
+# Screens made before anybody opens them, so that a key that does shows one at once.
+
+PRELOAD_PAUSE_S = 0.2
+"""Between two screens: what keys ask for meanwhile comes first."""
+
+
+def preload_screens(app: StyledApp, modes: Iterable[str]) -> None:
+    """Make the screens of those modes of an app, one after another."""
+    unmade = deque(modes)
+
+    def make_next() -> None:
+        if unmade:
+            app.make_screen(unmade.popleft())
+            app.set_timer(PRELOAD_PAUSE_S, make_next)
+
+    make_next()
+
+
+REFRESH_HZ = 4
+PALETTE_GONE_S = 0.1
+log = logging.getLogger(__name__)
+
+
+def _styles() -> list[str | Path]:
+    """All style sheets, the one with the variables that others use first."""
+    sheets = Path(__file__).parent.rglob("*.tcss")
+    return [*sorted(sheets, key=lambda sheet: (sheet.stem != "base", sheet.name))]
+
+
+class EricApp(StyledApp, inherit_bindings=False):
+    """The console over a link. theme, start: names of a theme and of a mode; unknown ones fall back to the first.
+
+    chats: the file that conversations are kept in; None keeps them in memory.
+    """
+
+    TITLE = "EricLLM"
+    CSS_PATH: ClassVar[list[str | Path]] = _styles()  # type: ignore[assignment]
+    BINDINGS = keymap.BINDINGS  # type: ignore[assignment]
+    MODES: ClassVar[dict[str, Any]] = {mode.name: mode.factory for mode in modes.MODES}
+    DEFAULT_MODE = modes.MODES[0].name
+    COMMANDS = App.COMMANDS | {BindingCommands}
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (96, "-medium"), (126, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (28, "-regular"), (38, "-tall")]  # noqa: RUF012
+
+    def __init__(
+        self,
+        link: EngineLink,
+        *,
+        theme: str | None = None,
+        start: str | None = None,
+        themes_folder: Path | None = None,
+        chats: Path | None = None,
+        refresh_hz: int = REFRESH_HZ,
+        on_shown: Callable[[], object] = lambda: None,
+        on_leaving: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.link = link
+        self.chats = chats
+        self._refresh_hz = refresh_hz
+        self._on_shown = on_shown
+        self._on_leaving = on_leaving
+        self._knobs = Knobs()
+        self.effects = Effects()
+        self.adviser = Adviser()
+        self.viewed_key = ""
+        self._several = False
+        self._drawn: Snapshot | None = None
+        self._stood = LinkStatus()
+        self._start = start if start in self.MODES else None
+        super().__init__()
+        self.set_class(wants_ascii(), "-ascii")
+        self.habits = Preferences(self, themes_folder)
+        self.habits.wear(theme or AUTO_THEME)
+        self.stylesheet = Stylesheet(variables=self.get_css_variables())
+
+    def get_key_display(self, binding: Binding) -> str:
+        """The key in characters that the terminal has."""
+        return key_name(self, super().get_key_display(binding))
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Our own CSS variables, derived from the theme in use."""
+        return variable_defaults(self.current_theme)
+
+    def on_load(self) -> None:
+        """Before any screen is there to ask what was found, or to show what is old as if it were new, and before the
+        terminal is the console's: by SIGTERM's default it would stay so."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.call_later, self.exit)
+        self.set_class(self.standing.stale, "-stale")
+        self._look_at(self.snapshot())
+
+    def on_mount(self) -> None:
+        """Start the clock."""
+        if self._start is not None:
+            self.switch_mode(self._start)
+        self.habits.settle()
+        self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
+
+    def on_ready(self) -> None:
+        """The first frame is on the screen."""
+        self._on_shown()
+
+    def exit(self, *arguments: Any, **options: Any) -> None:
+        """Leave; what is behind the screens may begin to end meanwhile."""
+        self._on_leaving()
+        super().exit(*arguments, **options)
+
+    def refresh_at(self, hertz: int) -> None:
+        """Show new numbers that many times a second from now on."""
+        self._clock.stop()
+        self._clock = self.set_interval(1 / hertz, self._tick)
+
+    def _tick(self) -> None:
+        if self.standing != self._stood or should_redraw(self._drawn, self.link.snapshot()):
+            self.refresh_screen()
+
+    @property
+    def standing(self) -> LinkStatus:
+        """How the link stands to its engine."""
+        return link_status(self.link)
+
+    def refresh_screen(self) -> None:
+        """Show the latest snapshot on the screen that is seen and on what covers it; others catch up when opened."""
+        snapshot = self.snapshot()
+        self._drawn, self._stood = self.link.snapshot(), self.standing
+        self.set_class(self._stood.stale, "-stale")
+        self._knobs.settled(snapshot)
+        self._look_at(snapshot)
+        if (several := len(snapshot.models) > 1) != self._several:
+            self._several = several
+            self.screen.refresh_bindings()
+        for screen in self.screen_stack if self.is_running else ():
+            if isinstance(screen, LiveScreen) and screen.is_mounted:
+                screen.refresh_view()
+
+    def _look_at(self, snapshot: Snapshot) -> None:
+        """What must be followed whatever screen is seen."""
+        self.effects.look(snapshot)
+        self.adviser.listen(snapshot)
+
+    # -- the model in view ---------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The latest snapshot, its state and knobs those of the model in view."""
+        return in_view.in_view(self.link.snapshot(), self.viewed_key)
+
+    @property
+    def viewed_model(self) -> str:
+        """The name of the model in view where there are several; "" is the only one, or the engine's first."""
+        snapshot = self.link.snapshot()
+        model = in_view.model_in_view(snapshot, self.viewed_key)
+        return model.name if model is not None and len(snapshot.models) > 1 else ""
+
+    def action_next_model(self) -> None:
+        """Bring the next model into view."""
+        self.viewed_key = in_view.next_model_key(self.link.snapshot(), self.viewed_key)
+        self._knobs = Knobs()
+        self.refresh_screen()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Another model can be brought into view where there is one; the API of another instance carries this console.
+
+        Where no command is taken, keys that give one stay: the link says why it refuses.
+        """
+        if action == "toggle_api" and self.standing.reach not in ("here", "starting", "recording"):
+            return self.standing.read_only
+        return len(self.link.snapshot().models) > 1 if action == "next_model" else True
+
+    def _fatal_error(self) -> None:
+        """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
+        log.exception("the console failed")
+        self.panic("The console failed and had to close; the log says how. Running requests were ended.")
+
+    # -- commands to the engine --------------------------------------------------------------------------------------
+
+    def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
+        """Run an engine command in the background; toast `done` afterwards, or why it failed."""
+        self.run_worker(self._perform(command, done), group="commands", exit_on_error=False)
+
+    async def _perform(self, command: Coroutine[Any, Any, object], done: str) -> bool:
+        try:
+            await command
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False, timeout=8)
+            return False
+        if done:
+            self.notify(done, markup=False)
+        self.refresh_screen()
+        return True
+
+    def action_step(self, knob: KnobName, by: int) -> None:
+        """Turn a knob by `by`."""
+        self.turn(knob, self._knobs.step(self.snapshot(), knob, by), self.viewed_model)
+
+    def turn(self, knob: str, target: float, model: str) -> None:
+        """Set a knob of a model, by the name that its marks have; "" is the only model, or the first."""
+        self.run_worker(self._turn(knob, target, model), group="commands", exit_on_error=False)
+
+    async def _turn(self, knob: str, target: float, model: str) -> None:
+        knobs = self._knobs
+        if not await self._perform(set_knob(self.link, knob, target, model), ""):
+            knobs.refused(knob)
+
+    def action_toggle_api(self) -> None:
+        """The HTTP API on or off."""
+        from console.tui.screens.api.exposure import confirm_exposure
+
+        api = self.link.api_status()
+        if api.running:
+            self._stop_api(api)
+            return
+
+        def start() -> None:
+            self.perform(self.link.start_api(), done=f"The API listens on {api.url}")
+
+        confirm_exposure(self, api.host, api, go=start)
+
+    def _stop_api(self, api: ApiStatus) -> None:
+        """Ask first where requests run or clients are connected; where no command is taken, the link says why."""
+        from console.tui.screens.dialogs import ConfirmScreen, StopApiScreen
+
+        live = sum(row.source == "api" and row.state != "finished" for row in self.link.snapshot().requests)
+        running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
+        if self.standing.read_only or not (live or api.clients or api.connections or api.stopping):
+            self._switch_api_off("cut")
+        elif api.stopping:
+            title = f"The API goes off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
+            question = ConfirmScreen(title, "Cut them off now?", yes="Cut off", no="Keep waiting")
+            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
+        elif live:
+            clients = f", {text.plural(api.clients, 'client')} in the last minute"
+
+            def answered(answer: StopApi | None) -> None:
+                self._switch_api_off(answer or "")
+
+            self.push_screen(StopApiScreen(f"{running}{clients}."), answered)
+        else:
+            clients = f"{text.plural(api.clients, 'client')} in the last minute"
+            connections = f"{text.plural(api.connections, 'connection')} {'is' if api.connections == 1 else 'are'} open"
+            title = f"{connections}, {clients}. No request is running."
+            question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Keep on")
+            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
+
+    def _switch_api_off(self, how: StopApi) -> None:
+        if how == "finish":
+            self.notify("The API takes no new requests and goes off after the last running one.")
+            self.perform(self.link.stop_api(finish=True), done="The API is off")
+        elif how == "cut":
+            self.perform(self.link.stop_api(), done="The API is off")
+
+    # -- screens ----------------------------------------------------------------------------------------------------
+
+    def action_open(self, mode: str) -> None:
+        """Go to a screen."""
+        if (own := self.own_mode(mode)) != self.current_mode:
+            self.switch_mode(own)
+
+    def make_screens_ahead(self) -> None:
+        """Make all screens, one after another, with pauses for keys."""
+        preload_screens(self, [self.own_mode(mode.name) for mode in modes.MODES])
+
+    def own_mode(self, mode: str) -> str:
+        """The mode that shows that screen of the engine in view."""
+        return mode
+
+    def extra_rows(self) -> Iterable[ConsoleRow]:
+        """Rows above the footer of every screen, one of each for each screen."""
+        return ()
+
+    def action_help(self) -> None:
+        """Keys and numbers, explained."""
+        from console.tui.screens.help import HelpScreen
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.screen))
+
+    def action_doctor(self) -> None:
+        """What this machine has and lacks."""
+        from console.tui.screens.doctor.screen import DoctorScreen
+
+        if not isinstance(self.screen, DoctorScreen):
+            self.push_screen(DoctorScreen(self.link))
+
+    def action_insight(self) -> None:
+        """Where time, tokens and energy go."""
+        from console.tui.screens.insight.screen import InsightScreen
+
+        if not isinstance(self.screen, InsightScreen):
+            self.push_screen(InsightScreen())
+
+    def action_benches(self, form: str = "") -> None:
+        """What was measured, and measuring more. form: of a bench, to be shown at once."""
+        from console.tui.screens.benches.screen import BenchesScreen
+
+        if not isinstance(self.screen, BenchesScreen):
+            self.push_screen(BenchesScreen(self.link, model=self.viewed_model, form=form))
+
+    def action_autotune(self) -> None:
+        """Find the best settings of the model in view: what it is to go by first, then the Tune screen."""
+        from console.tui.screens.tune.autotune import TuneFormScreen
+
+        def go(begun: bool | None) -> None:
+            if begun:
+                self.action_open("tune")
+
+        if self.link.tuning.report().under_way:
+            self.action_open("tune")
+        elif not isinstance(self.screen, TuneFormScreen):
+            self.push_screen(TuneFormScreen(self.link, model=self.viewed_model, draft=self._tune_draft), go)
+
+    @cached_property
+    def _tune_draft(self) -> TuneDraft:
+        """What was asked of autotune last."""
+        from console.tui.screens.tune.autotune_draft import TuneDraft
+
+        return TuneDraft()
+
+    async def action_quit(self) -> None:
+        """Quit; ask first when that would cut answers off."""
+        from console.tui.screens.dialogs import ConfirmScreen
+
+        snapshot = self.link.snapshot()
+        unfinished = snapshot.running + snapshot.queued
+        if self.standing.reach not in ("here", "starting") or not unfinished or isinstance(self.screen, ConfirmScreen):
+            self.exit()
+            return
+        title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
+        question = ConfirmScreen(
+            title, "Whoever asked gets what there is so far, and no more. Quit?", yes="Quit", no="Stay"
+        )
+        self.push_screen(question, lambda leave: self.exit() if leave else None)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """What the palette offers besides the keys."""
+        yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
+        yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
+        for name, measures in {} if self.standing.read_only else BENCH_DESCRIPTIONS.items():
+            yield SystemCommand(f"Bench {name}", measures, partial(self.action_benches, name))
+        if not self.standing.read_only:
+            yield SystemCommand("Autotune", "Find the best settings of the model by trying them", self.action_autotune)
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
+
+    def _picture(self) -> None:
+        """Once the palette is off the screen."""
+        self.set_timer(PALETTE_GONE_S, self._save_picture)
+
+    def _save_picture(self) -> None:
+        try:
+            path = Path(self.save_screenshot(path=str(Path.cwd()))).resolve()
+        except OSError as error:
+            self.notify(f"The picture cannot be saved: {error.strerror}", severity="error", markup=False)
+        else:
+            self.notify(f"Saved {path}", markup=False)

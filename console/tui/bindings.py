@@ -1,0 +1,160 @@
+"""Every binding of the console, wherever it is declared, and which of them can meet on one screen."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from textual.binding import ActiveBinding, Binding
+from textual.dom import DOMNode
+from textual.screen import ModalScreen, Screen
+
+from console.tui import keymap
+
+# Which bindings order something of the engine: where a console takes no orders, the footer leaves them out.
+
+MUTATING_ACTIONS = frozenset(
+    {
+        "adapters.detach",
+        "advice.take",
+        "api.address",
+        "api.dialect",
+        "api.key.make",
+        "api.key.revoke",
+        "api.toggle",
+        "bench.cancel",
+        "bench.forget",
+        "bench.new",
+        "chat.again",
+        "chat.continue",
+        "idle.longer",
+        "idle.shorter",
+        "insight.measure",
+        "insight.reset",
+        "models.beside",
+        "models.cancel",
+        "models.fetch",
+        "models.forget",
+        "models.load",
+        "models.unload",
+        "prompts.fewer",
+        "prompts.more",
+        "request.cancel",
+        "request.cancel.this",
+        "requests.cancel_queued",
+        "settings.edit",
+        "settings.reset",
+        "tune.find",
+        "tune.undo",
+        "tune.use",
+        "worker.drain",
+        "worker.restart",
+        "workers.fewer",
+        "workers.more",
+    }
+)
+"""By their ids."""
+
+
+def without_mutating_actions(bindings: Mapping[str, ActiveBinding]) -> dict[str, ActiveBinding]:
+    """The bindings of a screen, those that order something switched off."""
+    return {
+        key: active._replace(enabled=active.enabled and active.binding.id not in MUTATING_ACTIONS)
+        for key, active in bindings.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredBinding:
+    """One binding. keys: by Textual's names.  owner: the class that declares it, None for the whole console."""
+
+    id: str
+    keys: tuple[str, ...]
+    action: str
+    tooltip: str
+    owner: type[DOMNode] | None
+    system: bool = False
+
+
+@cache
+def all_bindings() -> tuple[DeclaredBinding, ...]:
+    """Those of the whole console first, then by module; imports every screen and widget."""
+    found = list(_of(keymap.BINDINGS, None))
+    for owner in binding_owners():
+        found += _of(owner.__dict__["BINDINGS"], owner)
+    return tuple(found)
+
+
+@cache
+def binding_owners() -> tuple[type[DOMNode], ...]:
+    """Every screen and widget of ours with bindings of its own, and the apps for other instances and recordings."""
+    apps = (import_module("console.tui.attached_app"), import_module("console.tui.replay_app"))
+    return tuple(
+        each
+        for module in (*apps, *_modules("console.tui.screens", "console.tui.widgets"))
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, DOMNode) and each.__module__ == module.__name__
+        if each.__dict__.get("BINDINGS")
+    )
+
+
+def can_conflict(one: type[DOMNode] | None, other: type[DOMNode] | None) -> bool:
+    """Whether a key can mean both owners' bindings at once: in one place, or in a place and one that it is within."""
+    if one is other:
+        return True
+    if one is None or other is None:
+        inner = other if one is None else one
+        return inner is not None and not _only_in_dialogs(inner)
+    if issubclass(one, other) or issubclass(other, one):
+        return True
+    outer, inner = (one, other) if issubclass(one, Screen) else (other, one)
+    return issubclass(outer, Screen) and not issubclass(inner, Screen) and inner in _within(outer)
+
+
+def _of(bindings: Any, owner: type[DOMNode] | None) -> Iterator[DeclaredBinding]:
+    """Declared bindings, those that share an id and an action as one."""
+    merged: dict[tuple[str, str], DeclaredBinding] = {}
+    for binding in Binding.make_bindings(bindings):
+        key = binding.id or "", binding.action
+        before = merged[key].keys if key in merged else ()
+        keys = (*before, binding.key)
+        merged[key] = DeclaredBinding(binding.id or "", keys, binding.action, binding.tooltip, owner, binding.system)
+    yield from merged.values()
+
+
+def _modules(*packages: str) -> Iterator[ModuleType]:
+    for package in map(import_module, packages):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            yield import_module(found.name)
+
+
+def _only_in_dialogs(owner: type[DOMNode]) -> bool:
+    if issubclass(owner, Screen):
+        return issubclass(owner, ModalScreen)
+    screens = [each for each in binding_owners() if issubclass(each, Screen) and owner in _within(each)]
+    return bool(screens) and all(issubclass(screen, ModalScreen) for screen in screens)
+
+
+@cache
+def _within(screen: type[DOMNode]) -> frozenset[type[DOMNode]]:
+    """The widgets that a screen may show: those that its modules import, and those that these import in turn."""
+    waiting = [base.__module__ for base in screen.__mro__ if base.__module__.startswith("console.")]
+    seen: set[str] = set()
+    found: set[type[DOMNode]] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for each in vars(import_module(name)).values():
+            if not isinstance(each, type) or not issubclass(each, DOMNode) or issubclass(each, Screen):
+                continue
+            if each.__module__.startswith("console.tui."):
+                found.add(each)
+                waiting.append(each.__module__)
+    return frozenset(found)

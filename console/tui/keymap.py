@@ -1,0 +1,97 @@
+"""The keys that work on every screen. Each binding has an id (to be remapped by) and a tooltip (its palette entry).
+
+A screen adds its own in the same way; `console.tui.commands` and the help screen read them from where they are.
+"""
+
+from __future__ import annotations
+
+from textual.binding import Binding
+
+from console.tui.modes import MODES
+
+WORKERS = Binding.Group("Workers", compact=True)
+PROMPTS = Binding.Group("Prompts", compact=True)
+INSIGHT = Binding(
+    "n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go", show=False
+)
+
+BINDINGS: list[Binding] = [
+    *(
+        Binding(
+            mode.digit,
+            f"app.open('{mode.name}')",
+            mode.title,
+            id=f"open.{mode.name}",
+            tooltip=f"Go to {mode.title}",
+            show=False,
+        )
+        for mode in MODES
+    ),
+    *(
+        Binding(
+            f"f{mode.digit}",
+            f"app.open('{mode.name}')",
+            mode.title,
+            id=f"open.{mode.name}.always",
+            tooltip=f"Go to {mode.title}",
+            show=False,
+            priority=True,
+        )
+        for mode in MODES
+    ),
+    Binding(
+        "question_mark",
+        "app.help",
+        "Help",
+        id="help",
+        tooltip="Show the keys and what the numbers mean",
+        key_display="?",
+    ),
+    INSIGHT,
+    Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
+    Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
+    Binding(
+        "m",
+        "app.next_model",
+        "Model",
+        id="model.next",
+        tooltip="Look at the next model: its state, its knobs, its chat",
+    ),
+    Binding(
+        "left_square_bracket",
+        "app.step('workers', -1)",
+        "Workers −",
+        id="workers.fewer",
+        tooltip="Take one worker away",
+        group=WORKERS,
+    ),
+    Binding(
+        "right_square_bracket",
+        "app.step('workers', 1)",
+        "Workers +",
+        id="workers.more",
+        tooltip="Add a worker",
+        group=WORKERS,
+    ),
+    Binding(
+        "minus",
+        "app.step('max_prompts', -1)",
+        "Max prompts −",
+        id="prompts.fewer",
+        tooltip="Let each worker take one prompt less at a time",
+        group=PROMPTS,
+    ),
+    Binding(
+        "plus,equals_sign",
+        "app.step('max_prompts', 1)",
+        "Max prompts +",
+        id="prompts.more",
+        tooltip="Let each worker take one prompt more at a time",
+        key_display="+",
+        group=PROMPTS,
+    ),
+    Binding("ctrl+q", "app.quit", "Quit", id="quit.always", tooltip="Quit the console", show=False, priority=True),
+    Binding(
+        "ctrl+c", "app.help_quit", "How to quit", id="quit.how", tooltip="Say how to quit", show=False, system=True
+    ),
+]

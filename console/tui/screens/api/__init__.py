@@ -1,0 +1,1 @@
+"""The API screen: address, keys, dialects, clients and failures."""

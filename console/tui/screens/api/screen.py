@@ -1,0 +1,329 @@
+"""API: where it listens, who may ask, who does, in which dialects, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import msgspec
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.content import Content
+from textual.style import Style
+from textual.widget import Widget
+
+from console import text
+from console.link.api import SETTINGS_KEY, ApiReport, Failure, KeyLimits, Scope
+from console.link.protocol import ApiStatus
+from console.settings.addresses import is_loopback, reachable
+from console.tui.screens.api.curl import KEY_VARIABLE, curl_line
+from console.tui.screens.api.exposure import confirm_exposure
+from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
+from console.tui.screens.api.tables import (
+    CLIENT_COLUMNS,
+    DIALECT_COLUMNS,
+    FAILURE_COLUMNS,
+    KEY_COLUMNS,
+    TablePanel,
+    client_row,
+    dialect_row,
+    failure_row,
+    failures_title,
+    key_row,
+)
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.plot import draw
+from console.tui.widgets.table import Row, Table
+from engine.errors import EngineError
+from engine.snapshot import Snapshot
+
+# The head of the API screen: where it listens, how much it is asked, and a line that asks it.
+
+_CURVE_CELLS = 30
+_GAP = "   "
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    status: ApiStatus
+    report: ApiReport
+    curl: str
+
+
+class ApiHead(Widget):
+    """Three lines."""
+
+    DEFAULT_CSS = """
+    ApiHead {
+        height: 5; width: 1fr; text-wrap: nowrap; text-overflow: ellipsis;
+        link-style: none; link-color: $accent; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
+    .-short ApiHead, .-narrow ApiHead { height: 4; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "API"
+        self._view: _View | None = None
+
+    def show(self, status: ApiStatus, report: ApiReport, curl: str) -> None:
+        """Draw anew, where anything changed."""
+        before, self._view = self.render(), _View(status, report, curl)
+        if not self.render().is_same(before):
+            self.refresh()
+
+    def render(self) -> Content:
+        """Where, how much, how to ask."""
+        if self._view is None:
+            return Content("")
+        status, report = self._view.status, self._view.report
+        width = self.content_size.width
+        lines = (
+            place_line(status, width),
+            traffic_line(report, width, ascii_only=is_ascii(self.app)),
+            curl_row(self._view.curl),
+        )
+        return fitted(self.app, Content("\n").join(lines))
+
+
+def place_line(status: ApiStatus, width: int) -> Content:
+    """Whether it listens, where, and who may come."""
+    if status.error is not None and not status.running:
+        state = Content.styled(f"✖ off: {status.error.message}", "$worker-failed")
+    elif status.stopping:
+        state = Content.styled("◒ stopping", "$warning")
+    elif status.running:
+        state = Content.styled("● on", "$worker-busy")
+    else:
+        state = Content.styled("○ off", "$muted")
+    address = Content.styled(status.url, "bold $foreground" if status.running else "$muted")
+    users = f"{text.plural(status.clients, 'client')}, {text.plural(status.connections, 'connection')}"
+    used = (Content.styled(users, "$muted"),) if status.running else ()
+    parts = [state, _link(address, "screen.address"), _who(status), *used]
+    return _as_fits(parts, width)
+
+
+def _who(status: ApiStatus) -> Content:
+    if status.key_required:
+        return Content.styled("✓ a key is needed", "$success")
+    if is_loopback(status.host):
+        return Content.styled("no key is needed on this machine", "$muted")
+    return Content.styled("✖ open to other machines without a key", "bold $error")
+
+
+def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
+    """What is under way, how often it is asked, what fails."""
+    failures = report.failures_per_min
+    return _as_fits(
+        [
+            Content.assemble((str(report.under_way), "bold"), " under way"),
+            Content.assemble(
+                (f"{report.requests_per_min:,}", "bold"),
+                " requests/min ",
+                _curve(report.per_second, ascii_only=ascii_only),
+            ),
+            Content.styled(f"{failures:,} failed/min", "$warning" if failures else "$muted"),
+            Content.styled(f"{report.requests:,} so far", "$muted"),
+        ],
+        width,
+    )
+
+
+def curl_row(curl: str) -> Content:
+    """The line, cut where it is too long: what is copied is all of it."""
+    if not curl:
+        return Content.styled("No dialect is on: clients get a 404. d switches one on.", "$warning")
+    return Content.assemble(_link(Content.styled("c copies ", "$accent"), "screen.copy"), (curl, "$muted"))
+
+
+def _curve(per_second: tuple[int, ...], *, ascii_only: bool) -> Content:
+    """The last minute, two seconds to a cell."""
+    pairs = [float(sum(per_second[at : at + 2])) for at in range(0, len(per_second), 2)][-_CURVE_CELLS:]
+    if not pairs:
+        return Content("")
+    cells = draw(pairs, (), max(1.0, *pairs), 1, ascii_only=ascii_only)[0]
+    runs = groupby(cells, lambda each: each.ink)
+    parts = [("".join(each.char for each in run), "$graph-tokens" if ink else "") for ink, run in runs]
+    return Content.assemble(*parts)
+
+
+def _as_fits(parts: Sequence[Content], width: int) -> Content:
+    """The first of them and as many more as `width` has room for; the first is cut where it must be."""
+    line, *more = parts
+    for part in more:
+        if (longer := Content.assemble(line, _GAP, part)).cell_length > width:
+            break
+        line = longer
+    return line
+
+
+def _link(content: Content, action: str) -> Content:
+    return content.stylize(Style.from_meta({"@click": action}))
+
+
+_TITLE_MARGIN = 6
+
+
+class ApiScreen(ConsoleScreen):
+    """The whole of the HTTP side on one screen."""
+
+    MODE = "api"
+    AUTO_FOCUS = "#keys-table"
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl line that asks the model"),
+        Binding("l", "address", "Address", id="api.address", tooltip="Listen at another address or port"),
+        Binding("w", "make_key", "New key", id="api.key.make", tooltip="Make a key for a client"),
+        Binding(
+            "x,delete",
+            "revoke_key",
+            "Revoke",
+            id="api.key.revoke",
+            tooltip="Revoke the selected key",
+            key_display="x",
+        ),
+        Binding("d", "dialect", "Dialect", id="api.dialect", tooltip="Switch the selected dialect on or off"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._report = ApiReport()
+        self._status = ApiStatus()
+        self._failures: dict[str, Failure] = {}
+        self._curl = ""
+
+    def compose_body(self) -> ComposeResult:
+        """The server, then who may ask and how, then who does, then what went wrong."""
+        yield ApiHead(id="api-head")
+        with Container(id="api-rules"):
+            yield TablePanel("Keys", KEY_COLUMNS, empty="No keys: whoever reaches it may ask. w makes one.", id="keys")
+            yield TablePanel("Dialects", DIALECT_COLUMNS, empty="There are no dialects.", id="dialects")
+        yield TablePanel("Clients", CLIENT_COLUMNS, empty="Nobody asked within the last minute.", id="clients")
+        yield TablePanel("Failures", FAILURE_COLUMNS, empty="No request failed.", id="failures")
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """The server as it is now."""
+        self._status, self._report = api, self.link.api.report()
+        report = self._report
+        self._curl = curl_line(
+            msgspec.structs.replace(api, host=reachable(api.host)).url,
+            self._model(snapshot),
+            dialects=[dialect.name for dialect in report.dialects if dialect.on],
+            with_key=api.key_required,
+        )
+        self.query_one(ApiHead).show(api, report, self._curl)
+        self._show("keys", [key_row(key, snapshot.at) for key in report.keys])
+        self._show("dialects", [dialect_row(dialect) for dialect in report.dialects])
+        self._show("clients", [client_row(client, snapshot.at) for client in report.clients])
+        self._show_failures(report)
+
+    def _show(self, panel: str, rows: Sequence[Row]) -> None:
+        self.query_one(f"#{panel}", TablePanel).table.show(rows)
+
+    def _show_failures(self, report: ApiReport) -> None:
+        """Newest first, each known by its moment."""
+        self._failures = {f"{failure.at} {failure.client} {failure.path}": failure for failure in report.failures}
+        self._show("failures", [failure_row(each, key) for key, each in self._failures.items()])
+        title = failures_title(report.failure_counts, self.size.width - _TITLE_MARGIN)
+        self.query_one("#failures", TablePanel).say(title)
+
+    def _model(self, snapshot: Snapshot) -> str:
+        return snapshot.status.spec.name if snapshot.status.spec is not None else ""
+
+    # -- what the keys do -------------------------------------------------------------------------------------------
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Enter: a dialect is switched, a key's limits or a failure are told in full."""
+        if event.table.id == "dialects-table":
+            self.action_dialect()
+        elif chosen := next(
+            (key for key in self._report.keys if event.table.id == "keys-table" and key.name == event.key), None
+        ):
+            self.notify(chosen.limits.in_words() or "It has no limits.", title=chosen.name, markup=False)
+        elif failure := self._failures.get(event.key):
+            asked = f"{failure.method} {failure.path} from {failure.client}"
+            key = f" with the key {failure.key}" if failure.key else ""
+            title = f"{failure.status} {failure.code}"
+            self.notify(f"{failure.message}\n{asked}{key}", title=title, markup=False, timeout=12)
+
+    def action_copy(self) -> None:
+        """The curl line, whole."""
+        if not self._curl:
+            self.notify("No dialect is on: there is nothing to ask.", severity="warning")
+            return
+        self.app.copy_to_clipboard(self._curl)
+        key = f"; it takes the key from ${KEY_VARIABLE}" if self._status.key_required else ""
+        self.notify(f"Copied a curl line{key}")
+
+    def action_address(self) -> None:
+        """Ask where to listen, then listen there."""
+        self.app.push_screen(AddressScreen(self._status), self._listen)
+
+    def _listen(self, there: tuple[str, int] | None) -> None:
+        if there is None:
+            return
+        host, port = there
+
+        def go() -> None:
+            where = f"{host} port {port}" if port else f"a free port of {host}"
+            done = f"The API listens on {where}" if self._status.running else f"The API will listen on {where}"
+            self.perform(self.link.api.listen(host, port), done=done)
+
+        confirm_exposure(self.app, host, self._status, go=go)
+
+    def action_make_key(self) -> None:
+        """Ask for a name and scopes, make the key, show it once."""
+        taken = frozenset(key.name for key in self._report.keys)
+        self.app.push_screen(KeyScreen(taken), self._make)
+
+    def _make(self, wanted: tuple[str, tuple[Scope, ...], KeyLimits] | None) -> None:
+        if wanted is not None:
+            self.run_worker(self._make_key(*wanted), group="keys", exit_on_error=False)
+
+    async def _make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits) -> None:
+        try:
+            made = await self.link.api.make_key(name, scopes, limits)
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False, timeout=8)
+            return
+        self.app.push_screen(NewKeyScreen(made))
+
+    def action_revoke_key(self) -> None:
+        """Ask once, then refuse the key under the cursor."""
+        name = self.query_one("#keys", TablePanel).table.cursor_key
+        if name is None:
+            self.notify("Choose a key with the arrow keys first.", severity="warning")
+        elif name == SETTINGS_KEY:
+            self.notify("That key comes from --api-key: change it there, and start again.", severity="warning")
+        else:
+            last = len(self._report.keys) == 1
+            after = "It is the last one: nobody needs a key then." if last else "Its clients are refused from then on."
+            question = ConfirmScreen(f"Revoke the key {name}?", after, yes="Revoke", no="Keep")
+            self._ask(question, lambda: self.perform(self.link.api.revoke_key(name), done=f"{name} is revoked"))
+
+    def action_dialect(self) -> None:
+        """The dialect under the cursor, off after a question, or on."""
+        table = self.query_one("#dialects", TablePanel).table
+        chosen = next((each for each in self._report.dialects if each.name == table.cursor_key), None)
+        if chosen is None:
+            table.focus()
+            table.move_to(0)
+            self.notify("Choose a dialect with the arrow keys; d switches it.")
+            return
+        switch, title = self.link.api.switch_dialect, chosen.title
+        if not chosen.on:
+            self.perform(switch(chosen.name, True), done=f"{title} is on")
+            return
+        question = ConfirmScreen(
+            f"Switch {title} off?", "Its clients get a 404 that says so.", yes="Switch off", no="Leave it on"
+        )
+        self._ask(question, lambda: self.perform(switch(chosen.name, False), done=f"{title} is off"))
+
+    def _ask(self, question: ConfirmScreen, go: Callable[[], None]) -> None:
+        self.app.push_screen(question, lambda sure: go() if sure else None)

@@ -1,0 +1,1 @@
+"""The benchmarks: the form of a run, its progress, results and comparisons."""

@@ -1,0 +1,127 @@
+"""Two results of one bench: every number before and after, and whether that is more than the noise."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from console.bench.comparison import Change, Comparison
+from console.bench.result import Column as Number
+from console.bench.result import said
+from console.bench.text import around, titled
+from console.tui.widgets.footer import KeyRow
+from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.panel import set_title
+from console.tui.widgets.table import Column, Row, Table, cell
+
+_VERDICTS = {
+    "better": ("▲ better", "bold $success"),
+    "worse": ("▼ worse", "bold $error"),
+    "changed": ("≠ changed", "bold $warning"),
+    "same": ("≈ same", "$muted"),
+    "unclear": ("? unclear", "$muted"),
+}
+_NOISE = "± is half the distance of the least and the most of the repeats; what lies within it, or within 10%, is same."
+
+
+class BenchComparisonScreen(ModalScreen[None]):
+    """before, after: the results' numbers in the history."""
+
+    AUTO_FOCUS = "Table"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("d", "only", "Differences", id="bench.only", tooltip="Show only what is not the same, then all again"),
+        Binding("a", "all", "All numbers", id="bench.all", tooltip="Show all numbers, then those of the table again"),
+        Binding(
+            "escape,v,q",
+            "dismiss",
+            "Close",
+            id="bench.compare.close",
+            tooltip="Close the comparison",
+            key_display="esc",
+        ),
+    ]
+
+    def __init__(self, before: int, after: int, found: Comparison) -> None:
+        super().__init__()
+        self._found = found
+        self._only = False
+        self._all = False
+        self._columns = (
+            Column("row", 16, grow=30),
+            Column("number", 18, grow=20),
+            Column(f"before ({before})", 13, "right", grow=10),
+            Column(f"after ({after})", 13, "right", grow=10),
+            Column("change", 7, "right", drop=1),
+            Column("", 9),
+        )
+
+    def compose(self) -> ComposeResult:
+        """The numbers, and what else is not the same."""
+        with Vertical(id="bench-compare") as page:
+            set_title(page, f"Two results of bench {self._found.name}")
+            yield Table(self._columns, empty="Nothing differs by more than the noise.")
+            yield Static(fitted(self.app, difference_notes(self._found)), id="bench-differences", markup=False)
+        yield KeyRow()
+
+    def on_mount(self) -> None:
+        """Never empty."""
+        self._show()
+
+    def action_only(self) -> None:
+        """Only what differs."""
+        self._only = not self._only
+        self._show()
+
+    def action_all(self) -> None:
+        """Those too that a table does not show."""
+        self._all = not self._all
+        self._show()
+
+    def _show(self) -> None:
+        shown = {each.name: each for each in self._found.columns if self._all or each.shown}
+        changes = [
+            change
+            for change in self._found.changes
+            if change.column in shown and not (self._only and change.verdict == "same")
+        ]
+        groups = itertools.groupby(changes, lambda change: said(change.keys))
+        self.query_one(Table).show(
+            [
+                _row(change, shown[change.column], "" if at else name)
+                for name, group in groups
+                for at, change in enumerate(group)
+            ]
+        )
+
+
+def _row(change: Change, number: Number, name: str) -> Row:
+    words, style = _VERDICTS[change.verdict]
+    share = "–" if change.share is None else f"{change.share:+.1%}"
+    cells = (
+        cell(name, "bold $muted"),
+        cell(titled(number)),
+        cell(around(change.before, change.before_spread, number), "$muted"),
+        cell(around(change.after, change.after_spread, number), "bold"),
+        cell(share, style),
+        cell(words, style),
+    )
+    return Row(f"{said(change.keys)} {change.column}", cells)
+
+
+def difference_notes(found: Comparison) -> Content:
+    """Why changes are unclear, and what besides the numbers is not the same."""
+    lines = [*(Content.styled(note, "$warning") for note in found.notes), Content.styled(_NOISE, "$muted")]
+    lines += [
+        Content.assemble((f"{each.what}  ", "$muted"), each.before, (" → ", "$muted"), (each.after, "bold"))
+        for each in found.differences
+    ]
+    for words, rows in (("before", found.only_before), ("after", found.only_after)):
+        lines += [Content.assemble((f"only {words}  ", "$muted"), said(keys)) for keys in rows]
+    return Content("\n").join(lines)

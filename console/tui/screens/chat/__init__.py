@@ -1,0 +1,1 @@
+"""The Chat screen: conversations, transcript, input and settings."""

@@ -1,0 +1,126 @@
+"""The box a question is typed into: Enter sends, ctrl+j makes a new line, up brings the last question back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Static, TextArea
+
+from console.chats import Turn
+from console.link.chat import DraftCount
+from console.tui.widgets.glyphs import fitted
+
+# The line between transcript and box: what the draft takes of the context, and what else can be done, to click.
+
+NEAR = 0.1
+"""Of the context: with less than that left for the answer, the line says how much."""
+_ACTIONS = (
+    ("search", "search"),
+    ("rename", "rename"),
+    ("presets", "presets"),
+    ("split", "split"),
+    ("export('md')", "export"),
+)
+
+
+def count_line(count: DraftCount, max_tokens: int | None = None) -> tuple[str, bool]:
+    """ "312 + 48 of 8,192 tokens", and whether that is a warning: too little is left for the answer, or nothing."""
+    line = f"{count.history:,} + {count.draft:,}"
+    if not count.context:
+        return f"{line} tokens", False
+    line = f"{line} of {count.context:,} tokens"
+    if count.left <= 0:
+        return f"{line} · {1 - count.left:,} too many", True
+    if count.left < (max_tokens if max_tokens is not None else count.context * NEAR):
+        return f"{line} · {count.left:,} left for the answer", True
+    return line, False
+
+
+class ChatLine(Horizontal):
+    """The count on the left, actions on the right."""
+
+    DEFAULT_CSS = """
+    ChatLine {
+        height: 1;
+        padding: 0 1;
+        & > #count { width: 1fr; height: 1; color: $muted; text-wrap: nowrap; text-overflow: ellipsis; }
+        & > #ways { width: auto; height: 1; margin-left: 2; link-color: $muted; link-style: none; }
+        &.-warning > #count { color: $text-warning; }
+    }
+    """
+
+    def compose(self) -> ComposeResult:
+        """Nothing is counted yet."""
+        yield Static("", id="count", markup=False)
+        links = [Content.from_markup(f'[@click="screen.{action}"]$label[/]', label=label) for action, label in _ACTIONS]
+        yield Static(Content("  ").join(links), id="ways")
+
+    def show(self, count: DraftCount | None, max_tokens: int | None = None) -> None:
+        """None: there is nobody who could count."""
+        line, warning = count_line(count, max_tokens) if count is not None else ("", False)
+        self.set_class(warning, "-warning")
+        count_now = fitted(self.app, Content(("▲ " if warning else "") + line))
+        self.query_one("#count", Static).update(count_now, layout=False)
+
+
+ASKING = "Ask something. Enter sends, ctrl+j is a new line."
+
+
+class ChatInput(TextArea):
+    """Grows with its text, up to a third of the screen. editing: the question that is being asked otherwise."""
+
+    DEFAULT_CSS = """
+    ChatInput {
+        height: auto;
+        min-height: 3;
+        max-height: 33vh;
+        border: round $border-blurred;
+        border-title-color: $warning;
+        background: $background;
+        padding: 0 1;
+        &:focus { border: round $primary; }
+        & .text-area--cursor-line { background: $background; }
+    }
+    .-ascii ChatInput { border: ascii $border-blurred; }
+    """
+
+    @dataclass
+    class Submitted(Message):
+        """A question was sent. Whoever takes it clears the box; a question nobody takes stays in it."""
+
+        text: str
+        editing: Turn | None
+
+    def __init__(self) -> None:
+        super().__init__(highlight_cursor_line=False, placeholder=ASKING)
+        self.cursor_blink = False  # twice a second a part of the screen would be drawn, and sent over ssh, for it
+        self.last_question = ""
+        self.editing: Turn | None = None
+
+    def ask_otherwise(self, question: Turn | None) -> None:
+        """Ask a question otherwise; None leaves that."""
+        self.editing = question
+        self.text = question.content if question is not None else ""
+        self.border_title = "Edit the question: enter asks it as a new branch, esc leaves it" if question else None
+        self.move_cursor(self.document.end)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            if self.text.strip():
+                self.post_message(self.Submitted(self.text.strip(), self.editing))
+        elif event.key in ("ctrl+j", "shift+enter"):
+            event.stop()
+            event.prevent_default()
+            self.insert("\n")
+        elif event.key == "up" and not self.text and self.last_question:
+            event.stop()
+            event.prevent_default()
+            self.text = self.last_question
+            self.move_cursor(self.document.end)

@@ -1,0 +1,341 @@
+"""Chat: ask a model, or two side by side; read, branch, stop, go on, copy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+from textual.widgets import TextArea
+
+from console.chats import ChatSettings, Preset, Turn
+from console.chats.export import code_blocks
+from console.chats.presets import applied, described
+from console.text import clip, plural
+from console.tui.clipboard import copy
+from console.tui.screens.chat.conversation_list import ChatShelf
+from console.tui.screens.chat.conversations import ConversationsScreen
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.chat.pane import ANSWERING, Pane
+from console.tui.screens.chat.prose import Prose
+from console.tui.screens.chat.settings import ChatSettingsScreen, PresetsScreen
+from console.tui.screens.chat.turn import Foot
+from console.tui.screens.dialogs import ConfirmScreen
+from engine.errors import EngineError
+from engine.snapshot import Snapshot
+
+# The keys of the chat screen. A letter is always typed, so every action has a key with ctrl or alt, which works in
+# the box and outside it.
+
+
+def _key(keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False) -> Binding:
+    """A key that goes before the box: it would take ctrl+y for its own, and alt+e for an e."""
+    return Binding(keys, action, title, id=f"chat.{name}", tooltip=tooltip, show=show, priority=True)
+
+
+CHAT_BINDINGS: list[BindingType] = [
+    _key("escape", "stop", "Stop", "stop", "Stop the answers; else leave the box, or go back to it", show=True),
+    _key("ctrl+r,alt+r", "again", "Again", "again", "Another answer to the last question, as a branch", show=True),
+    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Let the model go on with its last answer", show=True),
+    _key("alt+e", "edit", "Edit", "edit", "Edit a question and ask it again, as a branch", show=True),
+    _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy a message, the last answer by itself", show=True),
+    _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the one before"),
+    _key("alt+d", "delete", "Delete", "turn.delete", "Delete a turn, the last question by itself, and what follows it"),
+    _key("alt+left,alt+o", "branch(-1)", "‹", "back", "Show the branch before"),
+    _key("alt+right,alt+n", "branch(1)", "›", "on", "Show the branch after"),
+    _key("alt+k", "move(-1)", "Up", "up", "Select the turn before"),
+    _key("alt+j", "move(1)", "Down", "down", "Select the turn after"),
+    _key("ctrl+n,alt+a", "new", "New", "new", "Start a new conversation", show=True),
+    _key("ctrl+o,alt+g", "list", "List", "list", "Show or hide the conversations", show=True),
+    _key("ctrl+f", "search", "Search", "search", "Search all conversations"),
+    _key("alt+t", "rename", "Rename", "rename", "Give the conversation another title"),
+    _key("ctrl+s,alt+s", "settings", "Settings", "settings", "Model, system prompt and sampling", show=True),
+    _key("alt+p", "presets", "Presets", "presets", "Choose a system prompt and sampling"),
+    _key("alt+v", "split", "Split", "split", "Ask two models or settings side by side, or one again", show=True),
+    _key("alt+w", "export('md')", "Export", "export", "Write the branch to a Markdown file"),
+    _key("alt+shift+w", "export('json')", "JSON", "export.json", "Write all branches to a JSON file"),
+    _key("alt+shift+r", "read_back", "Import", "import", "Read an exported JSON file"),
+    _key("alt+h", "app.help", "Help", "help", "Show the keys and what the numbers mean", show=True),
+]
+
+
+NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
+NOTHING_ASKED = "There is no question to ask again."
+NOTHING_SAID = "There is no answer to go on with."
+NO_BRANCH = "There is no other branch that way. Another answer (ctrl+r) or an edited question (alt+e) makes one."
+NOTHING_TO_DELETE = "There is no turn to delete."
+TOO_LONG = "This is too long for the terminal's clipboard; alt+w writes the conversation to a file."
+TOO_LONG_TO_SEND = "Too long to send: {:,} of {:,} tokens."
+SHORTEN = "Shorten the question; it stays in the box."
+SHORTEN_OR_DELETE = "Shorten the question, delete turns (alt+d) or start a new conversation (ctrl+n)."
+_QUOTED = 60
+"""Characters of a turn in the question whether to delete it."""
+COUNT_PATIENCE_S = 2.0
+"""How long a question waits to be counted before it is sent."""
+
+
+class ChatScreen(ConversationsScreen):
+    """Asks; the conversations themselves are in the base class."""
+
+    MODE = "chat"
+    AUTO_FOCUS = "ChatInput"
+    BINDINGS: ClassVar[list[BindingType]] = CHAT_BINDINGS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copied: tuple[int, int] = (0, 0)
+        """The answer whose code was copied last, and the number of that block."""
+
+    def _ready(self) -> bool:
+        """Whether there is who could answer; says so where there is not."""
+        if not self._panes:
+            return False
+        if self.console.snapshot().status.state in ANSWERING:
+            return True
+        self.notify(NO_MODEL, severity="warning", markup=False)
+        return False
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
+        """Send a question to every pane, if there is who could answer it; once, however often Enter was pressed."""
+        if self._ready() and not any(each.group == "send" for each in self.workers if each.is_running):
+            self.run_worker(self._send(event), group="send", exit_on_error=False)
+
+    async def _send(self, event: ChatInput.Submitted) -> None:
+        """A question that is too long stays in the box."""
+        if await self._too_long(event):
+            return
+        await self._halt()
+        try:
+            if event.editing is not None:
+                asked = self._chat.edit(event.editing, event.text)
+            else:
+                self._chat.ask(event.text)
+                asked = self._chat.branches
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return
+        self.query_one(ChatInput).ask_otherwise(None)
+        self._show_list()
+        for pane in self._panes:
+            pane.transcript.select(None)
+            if pane.branch in asked:
+                await self._try(pane.answer())
+        self._changed()
+
+    async def _too_long(self, event: ChatInput.Submitted) -> bool:
+        """Whether a pane could not answer for want of context; says so. What cannot be counted in time is sent."""
+        try:
+            async with asyncio.timeout(COUNT_PATIENCE_S):
+                counts = [await pane.count(event.text, event.editing) for pane in self._panes]
+        except (EngineError, TimeoutError):
+            return False
+        least = min(counts, key=lambda count: count.left)
+        if not least.context or least.left > 0:
+            return False
+        words = TOO_LONG_TO_SEND.format(least.history + least.draft, least.context)
+        way_out = SHORTEN if least.draft >= least.context else SHORTEN_OR_DELETE
+        self.notify(f"{words} {way_out}", severity="error", timeout=10)
+        return True
+
+    async def _try(self, work: Coroutine[Any, Any, object]) -> object:
+        """What a pane is told to do; says why it cannot."""
+        try:
+            return await work
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return True
+
+    async def action_again(self) -> None:
+        """Another answer, beside the one there is."""
+        if self._ready():
+            await self.pane.halt()
+            if not await self._try(self.pane.again()):
+                self.notify(NOTHING_ASKED, severity="warning")
+
+    async def action_go_on(self) -> None:
+        """Let the model go on with its last answer."""
+        if self._ready() and not self.pane.answering and not await self._try(self.pane.go_on()):
+            self.notify(NOTHING_SAID, severity="warning")
+
+    def action_edit(self) -> None:
+        """Bring the selected question, or the last one, into the box."""
+        question = self.pane.turn("user")
+        if question is None:
+            self.notify(NOTHING_ASKED, severity="warning")
+            return
+        box = self.query_one(ChatInput)
+        box.ask_otherwise(question)
+        box.focus()
+
+    def action_delete(self) -> None:
+        """Delete the selected turn, or the last question, with all that follows it; ask first."""
+        turn = self._chat.tree.get(self.pane.transcript.selected) or self.pane.turn("user")
+        if turn is None:
+            self.notify(NOTHING_TO_DELETE, severity="warning")
+            return
+        after = len(self._chat.tree.beneath(turn.id)) - 1
+        kind = "question" if turn.role == "user" else "answer"
+        follows = f"What follows it in all branches goes too: {plural(after, 'turn')}.\n" if after else ""
+        words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
+        question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
+
+        async def delete(sure: bool | None) -> None:
+            if sure:
+                await self._delete(turn)
+
+        self.app.push_screen(question, delete)
+
+    async def _delete(self, turn: Turn) -> None:
+        await self._halt()
+        if self._chat.tree.get(turn.id) is not None:  # it was an answer under way, of which nothing had come
+            self._chat.delete(turn)
+        for pane in self._panes:
+            await pane.show()
+        self._changed()
+
+    async def action_stop(self) -> None:
+        """Stop the answers under way; else leave the editing of a question; else leave the box, or go back to it."""
+        box, shelf = self.query_one(ChatInput), self.query_one(ChatShelf)
+        if any(pane.answering for pane in self._panes):
+            await self._halt()
+        elif box.editing is not None:
+            box.ask_otherwise(None)
+        elif shelf.searching:
+            shelf.end_search()
+            self.action_write()
+        elif box.has_focus:
+            self.pane.transcript.focus()
+        else:
+            self.action_write()
+
+    async def action_branch(self, by: int) -> None:
+        """Show the branch before or after."""
+        await self.pane.halt()
+        if not await self.pane.branch_by(by):
+            self.notify(NO_BRANCH, severity="warning")
+        self._changed()
+
+    async def action_move(self, by: int) -> None:
+        """Select the turn before or after."""
+        await self.pane.transcript.move(by)
+
+    async def on_foot_pressed(self, event: Foot.Pressed) -> None:
+        """An action beneath a turn was clicked."""
+        self._look_at(event.foot)
+        if event.action in ("back", "on"):
+            await self.pane.halt()
+            await self.pane.branch_by(-1 if event.action == "back" else 1, event.turn_id)
+            self._changed()
+            return
+        self.pane.transcript.select(event.turn_id)
+        await self.run_action(event.action)
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Keys are about the pane that has the focus."""
+        self._look_at(event.widget)
+
+    def _look_at(self, widget: Widget) -> None:
+        for at, pane in enumerate(self._panes):
+            if pane.transcript in widget.ancestors_with_self:
+                self._at = at
+
+    def on_text_area_changed(self, event: TextArea.Changed) -> None:
+        """The draft is counted anew."""
+        self._counter.ask()
+
+    # -- how it asks -------------------------------------------------------------------------------------------------
+
+    def action_settings(self) -> None:
+        """Edit how this pane asks."""
+        pane = self.pane
+
+        def use(settings: ChatSettings | None) -> None:
+            if settings is not None:
+                self._use(pane, settings)
+
+        side = ("left", "right")[self._at] if len(self._panes) > 1 else ""
+        self.app.push_screen(
+            ChatSettingsScreen(
+                pane.branch.settings,
+                self.link.sampling_defaults(pane.model),
+                models=_models(self.link.snapshot()),
+                store=self._store,
+                title=f"Chat settings of the {side} side" if side else "Chat settings",
+            ),
+            use,
+        )
+
+    def action_presets(self) -> None:
+        """Choose how this pane asks."""
+        pane = self.pane
+
+        def use(preset: Preset | None) -> None:
+            if preset is not None:
+                self._use(pane, applied(preset, pane.branch.settings))
+                self.notify(f"{preset.name}: {described(pane.branch.settings)}", markup=False)
+
+        self.app.push_screen(PresetsScreen(self._store, pane.branch.settings), use)
+
+    def _use(self, pane: Pane, settings: ChatSettings) -> None:
+        self._chat.set_settings(pane.branch, settings)
+        self._counter.ask()
+        self.refresh_view()
+
+    async def action_split(self) -> None:
+        """Ask two models or settings side by side; or go on with the pane in focus alone."""
+        await self._halt()
+        if len(self._panes) > 1:
+            self._chat.join(self.pane.branch)
+            await self._show_panes()
+        else:
+            self._chat.split()
+            await self._show_panes()
+            self._at = 1
+            self.action_settings()
+        self._show_list()
+
+    # -- copying -----------------------------------------------------------------------------------------------------
+
+    async def action_copy(self) -> None:
+        """Copy the selected turn, or the last answer, as it was written, not as it is wrapped."""
+        selected = self._chat.tree.get(self.pane.transcript.selected)
+        turn = selected or self.pane.turn("assistant")
+        if turn is not None:
+            await self._copy(turn.content, "the question" if turn.role == "user" else "the answer")
+
+    async def action_copy_code(self) -> None:
+        """Copy the last code block of the selected or last answer; again: the block before."""
+        turn = self.pane.turn("assistant")
+        blocks = code_blocks(turn.content) if turn is not None else []
+        if turn is None or not blocks:
+            self.notify("There is no code block in this answer.", severity="warning")
+            return
+        number = self._copied[1] - 1 if self._copied[0] == turn.id else 0
+        number = number if 0 < number <= len(blocks) else len(blocks)
+        self._copied = turn.id, number
+        lines = plural(len(blocks[number - 1].splitlines()), "line")
+        await self._copy(blocks[number - 1], f"code block {number} of {len(blocks)}, {lines}")
+
+    async def on_prose_link_pressed(self, event: Prose.LinkPressed) -> None:
+        """Over ssh there is no browser to open one in."""
+        event.stop()
+        await self._copy(event.href, "the link")
+
+    async def _copy(self, text: str, what: str) -> None:
+        if await copy(self.app, text):
+            self.notify(f"Copied {what}.")
+        else:
+            self.notify(TOO_LONG, severity="warning")
+
+
+def _models(snapshot: Snapshot) -> list[str]:
+    """The names that can be asked: models, and their adapters."""
+    adapters = (adapter.name for model in snapshot.models for adapter in model.adapters)
+    spec = snapshot.status.spec
+    names = [model.name for model in snapshot.models] or ([spec.name] if spec is not None else [])
+    return list(dict.fromkeys([*names, *adapters]))

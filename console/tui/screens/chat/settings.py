@@ -1,0 +1,265 @@
+"""How a conversation asks: whom, with which system prompt and sampling. An empty field leaves that to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Grid, Horizontal, Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Label, OptionList, Select, TextArea
+from textual.widgets.option_list import Option
+
+from console.chats import ChatSettings, ChatStore, Preset
+from console.chats.presets import all_presets, applied, described
+from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from console.tui.widgets.glyphs import fitted
+from engine.config import SamplingParams
+from engine.errors import InvalidRequest
+
+# Presets: system prompts and sampling under names, to choose from.
+
+_NAME_WIDTH = 16
+
+
+class PresetsScreen(ModalScreen[Preset | None]):
+    """The preset that was chosen; None where none was. settings: those in use, which can be kept as a preset."""
+
+    AUTO_FOCUS = "OptionList"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Leave", id="presets.leave", tooltip="Leave the settings as they were"),
+        Binding("n", "keep", "Keep", id="presets.keep", tooltip="Keep the settings in use under a name"),
+        Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a preset of your own"),
+    ]
+
+    def __init__(self, store: ChatStore, settings: ChatSettings) -> None:
+        super().__init__()
+        self._store = store
+        self._settings = settings
+        self._presets: list[Preset] = []
+
+    def compose(self) -> ComposeResult:
+        """One line for each."""
+        with Vertical(classes="dialog presets"):
+            yield Label("Presets", classes="dialog-title")
+            yield OptionList(compact=True)
+            yield Label(
+                Content.from_markup(
+                    "enter uses it  [@click=screen.keep]n keeps what is in use[/]  [@click=screen.delete]d deletes[/]  "
+                    "[@click=screen.leave]esc leaves[/]"
+                ),
+                classes="ways",
+            )
+
+    def on_mount(self) -> None:
+        """Show them."""
+        self._show()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Enter or a click."""
+        self.dismiss(self._presets[event.option_index])
+
+    def action_leave(self) -> None:
+        """None of them."""
+        self.dismiss(None)
+
+    def action_keep(self) -> None:
+        """Ask for a name."""
+
+        def keep(name: str | None) -> None:
+            if name:
+                self._store.keep_preset(Preset(name=name, settings=self._settings))
+                self._show(name)
+
+        self.app.push_screen(LineScreen("Keep the settings in use as", accept="Keep", placeholder="Name"), keep)
+
+    def action_delete(self) -> None:
+        """One of the operator's own."""
+        at = self.query_one(OptionList).highlighted
+        if at is None:
+            return
+        if self._presets[at].builtin:
+            self.notify("Presets that come with the program stay.", severity="warning")
+            return
+        name = self._presets[at].name
+
+        def delete(yes: bool | None) -> None:
+            if yes:
+                self._store.delete_preset(name)
+                self._show()
+
+        self.app.push_screen(ConfirmScreen("Delete this preset?", name, yes="Delete", no="Keep"), delete)
+
+    def _show(self, name: str = "") -> None:
+        self._presets = all_presets(self._store.presets())
+        shown = self.query_one(OptionList)
+        at = shown.highlighted or 0
+        shown.clear_options()
+        shown.add_options([Option(self._line(preset)) for preset in self._presets])
+        names = [preset.name for preset in self._presets]
+        shown.highlighted = names.index(name) if name in names else min(at, len(names) - 1)
+
+    def _line(self, preset: Preset) -> Content:
+        name = f"{preset.name:<{_NAME_WIDTH}} "
+        return fitted(self.app, Content.assemble(name, (described(preset.settings), "$muted")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    label: str
+    kind: type[int] | type[float]
+
+
+_FIELDS = (
+    _Field("temperature", "Temperature", float),
+    _Field("top_p", "top_p", float),
+    _Field("top_k", "top_k", int),
+    _Field("min_p", "min_p", float),
+    _Field("max_tokens", "Max tokens", int),
+    _Field("seed", "Seed", int),
+)
+IN_VIEW = "the model in view"
+
+
+def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with what the settings say instead. Raises InvalidRequest naming a value out of range."""
+    values = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
+    for field in _FIELDS:
+        chosen = getattr(settings, field.name)
+        if chosen is not None:
+            values[field.name] = chosen
+    return SamplingParams(**values).validate()
+
+
+class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
+    """Edits settings; None when the operator changed nothing. models: names that can be asked."""
+
+    AUTO_FOCUS = "#system"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s,ctrl+l", "save", "Save", id="chat.settings.save", tooltip="Use these settings"),
+        Binding(
+            "ctrl+t,ctrl+r", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"
+        ),
+        Binding("escape", "leave", "Leave", id="chat.settings.leave", tooltip="Leave the settings as they were"),
+    ]
+
+    def __init__(
+        self,
+        settings: ChatSettings,
+        defaults: SamplingParams,
+        *,
+        models: Sequence[str],
+        store: ChatStore,
+        title: str = "Chat settings",
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        self._defaults = defaults
+        self._models = models
+        self._store = store
+        self._title = title
+
+    def compose(self) -> ComposeResult:
+        """The model, a text box for the system prompt, a grid of small fields, one line for what is wrong."""
+        named = [*self._models, *({self._settings.model} - {"", *self._models})]
+        with Vertical(classes="dialog chat-settings"):
+            yield Label(self._title, classes="dialog-title", markup=False)
+            with Horizontal(classes="model"):
+                yield Label("Model")
+                yield Select(
+                    [(IN_VIEW, ""), *((Text(name), name) for name in named)],
+                    value=self._settings.model,
+                    allow_blank=False,
+                    compact=True,
+                )
+            yield Label("System prompt")
+            yield TextArea(self._settings.system_prompt, id="system", compact=True, placeholder="None")
+            with Grid():
+                for field in _FIELDS:
+                    yield Label(field.label)
+                    yield Input(id=field.name, compact=True, placeholder=self._placeholder(field))
+            yield Label("", id="problem", markup=False)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Use (ctrl+s)", variant="primary", id="save", compact=True)
+                yield Button("Presets (ctrl+t)", id="presets", compact=True)
+                yield Button("Leave (esc)", id="leave", compact=True)
+
+    def on_mount(self) -> None:
+        """Fill in the numbers."""
+        self._fill(self._settings)
+
+    def action_save(self) -> None:
+        """Check, then use."""
+        if (settings := self._checked()) is not None:
+            self.dismiss(settings)
+
+    def action_presets(self) -> None:
+        """Fill the form from a preset, or keep what is in it as one."""
+        settings = self._checked()
+        if settings is None:
+            return
+
+        def use(preset: Preset | None) -> None:
+            if preset is not None:
+                self._fill(applied(preset, settings))
+
+        self.app.push_screen(PresetsScreen(self._store, settings), use)
+
+    def action_leave(self) -> None:
+        """As they were."""
+        self.dismiss(None)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """The mouse's way."""
+        {"save": self.action_save, "presets": self.action_presets, "leave": self.action_leave}[event.button.id or ""]()
+
+    def on_input_submitted(self) -> None:
+        """Enter in a field."""
+        self.action_save()
+
+    def _fill(self, settings: ChatSettings) -> None:
+        self.query_one("#system", TextArea).text = settings.system_prompt
+        select: Select[str] = self.query_one(Select)
+        if settings.model in ("", *self._models, self._settings.model):
+            select.value = settings.model
+        for field in _FIELDS:
+            value = getattr(settings, field.name)
+            self.query_one(f"#{field.name}", Input).value = "" if value is None else str(value)
+
+    def _placeholder(self, field: _Field) -> str:
+        value = getattr(self._defaults, field.name)
+        return "model's own" if value is None else f"{value:g}"
+
+    def _checked(self) -> ChatSettings | None:
+        try:
+            settings = self._read()
+            sampling(settings, self._defaults)
+        except InvalidRequest as error:
+            self.query_one("#problem", Label).update(error.message)
+            return None
+        self.query_one("#problem", Label).update("")
+        return settings
+
+    def _read(self) -> ChatSettings:
+        values = {field.name: self._number(field) for field in _FIELDS}
+        return ChatSettings(
+            model=str(self.query_one(Select).value),
+            system_prompt=self.query_one("#system", TextArea).text.strip(),
+            **values,  # type: ignore[arg-type]
+        )
+
+    def _number(self, field: _Field) -> int | float | None:
+        text = self.query_one(f"#{field.name}", Input).value.strip()
+        if not text:
+            return None
+        try:
+            return field.kind(text)
+        except ValueError:
+            kind = "whole number" if field.kind is int else "number"
+            raise InvalidRequest(f"{field.label} is {text!r}; it must be a {kind}", param=field.name) from None

@@ -1,0 +1,267 @@
+"""One turn in the transcript: a question as it was typed, or an answer as Markdown; beneath, numbers and what can be
+done with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+
+from console.chats import Turn, TurnNote
+from console.tui.screens.chat.prose import Prose
+from console.tui.widgets.glyphs import fitted
+from engine.text.printable import printable_lines
+
+MIN_INTERVAL_S = 0.1
+NUMBERS_INTERVAL_S = 0.5
+LOOP_SHARE = 0.2
+
+_FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
+_DELETE = ("delete", "delete")
+_QUESTION_ACTIONS = (("edit", "edit"), ("copy", "copy"), _DELETE)
+_ANSWER_ACTIONS = (("again", "again"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"), _DELETE)
+_FAILED_ACTIONS = (("again", "again"), _DELETE)
+
+
+def note_line(note: TurnNote) -> str:
+    """The numbers of an answer in one line: '41.2 tok/s · TTFT 84 ms · 57 tokens', and how it ended if not plainly."""
+    parts = []
+    if note.tokens_per_s is not None:
+        parts.append(f"{note.tokens_per_s:.1f} tok/s")
+    if note.ttft_s is not None:
+        parts.append(f"TTFT {note.ttft_s * 1000:.0f} ms" if note.ttft_s < 10 else f"TTFT {note.ttft_s:.1f} s")
+    if note.output_tokens:
+        parts.append(f"{note.output_tokens} token{'' if note.output_tokens == 1 else 's'}")
+    if note.finish in _FINISH:
+        parts.append(_FINISH[note.finish])
+    if note.model:
+        parts.append(note.model)
+    return " · ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchPosition:
+    """Where a turn stands among the branches that begin there: number 2 of 3."""
+
+    number: int = 1
+    of: int = 1
+
+
+class Foot(Static):
+    """The line beneath a turn: numbers, branches, and actions to click."""
+
+    DEFAULT_CSS = """
+    Foot {
+        height: auto;
+        color: $muted;
+        link-color: $primary;
+        link-style: none;
+        &.-failed { color: $text-error; }
+        &.-empty { display: none; }
+    }
+    """
+
+    @dataclass
+    class Pressed(Message):
+        """An action was clicked. action: "edit", "again", "go_on", "copy", "copy_code", "delete", "back" or
+        "on"."""
+
+        foot: Foot
+        turn_id: int
+        action: str
+
+    def __init__(self, turn_id: int) -> None:
+        super().__init__(markup=False)
+        self._turn_id = turn_id
+        self._shown: tuple[object, ...] = ()
+        self._rows = 0
+
+    def show(
+        self, words: str, place: BranchPosition, actions: Sequence[tuple[str, str]], *, failed: bool = False
+    ) -> None:
+        """words: what is said first; actions: (action, how it is called)."""
+        shown = words, place, tuple(actions), failed
+        if shown == self._shown:
+            return
+        self._shown = shown
+        below = [_link(f"[{label}]", action) for action, label in actions]
+        if place.of > 1:
+            below.insert(0, Content.assemble(_link("‹", "back"), f" {place.number}/{place.of} ", _link("›", "on")))
+        lines = [line for line in (Content(words), Content("  ").join(below)) if line.plain]
+        self.set_class(failed, "-failed")
+        self.set_class(not lines, "-empty")
+        taller, self._rows = len(lines) != self._rows, len(lines)
+        self.update(fitted(self.app, Content("\n").join(lines)), layout=taller)
+
+    def action_press(self, action: str) -> None:
+        """A click on one of them."""
+        self.post_message(self.Pressed(self, self._turn_id, action))
+
+
+def _link(label: str, action: str) -> Content:
+    return Content.from_markup(f"[@click=press('{action}')]$label[/]", label=label)
+
+
+class TurnWidget(Widget):
+    """turn: what is shown; place: among its branches; offered: its actions are to be seen."""
+
+    DEFAULT_CSS = """
+    TurnWidget {
+        width: 1fr;
+        height: auto;
+        padding: 0 1;
+        &.-selected { background: $boost; }
+    }
+    """
+
+    def __init__(self, turn: Turn, place: BranchPosition) -> None:
+        super().__init__()
+        self.turn = turn
+        self._place = place
+        self._offered = False
+
+    @property
+    def content_text(self) -> str:
+        """The source of what is shown."""
+        return self.turn.content
+
+    def mark(self, place: BranchPosition, *, selected: bool, offered: bool) -> None:
+        """Where the turn stands now, and whether actions on it are offered."""
+        self.set_class(selected, "-selected")
+        if (place, offered) != (self._place, self._offered):
+            self._place, self._offered = place, offered
+            self.show_foot()
+
+    def on_mount(self) -> None:
+        """Show all of it."""
+        self.show_foot()
+
+    def show_foot(self) -> None:
+        """Write the line beneath anew."""
+
+
+class Question(TurnWidget):
+    """What the operator asked."""
+
+    DEFAULT_CSS = """
+    Question {
+        margin: 1 0 0 0;
+        border-left: outer $primary;
+        background: $surface;
+        & > .words { height: auto; }
+    }
+    """
+
+    def compose(self) -> ComposeResult:
+        """The words, and what can be done with them."""
+        yield Static(printable_lines(self.turn.content), classes="words", markup=False)
+        yield Foot(self.turn.id)
+
+    def show_foot(self) -> None:
+        """Branches where there are some."""
+        self.query_one(Foot).show("", self._place, _QUESTION_ACTIONS if self._offered else ())
+
+
+class StreamingText(Protocol):
+    """What an answer is shown in."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether its end is what is looked at."""
+
+
+class Answer(TurnWidget):
+    """What the model said, while it says it and afterwards.
+
+    While an answer streams, Markdown is parsed at most so often that parsing takes a fifth of the loop's time:
+    a long answer never delays a key. Nothing is parsed while the answer is out of sight, or its reader scrolled away.
+    """
+
+    DEFAULT_CSS = """
+    Answer {
+        & > Prose { margin: 0 0 1 0; }
+    }
+    """
+
+    def __init__(self, turn: Turn, place: BranchPosition, streams: StreamingText) -> None:
+        super().__init__(turn, place)
+        self._streams = streams
+        self._written = len(turn.content)
+        self._wake = asyncio.Event()
+
+    def compose(self) -> ComposeResult:
+        """Text above, numbers below."""
+        yield Prose(self.turn.content, grows=self.turn.unfinished)
+        yield Foot(self.turn.id)
+
+    def on_mount(self) -> None:
+        """Only an answer that still grows needs a writer."""
+        super().on_mount()
+        if self.turn.unfinished:
+            self._start()
+
+    def resume(self, turn: Turn) -> None:
+        """The answer goes on."""
+        self.turn = turn
+        self._written = len(turn.content)
+        self.query_one(Prose).update(turn.content, grows=True)
+        self.show_foot()
+        self._start()
+
+    def grow(self, turn: Turn) -> None:
+        """There is more of it; shown at the writer's next turn."""
+        self.turn = turn
+        self._wake.set()
+
+    def finish(self, turn: Turn) -> None:
+        """No more text comes. The whole is parsed once more, so that no half-read fence stays behind."""
+        self.turn = msgspec.structs.replace(turn, unfinished=False)
+        self._wake.set()
+        if not self.is_mounted:
+            return
+        self._written = len(turn.content)
+        self.query_one(Prose).update(turn.content)
+        self.show_foot()
+
+    def show_foot(self) -> None:
+        """Numbers, or why there is no answer."""
+        if not self.is_mounted and not self.is_attached:
+            return
+        waiting = self.turn.unfinished and not self.turn.content
+        problem = self.turn.note.problem if not self.turn.unfinished else ""
+        words = problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
+        actions = _FAILED_ACTIONS if self.turn.failed else _ANSWER_ACTIONS
+        offered = actions if self._offered and not self.turn.unfinished else ()
+        self.query_one(Foot).show(words, self._place, offered, failed=bool(problem))
+
+    def _start(self) -> None:
+        self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
+
+    async def _write(self) -> None:
+        prose, told_s = self.query_one(Prose), 0.0
+        while self.turn.unfinished:
+            await self._wake.wait()
+            self._wake.clear()
+            text = self.turn.content[self._written :]
+            if not self.turn.unfinished or not text:
+                continue
+            if not (self.is_on_screen and self._streams.follows):
+                self.set_timer(MIN_INTERVAL_S * 4, self._wake.set)
+                continue
+            self._written += len(text)
+            started = time.perf_counter()
+            prose.append(text)
+            if started - told_s >= NUMBERS_INTERVAL_S:
+                told_s = started
+                self.show_foot()
+            parse_s = time.perf_counter() - started
+            await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))

@@ -1,0 +1,1 @@
+"""The dashboard: advice, devices, workers, throughput and requests."""

@@ -1,0 +1,428 @@
+"""Devices: how busy each one is and what holds its memory, in the form that there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from textual.content import Content
+from textual.geometry import Size
+from textual.widget import Widget
+
+from console import text
+from console.adviser.thresholds import HOT_C
+from console.text import reading_name
+from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
+from console.tui.widgets.panel import refresh_rows, set_title
+from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
+from engine.snapshot import DeviceReading, ProcessMemory, Second, Snapshot
+
+# Legends of devices: what the colours of memory bars mean, or their letters, with and without numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKind:
+    """What may hold memory. style: a CSS variable; letter: what fills the bar in ASCII; width: of its numbers."""
+
+    label: str
+    field: str
+    style: str
+    mark: str
+    letter: str
+    width: int
+
+    def sign(self, letters: bool, gap: str = " ") -> str:
+        """What stands before its name in a legend; nothing where its name begins with its letter and room is scarce."""
+        if not letters:
+            return self.mark + gap
+        return "" if not gap and self.label.lower().startswith(self.letter) else f"{self.letter} "
+
+    def cells(self, letters: bool) -> int:
+        """Of its column."""
+        return self.width + letters
+
+    def size(self, device: DeviceReading) -> int:
+        """Bytes of it."""
+        size: int = getattr(device, self.field)
+        return size
+
+
+MEMORY_KINDS = (
+    MemoryKind("weights", "weights_bytes", "$gpu-weights", "■", "w", 8),
+    MemoryKind("KV", "kv_bytes", "$gpu-kv", "■", "k", 5),
+    MemoryKind("work", "work_bytes", "$gpu-work", "■", "o", 5),
+    MemoryKind("others", "others_bytes", "$gpu-others", "■", "x", 7),
+    MemoryKind("free", "free_bytes", "$gpu-free", "□", ".", 5),
+)
+
+
+def legend(width: int, *, letters: bool = False) -> Content:
+    """What the colours of the bars mean, or their letters."""
+    parts = [Content.assemble((kind.sign(letters), kind.style), (kind.label, "$muted")) for kind in MEMORY_KINDS]
+    return _joined(parts, width)
+
+
+def _legend_parts(device: DeviceReading, letters: bool, gap: str = " ") -> list[Content]:
+    """Nobody else can hold memory of a simulated device."""
+    return [
+        Content.assemble(
+            (kind.sign(letters, gap), kind.style),
+            (f"{kind.label} ", "$muted"),
+            text.gib(kind.size(device)),
+        )
+        for kind in MEMORY_KINDS
+        if device.kind != "simulated" or kind.label != "others"
+    ]
+
+
+def legend_numbers(device: DeviceReading, width: int, *, letters: bool = False) -> Content:
+    """With the GiB of one device, in one row."""
+    line = _joined(_legend_parts(device, letters), width)
+    return line if line.cell_length <= width else Content(" ").join(_legend_parts(device, letters, gap=""))
+
+
+def legend_folded(device: DeviceReading, indent: int, width: int, *, letters: bool = False) -> list[Content]:
+    """With the GiB of one device, in one row, or in two where it is too long for one."""
+    room, left = width - indent, " " * indent
+    parts = _legend_parts(device, letters)
+    for whole in (Content("  ").join(parts), Content(" ").join(_legend_parts(device, letters, gap=""))):
+        if whole.cell_length <= room:
+            return [Content.assemble(left, whole)]
+    return [Content.assemble(left, Content("  ").join(half)) for half in (parts[:3], parts[3:])]
+
+
+def _joined(parts: Sequence[Content], width: int) -> Content:
+    """Side by side, closer where there is less room."""
+    wide = Content("  ").join(parts)
+    return wide if wide.cell_length <= width else Content(" ").join(parts)
+
+
+# Devices as lines: how busy each is and was, and what holds its memory, in forms from four rows to half a row each.
+
+SPAN_S = 120
+_LABEL = 7
+_GAP = 2
+_LEAST_SPARK = 8
+_LEAST_BARS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What is drawn and how. history: shares of utilisation and memory, in the order of the devices.
+
+    letters: tell what holds memory by letters, where colours cannot.
+    """
+
+    devices: Sequence[DeviceReading]
+    width: int
+    history: Sequence[Second] = ()
+    ascii_only: bool = False
+    letters: bool = False
+
+    @property
+    def names(self) -> int:
+        """Cells of the longest name."""
+        return max((len(reading_name(device)) for device in self.devices), default=0)
+
+    def past(self, index: int, width: int, of: Callable[[Second], Sequence[float | None]]) -> list[float | None]:
+        """What was of device `index` in the last SPAN_S seconds, in `width` columns, or in as many seconds."""
+
+        def share(second: Second) -> float | None:
+            shares = of(second)
+            return shares[index] if index < len(shares) else None
+
+        return columns(self.history, width, max(1, -(-SPAN_S // max(1, width))), share)
+
+    def utilisation(self, index: int, width: int) -> Content:
+        """How busy it was, against 100%."""
+        return spark(self.past(index, width, _utilisation), "$gpu-use", ascii_only=self.ascii_only)
+
+    def memory(self, index: int, width: int) -> Content:
+        """How full it was, against its total."""
+        return spark(self.past(index, width, _memory), "$gpu-weights", ascii_only=self.ascii_only)
+
+    def bar(self, device: DeviceReading, width: int) -> Content:
+        """What holds its memory, side by side."""
+        parts = [BarSegment(float(kind.size(device)), kind.style, kind.letter) for kind in MEMORY_KINDS]
+        return stack(parts, width, ascii_only=self.letters)
+
+
+def _utilisation(second: Second) -> Sequence[float | None]:
+    return second.device_utilisation
+
+
+def _memory(second: Second) -> Sequence[float | None]:
+    return second.device_memory
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+def detailed(panel: Panel) -> list[Content]:
+    """Name and readings, utilisation, memory, legend; an empty row between devices. The processor has one row where
+    there are cards to look at."""
+    cards = [at for at, device in enumerate(panel.devices) if device.kind != "cpu"]
+    shown = cards or range(len(panel.devices))
+    legends = {at: legend_numbers(panel.devices[at], panel.width, letters=panel.letters) for at in shown}
+    indent = max(0, min(_LABEL, panel.width - max((legend.cell_length for legend in legends.values()), default=0)))
+    label = max(_LABEL, panel.names + 2)
+    lines: list[Content] = []
+    for at, device in enumerate(panel.devices):
+        if lines:
+            lines.append(Content(""))
+        if at in legends:
+            lines += [*_detail(panel, at, label), legends[at].pad_left(indent)]
+        else:
+            lines.append(_row(panel, device, panel.width))
+    return lines
+
+
+def brief(panel: Panel, *, numbers: bool = False) -> list[Content]:
+    """One row each, and the legend. numbers: a legend with its numbers below each, where it has room in one row; one
+    device alone always has its own."""
+    rows = [_row(panel, device, panel.width) for device in panel.devices]
+    legends = [legend_folded(device, panel.names + 1, panel.width, letters=panel.letters) for device in panel.devices]
+    if len(panel.devices) == 1 or (numbers and all(len(lines) == 1 for lines in legends)):
+        return [line for row, lines in zip(rows, legends, strict=True) for line in (row, *lines)]
+    colours = legend(panel.width, letters=panel.letters)
+    return [*rows, colours.pad_left(max(0, min(panel.names + 1, panel.width - colours.cell_length)))] if rows else []
+
+
+def paired(panel: Panel) -> list[Content]:
+    """Two devices in each row, without their temperature and power."""
+    room = (panel.width - _GAP) // 2
+    cells = [
+        _row(panel, msgspec.structs.replace(device, temperature_c=None, power_w=None), room) for device in panel.devices
+    ]
+    return [Content(" " * _GAP).join(cells[at : at + 2]) for at in range(0, len(cells), 2)]
+
+
+def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
+    """One row each with what it was, is and holds. numbers: GiB of each kind in columns, under a head that is the
+    legend too."""
+    readings = [Content("  ").join(_readings(device)) for device in panel.devices]
+    beside = max((each.cell_length for each in readings), default=0)
+    held = max((len(_held(device)) for device in panel.devices), default=0)
+    fixed = panel.names + 1 + len(" 100%") + _GAP + 1 + held + len(" GiB") + (beside + _GAP if beside else 0)
+    room = max(
+        _LEAST_SPARK + 8,
+        panel.width
+        - fixed
+        - (_GAP - 1 + sum(1 + kind.cells(panel.letters) for kind in MEMORY_KINDS) if numbers else 0),
+    )
+    past = max(_LEAST_SPARK, min(2 * _LEAST_SPARK + 4, room * 2 // 5))
+    lines = [_head(panel, past, room - past, held)] if numbers else []
+    for at, (device, reading) in enumerate(zip(panel.devices, readings, strict=True)):
+        lines.append(
+            Content.assemble(
+                (f"{reading_name(device):<{panel.names}} ", "bold $foreground"),
+                panel.utilisation(at, past),
+                (f" {text.percent(device.utilisation):>4}", "bold $foreground"),
+                " " * _GAP,
+                panel.bar(device, room - past),
+                (f" {_held(device):>{held}}", "bold $foreground"),
+                (" GiB", "$muted"),
+                _numbers(device, panel.letters) if numbers else "",
+                " " * (_GAP + beside - reading.cell_length) if beside else "",
+                reading,
+            )
+        )
+    return lines
+
+
+def other_processes(devices: Sequence[DeviceReading], width: int) -> list[Content]:
+    """One row with the programs that hold the memory called others, where the driver tells; the largest first."""
+    found = [
+        (process.used_bytes, _stranger(reading_name(device), process))
+        for device in devices
+        for process in device.others
+    ]
+    if not found:
+        return []
+    named = Content(", ").join(line for _, line in sorted(found, key=lambda one: -one[0]))
+    return [Content.assemble(("others: ", "$muted"), named).truncate(width, ellipsis=True)]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _detail(panel: Panel, at: int, label: int) -> list[Content]:
+    device, width = panel.devices[at], panel.width
+    readings = Content("   ").join(_readings(device))
+    name = text.clip(device.name, width - label - readings.cell_length - 1)
+    title = Content.assemble((f"{reading_name(device):<{label}}", "bold $foreground"), (name, "$muted"))
+    held = f"{_held(device)} GiB"
+    past = max(_LEAST_SPARK, (width - _LABEL - len(held) - 2) // 3) if panel.history else 0
+    room = max(_LEAST_SPARK, width - _LABEL - len(held) - 1 - (past + 1 if past else 0))
+    gap = " " if past else ""
+    return [
+        Content.assemble(title, " " * max(1, width - title.cell_length - readings.cell_length), readings),
+        Content.assemble(
+            (f"{'use':<{_LABEL}}", "$muted"),
+            meter(device.utilisation, room, "$gpu-use"),
+            gap,
+            panel.utilisation(at, past),
+            (f" {text.percent(device.utilisation):>{len(held)}}", "bold $foreground"),
+        ),
+        Content.assemble(
+            (f"{'memory':<{_LABEL}}", "$muted"),
+            panel.bar(device, room),
+            gap,
+            panel.memory(at, past),
+            (f" {held}", "bold $foreground"),
+        ),
+    ]
+
+
+def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
+    held = _held(device)
+    fixed = panel.names + 1 + len(" 100%  ") + len(f" {held} GiB")
+    found = _readings(device, brief=True)
+    while found and fixed + sum(reading.cell_length + 2 for reading in found) + _LEAST_BARS > width:
+        found.pop()
+    readings = Content(" ").join(found)
+    room = max(8, width - fixed - (readings.cell_length + 2 if readings else 0))
+    level = max(3, room // 3)
+    return Content.assemble(
+        (f"{reading_name(device):<{panel.names}} ", "bold $foreground"),
+        meter(device.utilisation, level, "$gpu-use"),
+        (f" {text.percent(device.utilisation):>4}  ", "bold $foreground"),
+        panel.bar(device, room - level),
+        (f" {held}", "bold $foreground"),
+        (" GiB", "$muted"),
+        "  " if readings else "",
+        readings,
+    )
+
+
+def _head(panel: Panel, past: int, bar: int, held: int) -> Content:
+    before = panel.names + 1
+    title = f"{'':<{before}}{'busy, 2 min':<{past + len(' 100%') + _GAP}}{'memory':<{bar + 1 + held + len(' GiB')}}"
+    letters = panel.letters
+    kinds = [Content.assemble((kind.sign(letters, ""), kind.style), (kind.label, "$muted")) for kind in MEMORY_KINDS]
+    placed = [
+        one.pad_left(1 + kind.cells(letters) - one.cell_length) for kind, one in zip(MEMORY_KINDS, kinds, strict=True)
+    ]
+    return Content.assemble((title, "$muted"), " " * (_GAP - 1), *placed)
+
+
+def _numbers(device: DeviceReading, letters: bool) -> Content:
+    cells = [f" {text.gib(kind.size(device)):>{kind.cells(letters)}}" for kind in MEMORY_KINDS]
+    return Content(" " * (_GAP - 1) + "".join(cells))
+
+
+def _held(device: DeviceReading) -> str:
+    """ " 4.1/24.0", as wide as it can become."""
+    total = text.gib(device.total_bytes)
+    return f"{text.gib(device.total_bytes - device.free_bytes)}/{total}".rjust(2 * len(total) + 1)
+
+
+def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
+    found: list[Content] = []
+    if device.temperature_c is not None:
+        hot = device.temperature_c >= HOT_C
+        found.append(Content.styled(f"{device.temperature_c:.0f}°C{' hot' if hot else ''}", "$gpu-hot" if hot else ""))
+    if device.power_w is not None:
+        limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
+        found.append(Content(f"{device.power_w:.0f}{limit} W"))
+    return found
+
+
+def _stranger(device: str, process: ProcessMemory) -> Content:
+    name = process.name.rpartition("/")[2] or "process"
+    held = f" {text.size(process.used_bytes)}" if process.used_bytes else ""
+    return Content.assemble(f"{text.clip(name, 20)} ({process.pid})", (f"{held} on {device}", "$muted"))
+
+
+FEW = 2
+_DETAILED_WIDTH = 56
+_PAIRED_WIDTH = 72
+_TABLE_WIDTH = 90
+_NUMBERS_WIDTH = 108
+
+
+class DevicesPanel(Widget):
+    """Four rows for each of up to two cards where there is room, else one or half a row each."""
+
+    DEFAULT_CSS = """
+    DevicesPanel { height: auto; width: 1fr; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "Devices"
+        self._devices: tuple[DeviceReading, ...] = ()
+        self._history: tuple[Second, ...] = ()
+        self._shown: list[Content] = []
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw anew, where anything changed."""
+        devices, newest = snapshot.devices, snapshot.history[-1:]
+        if devices == self._devices and newest == self._history[-1:]:
+            return
+        self._devices, self._history = devices, snapshot.history
+        set_title(self, self._heading())
+        before, self._shown = self._shown, self._lines(self.size.width)
+        refresh_rows(self, before, self._shown)
+
+    def fit(self) -> None:
+        """The screen has another size: so may the form have."""
+        set_title(self, self._heading())
+        self._shown = self._lines(self.size.width)
+        self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """As many rows as there are lines."""
+        return max(1, len(self._lines(width)))
+
+    def render(self) -> Content:
+        """All lines."""
+        return Content("\n").join(self._lines(self.size.width))
+
+    def _heading(self) -> Content:
+        """What the colours mean, too, where no line says it."""
+        name = Content(title(self._devices))
+        if not self._is_headed(self.size.width):
+            return name
+        return fitted(self.app, Content.assemble(name, "  ", legend(self.size.width, letters=is_lettered(self.app))))
+
+    def _is_headed(self, width: int) -> bool:
+        if width >= _TABLE_WIDTH:
+            return is_many(self._devices) and not self._has_numbers(width)
+        return is_many(self._devices) and width >= _PAIRED_WIDTH and self.screen.has_class("-short")
+
+    def _has_numbers(self, width: int) -> bool:
+        return width >= _NUMBERS_WIDTH and not self.screen.has_class("-short")
+
+    def _lines(self, width: int) -> list[Content]:
+        short = self.screen.has_class("-short")
+        panel = Panel(self._devices, width, self._history, is_ascii(self.app), is_lettered(self.app))
+        lines = self._form(panel, short=short)
+        if not short:
+            lines += other_processes(self._devices, width)
+        return [fitted(self.app, line) for line in lines]
+
+    def _form(self, panel: Panel, *, short: bool) -> list[Content]:
+        width = panel.width
+        if not is_many(panel.devices):
+            if self.screen.has_class("-tall") and width >= _DETAILED_WIDTH:
+                return detailed(panel)
+            return brief(panel, numbers=not short)
+        if width >= _TABLE_WIDTH:
+            return table(panel, numbers=self._has_numbers(width))
+        return paired(panel) if short and width >= _PAIRED_WIDTH else brief(panel)
+
+
+def is_many(devices: Sequence[DeviceReading]) -> bool:
+    """Whether there are more cards than can have several rows each."""
+    return sum(device.kind != "cpu" for device in devices) > FEW
+
+
+def title(devices: Sequence[DeviceReading]) -> str:
+    """The frame's: that devices are simulated stands there in every form."""
+    cards = [device for device in devices if device.kind != "cpu"]
+    simulated = sum(device.kind == "simulated" for device in cards)
+    if not simulated:
+        return "Devices"
+    return "Devices (simulated)" if simulated == len(cards) else f"Devices ({simulated} of {len(cards)} simulated)"

@@ -1,0 +1,143 @@
+"""Workers: one row for each copy of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.message import Message
+
+from console import text
+from console.link.status import LinkStatus
+from console.text import devices_name
+from console.tui.load_pace import LoadPaces, Pace
+from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.states import worker_state
+from console.tui.widgets.table import Cell, Column, Row, Table, cell
+from console.tui.widgets.worker_text import failure_text, num_slots, time_left
+from engine.snapshot import Snapshot, WorkerReading
+
+_MODEL_CELLS = 8
+_OTHER_CELLS = 40
+
+
+class WorkersPanel(Vertical):
+    """The worker table; says what to do where there is none."""
+
+    DEFAULT_CSS = """
+    WorkersPanel { height: 1fr; width: 1fr; }
+    """
+
+    @dataclass
+    class Opened(Message):
+        """A worker is to be looked at."""
+
+        worker: str
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "Workers"
+        self._paces = LoadPaces()
+
+    def compose(self) -> ComposeResult:
+        """The table alone."""
+        yield Table(columns(()), id="worker-table")
+
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self.query_one(Table)
+
+    def show(self, snapshot: Snapshot, standing: LinkStatus) -> None:
+        """The workers now, with their models where these are several."""
+        workers, several, medium = snapshot.workers, len(snapshot.models) > 1, self.screen.has_class("-medium")
+        loads = {worker.id: worker.progress for worker in workers if worker.progress is not None}
+        paces = self._paces.observe(snapshot.at, loads)
+        rows = [
+            worker_row(
+                worker, brief=medium and (several or worker.id in paces), model=several, pace=paces.get(worker.id)
+            )
+            for worker in workers
+        ]
+        shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
+        self.table.show(rows, empty=_empty(snapshot, standing), columns=shown)
+        ready = sum(worker.state == "ready" for worker in workers)
+        wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
+        set_subtitle(self, f"{ready} of {wanted} ready" if workers else "")
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Enter, or two clicks."""
+        event.stop()
+        self.post_message(self.Opened(event.key))
+
+
+def columns(workers: tuple[WorkerReading, ...], *, room: int | None = None) -> tuple[Column, ...]:
+    """Wide enough for the names of where `workers` are. room: cells that there are for the names of their models, None
+    where these are not shown."""
+    device = max((len(devices_name(worker.devices)) for worker in workers), default=0)
+    return (
+        Column("id", max((len(worker.id) for worker in workers), default=2)),
+        Column("device", min(15, max(6, device))),
+        *((_model_column(workers, room),) if room is not None else ()),
+        Column("state", 9, grow=60),
+        Column("active", 6, "right"),
+        Column("tok/s", 5, "right"),
+        Column("KV", 4, "right", drop=1),
+    )
+
+
+def _model_column(workers: tuple[WorkerReading, ...], room: int) -> Column:
+    longest = max((len(worker.model) for worker in workers), default=0)
+    return Column("model", max(_MODEL_CELLS, min(longest, room)), grow=16)
+
+
+def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False, pace: Pace | None = None) -> Row:
+    """One worker's cells; the state of one that does not serve takes the room of the numbers that it has not.
+
+    brief: a load in per cent instead of phase and bytes.  pace: of its load, where that can be told.
+    """
+    pages = worker.stats.pages_total
+    usage = 1 - worker.stats.pages_free / pages if pages else None
+    cells: tuple[Cell, ...] = (
+        cell(worker.id, "bold"),
+        cell(devices_name(worker.devices)),
+        *((cell(worker.model or "–", "$muted"),) if model else ()),
+        _state(worker, brief, pace),
+    )
+    if worker.state in ("ready", "draining"):
+        cells += (
+            cell(f"{worker.active}/{num_slots(worker)}"),
+            cell(text.rate(worker.tokens_per_s), "bold"),
+            cell(text.percent(usage)),
+        )
+    return Row(worker.id, cells)
+
+
+def _state(worker: WorkerReading, brief: bool, pace: Pace | None) -> Cell:
+    """Glyph and word, what there is to say about it, and how often it was restarted."""
+    state = worker_state(worker)
+    pieces = [(f"{state.glyph} {state.word}", state.style)]
+    if worker.state == "loading" and worker.progress is not None:
+        known = worker.progress.total > 0
+        done = text.percent(text.fraction(worker.progress)) if brief and known else text.progress(worker.progress)
+        pieces.append((f" {done}{time_left(pace)}", state.style))
+    if said := failure_text(worker):
+        pieces.append((said, "$foreground"))
+    if worker.restarts:
+        pieces.append((f" ↻{worker.restarts}", "$worker-failed"))
+    return tuple(pieces)
+
+
+def _empty(snapshot: Snapshot, standing: LinkStatus) -> str:
+    status = snapshot.status
+    if status.state == "failed" and status.error is not None:
+        choose = "" if standing.read_only else " Press 2 to choose another model."
+        return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}.{choose}"
+    if status.state == "loading":
+        return "Starting …"
+    if status.state == "idle":
+        return "Unloaded while nobody asks; the next request loads the model again."
+    if standing.reach == "starting":
+        return "Starting …"
+    return "No model loaded." if standing.read_only else "No model loaded. Press 2 to choose one."

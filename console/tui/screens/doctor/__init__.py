@@ -1,0 +1,1 @@
+"""The Doctor page: what this machine has and lacks."""

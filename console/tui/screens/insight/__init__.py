@@ -1,0 +1,1 @@
+"""The Insight page: latency breakdown, tokens, device utilisation and energy."""

@@ -1,0 +1,120 @@
+"""Insight: where time, tokens and energy go, over a session that the operator can begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from console.tui.screens.base import ConsolePage
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.insight import text as words
+from console.tui.screens.insight.text import Room
+from console.tui.widgets.footer import KeyRow
+from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
+from engine.snapshot import Snapshot
+
+# InsightPanel: a titled panel as high as what it says.
+
+_LEAST_CELLS = 30
+
+
+class InsightPanel(Static):
+    """words: the lines for a snapshot, in the room that there is."""
+
+    DEFAULT_CSS = """
+    InsightPanel { height: auto; width: 1fr; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, title: str, words: Callable[[Snapshot, Room], Iterable[Content]], *, id: str) -> None:
+        super().__init__(id=id, classes="panel", markup=False)
+        self.border_title = title
+        self._words = words
+        self._snapshot: Snapshot | None = None
+        self._said = Content("")
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Say it anew, where anything changed."""
+        self._snapshot = snapshot
+        room = Room(max(_LEAST_CELLS, self.content_size.width), is_ascii(self.app), is_lettered(self.app))
+        said = fitted(self.app, Content("\n").join(self._words(snapshot, room)))
+        if not said.is_same(self._said):
+            higher = said.plain.count("\n") != self._said.plain.count("\n")
+            self._said = said
+            self.update(said, layout=higher)
+
+    def on_resize(self) -> None:
+        """Charts are drawn to the width."""
+        if self._snapshot is not None:
+            self.show(self._snapshot)
+
+
+class InsightScreen(ConsolePage[None]):
+    """Two columns where it is wide, one that scrolls where it is not."""
+
+    AUTO_FOCUS = "#insight-page"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r", "reset", "Count anew", id="insight.reset", tooltip="Count the numbers of the session anew"),
+        Binding(
+            "l",
+            "measure",
+            "Measure the processor",
+            id="insight.measure",
+            tooltip="Find out what this machine's processor can at most: takes all cores for some seconds",
+        ),
+        Binding("escape,n,q", "dismiss", "Close", id="insight.close", tooltip="Close insight", key_display="esc"),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """Left: time and how requests ended. Right: lengths and what the devices did."""
+        with VerticalScroll(id="insight-page") as page:
+            page.border_title = "Insight"
+            with Horizontal(id="insight-columns"):
+                with Vertical(classes="column"):
+                    yield InsightPanel("Session", words.session, id="insight-session")
+                    yield InsightPanel("Where time goes", words.time_spent, id="insight-time")
+                    yield InsightPanel("Goodput", words.goodput, id="insight-goodput")
+                    yield InsightPanel("How requests ended", words.endings, id="insight-endings")
+                    yield InsightPanel("Energy", words.power, id="insight-energy")
+                with Vertical(classes="column"):
+                    yield InsightPanel("Prompts, in tokens", words.prompts, id="insight-prompts")
+                    yield InsightPanel("Answers, in tokens", words.answers, id="insight-answers")
+                    yield InsightPanel("Context", words.context, id="insight-context")
+                    yield InsightPanel("Guesses that held, by position", words.drafts, id="insight-drafts")
+                    yield InsightPanel("Work of the devices", words.work, id="insight-work")
+        yield KeyRow()
+
+    def on_mount(self) -> None:
+        """Never empty."""
+        self.refresh_view()
+
+    def refresh_view(self) -> None:
+        """Show the latest snapshot."""
+        snapshot = self.console.snapshot()
+        self.query_one("#insight-drafts").display = bool(snapshot.insight.drafts)
+        with self.app.batch_update():
+            for panel in self.query(InsightPanel):
+                panel.show(snapshot)
+
+    def action_reset(self) -> None:
+        """Ask, then count anew."""
+        question = ConfirmScreen(
+            "Count the session anew?",
+            "What this page says of it is forgotten. Totals, graphs and the energy of today stay.",
+            yes="Count anew",
+            no="Go on",
+        )
+        self.app.push_screen(question, lambda sure: self._reset() if sure else None)
+
+    def _reset(self) -> None:
+        self.console.perform(self.console.link.insight.reset(), done="The session is counted anew")
+
+    def action_measure(self) -> None:
+        """Have the processor measured."""
+        self.notify("Measuring what the processor can takes some seconds.", markup=False)
+        self.console.perform(self.console.link.insight.measure(), done="The processor was measured")

@@ -1,0 +1,244 @@
+"""Logs: what the engine, its workers and the API said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widgets import Input, Static
+
+from console import text
+from console.link.protocol import ApiStatus
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.logs.log_lines import LEVEL_NAMES, LEVELS, LogLines, line_text
+from console.tui.screens.logs.view import LogView
+from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.table import Column, Row, Table, cell
+from engine.snapshot import Snapshot
+from engine.system.files import private_opener
+
+# The parts of the program that said something, with how many lines each has; one of them, or all, is chosen.
+
+ALL = "all"
+_COLUMNS = (Column("from", 8, grow=8), Column("lines", 6, "right"))
+
+
+class LogSources(Vertical):
+    """The list. The row under its cursor is the source that is shown."""
+
+    DEFAULT_CSS = """
+    LogSources { width: 24; height: 1fr; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="sources", classes="panel")
+        self.border_title = "Sources"
+        self._table = Table(_COLUMNS, id="source-table")
+        self._shown: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """The table alone."""
+        yield self._table
+
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self._table
+
+    def show(self, counts: Sequence[tuple[str, int]], chosen: str) -> None:
+        """Each source's lines; `chosen` is "" for all."""
+        if (shown := (tuple(counts), chosen)) != self._shown:
+            self._shown = shown
+            total = sum(count for _, count in counts)
+            named = [(ALL, total), *counts]
+            self._table.show([_row(name, count, name == (chosen or ALL)) for name, count in named])
+
+
+def _row(name: str, count: int, chosen: bool) -> Row:
+    mark, style = ("▸ ", "bold $primary") if chosen else ("  ", "")
+    return Row(name, (cell(f"{mark}{name}", style), cell(f"{count:,}", style or "$muted")))
+
+
+class LogsScreen(ConsoleScreen):
+    """The log, filtered by level, by source and by a word."""
+
+    MODE = "logs"
+    AUTO_FOCUS = "LogView"
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "find", "Find", id="logs.filter", tooltip="Show only lines with a word", key_display="/"),
+        Binding("v", "level", "Level", id="logs.level", tooltip="Show fewer levels, then all again"),
+        Binding("s", "sources", "Source", id="logs.source", tooltip="Show only what one part of the program said"),
+        Binding("f,G,end", "follow", "Follow", id="logs.bottom", tooltip="Go to the newest line and follow it"),
+        Binding("c", "copy", "Copy", id="logs.copy", tooltip="Copy the chosen line, or else the newest one"),
+        Binding("e", "export", "Export", id="logs.export", tooltip="Save the lines that are shown to a file"),
+        Binding("g,home", "top", "Top", id="logs.top", tooltip="Go to the oldest line", show=False),
+        Binding("escape", "leave", "Leave", id="logs.leave", tooltip="Show all lines again", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = 0
+        self._said = Content("")
+
+    def compose_body(self) -> ComposeResult:
+        """Sources beside the lines; under them the word and what is shown."""
+        with Horizontal(id="log-body"):
+            yield LogSources()
+            yield LogView()
+        with Horizontal(id="log-foot"):
+            yield Input(placeholder="/ then a word", id="word", compact=True)
+            yield Static(id="log-state", markup=False)
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """What came since the last look."""
+        if snapshot.log_total == self._seen:
+            return
+        before, (self._seen, entries) = self._seen, self.link.logs(self._seen)
+        if self._seen < before:  # a recording that was wound back
+            self._view.clear()
+            self._seen, entries = self.link.logs(0)
+        if entries or self._seen < before:
+            self._view.add(entries)
+            self._say()
+
+    @property
+    def _view(self) -> LogView:
+        return self.query_one(LogView)
+
+    def _say(self) -> None:
+        """What is shown of what there is, and whether it is followed."""
+        view = self._view
+        self.query_one(LogSources).show(view.lines.sources(), view.lines.wanted.source)
+        said = state_line(view.lines, follows=view.follows, unseen=view.unseen)
+        if not said.is_same(self._said):
+            self._said = said
+            self.query_one("#log-state", Static).update(fitted(self.app, said))
+
+    def _filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
+        self._view.filter(level=level, source=source, word=word)
+        self._say()
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def on_log_view_changed(self) -> None:
+        """It follows, or holds still."""
+        self._say()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter as it is typed."""
+        self._filter(word=event.value)
+
+    def on_input_submitted(self) -> None:
+        """Back to the lines, filter kept."""
+        self._view.focus()
+
+    def on_table_moved(self, event: Table.Moved) -> None:
+        """The source under the cursor."""
+        self._filter(source="" if event.key == ALL else event.key)
+
+    def on_table_chosen(self) -> None:
+        """Back to the lines, source kept."""
+        self._close_sources()
+
+    def action_find(self) -> None:
+        """Type a word."""
+        self.query_one("#word", Input).focus()
+
+    def action_sources(self) -> None:
+        """To the sources, and back."""
+        table = self.query_one(LogSources).table
+        if table.has_focus:
+            self._close_sources()
+            return
+        self.query_one(LogSources).add_class("-open")
+        table.focus()
+
+    def _close_sources(self) -> None:
+        self._view.focus()
+        self.query_one(LogSources).remove_class("-open")
+
+    def action_leave(self) -> None:
+        """All lines again."""
+        self.query_one("#word", Input).value = ""
+        table = self.query_one(LogSources).table
+        if table.cursor_key is not None:
+            table.move_to(0)
+        self._filter(level=LEVELS[0], source="", word="")
+        self._close_sources()
+
+    def action_level(self) -> None:
+        """The next higher level that leaves lines out, then all."""
+        lines = self._view.lines
+        levels = [LEVELS[0], *(level for level in LEVELS[1:] if lines.has_below(level) or level == lines.wanted.level)]
+        self._filter(level=levels[(levels.index(lines.wanted.level) + 1) % len(levels)])
+
+    def action_top(self) -> None:
+        """Oldest."""
+        self._view.scroll_home(animate=False)
+
+    def action_follow(self) -> None:
+        """Newest."""
+        self._view.follow()
+        self._view.focus()
+
+    def action_copy(self) -> None:
+        """The chosen line, whole."""
+        shown = self._view.lines.shown
+        line = self._view.chosen or (shown[-1] if shown else None)
+        if line is None:
+            self.notify("There is no line to copy.", severity="warning")
+            return
+        self.app.copy_to_clipboard(line_text(line))
+        self.notify("Copied the chosen line" if self._view.chosen is not None else "Copied the newest line")
+
+    def action_export(self) -> None:
+        """What is shown, into a file where the console was started."""
+        lines = self._view.lines
+        if lines.shown:
+            self.run_worker(self._export(lines.as_text(), len(lines.shown)), group="export", exit_on_error=False)
+        else:
+            self.notify("There is no line to save.", severity="warning")
+
+    async def _export(self, lines: Iterator[str], count: int) -> None:
+        try:
+            path = await asyncio.to_thread(save, lines, Path.cwd())
+        except OSError as error:
+            self.notify(f"The lines cannot be saved: {error.strerror}", severity="error", markup=False)
+        else:
+            self.notify(f"Saved {text.plural(count, 'line')} to {path}", markup=False, timeout=8)
+
+
+def save(lines: Iterable[str], folder: Path) -> Path:
+    """Write lines to a new file in `folder`; raises OSError. Blocking."""
+    stem = time.strftime("ericllm-log-%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        path = folder / (f"{stem}.txt" if number == 1 else f"{stem}-{number}.txt")
+        try:
+            with open(path, "x", encoding="utf-8", errors="replace", opener=private_opener) as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(17, f"{stem}.txt and 998 more of that name exist already")
+
+
+def state_line(lines: LogLines, *, follows: bool, unseen: int) -> Content:
+    """ "● following   120 of 5,000 lines, warn and above"."""
+    wanted = lines.wanted
+    if follows:
+        state = Content.styled("● following", "$success")
+    else:
+        news = f", {unseen:,} new" if unseen else ""
+        state = Content.styled(f"■ paused{news}, f follows", "bold $warning")
+    shown = f"{len(lines.shown):,} of " if not wanted.everything else ""
+    level = f", {LEVEL_NAMES[wanted.level]} and above" if wanted.level > LEVELS[0] else ""
+    source = f", {wanted.source}" if wanted.source else ""
+    return Content.assemble(state, "  ", (f"{shown}{len(lines):,} lines{source}{level}", "$muted"))

@@ -1,0 +1,89 @@
+"""The LoRA adapters of one model: which are attached where, and attaching and detaching them while it serves."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.widgets import Input
+
+from console import text
+from console.tui.screens.base import ConsolePage
+from console.tui.widgets.panel import set_title
+from console.tui.widgets.table import Column, Row, Table, cell
+from engine.snapshot import AdapterReading, ModelReading
+
+_COLUMNS = (Column("adapter", 12, grow=20), Column("state", 20, grow=60), Column("size", 9, "right"))
+_NONE = "No adapters yet. Type the folder of one below; requests then name it as their model."
+
+
+class AdaptersScreen(ConsolePage[None]):
+    """model: the key of the model in view."""
+
+    AUTO_FOCUS = "Input"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("x,delete", "detach", "Detach", id="adapters.detach", tooltip="Detach the selected adapter"),
+        Binding("escape", "dismiss", "Close", id="adapters.close", tooltip="Close the adapters", show=False),
+    ]
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
+
+    def compose(self) -> ComposeResult:
+        """The adapters above a box for one more."""
+        with Vertical(classes="dialog adapters") as page:
+            page.border_subtitle = "tab to the list, x detaches, esc closes"
+            yield Table(_COLUMNS, empty=_NONE, id="adapter-table")
+            yield Input(placeholder="A folder, or name=folder. Enter attaches it.", id="adapter", compact=True)
+
+    def on_mount(self) -> None:
+        """Never empty."""
+        self.refresh_view()
+
+    @property
+    def reading(self) -> ModelReading | None:
+        """The model now; None once it is gone."""
+        return next((model for model in self.console.link.snapshot().models if model.key == self._model), None)
+
+    def refresh_view(self) -> None:
+        """Show the adapters as they are now."""
+        model = self.reading
+        if model is None:
+            self.dismiss()
+            return
+        set_title(self.query_one(".adapters"), f"Adapters of {model.name}")
+        self.query_one(Table).show([_row(adapter, model) for adapter in model.adapters])
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Attach what was typed."""
+        event.stop()
+        name, named, folder = event.value.strip().partition("=")
+        if not named:
+            name, folder = PurePath(name).name, name
+        if name and folder and (model := self.reading) is not None:
+            event.input.value = ""
+            command = self.console.link.attach(name.strip(), folder.strip(), model.name)
+            self.console.perform(command, done=f"{name.strip()} is attached")
+
+    def action_detach(self) -> None:
+        """Let go of the adapter under the cursor."""
+        chosen, model = self.query_one(Table).cursor_key, self.reading
+        if chosen is None or model is None:
+            self.notify("Choose an adapter with the arrow keys first.", severity="warning")
+            return
+        self.console.perform(self.console.link.detach(chosen, model.name), done=f"{chosen} is detached")
+
+
+def _row(adapter: AdapterReading, model: ModelReading) -> Row:
+    if adapter.error is not None:
+        state = cell(f"✖ {adapter.error.message}", "$error")
+    else:
+        whole = adapter.workers >= model.target_workers
+        mark, style = ("✓", "$success") if whole else ("◔", "$worker-loading")
+        state = cell(f"{mark} on {adapter.workers} of {text.plural(model.target_workers, 'worker')}", style)
+    size = text.size(adapter.size_bytes) if adapter.size_bytes else "–"
+    return Row(adapter.name, (cell(adapter.name, "bold"), state, cell(size, "$muted")))

@@ -1,0 +1,172 @@
+"""The form of what a load sets of its own: one line for each value, changed by keys, by typing and by clicks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Static
+
+from console import text
+from console.tui.screens.models.load_form import Field, LoadForm
+from console.tui.widgets.clickable import clickable
+from console.tui.widgets.glyphs import fitted
+
+_TITLE, _VALUE = 12, 9
+
+
+class LoadFormView(Static, can_focus=True):
+    """Up and down choose a value, left and right step it, digits set it, backspace leaves it to the program."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "row(-1)", "Up", id="load.up", tooltip="Go to the value above", show=False, system=True),
+        Binding("down,j", "row(1)", "Down", id="load.down", tooltip="Go to the value below", show=False, system=True),
+        Binding("left,h,minus", "step(-1)", "Less", id="load.less", tooltip="Make the value smaller"),
+        Binding("right,l,plus", "step(1)", "More", id="load.more", tooltip="Make the value larger"),
+        Binding(
+            "equals_sign",
+            "step(1)",
+            "More",
+            id="load.more.unshifted",
+            tooltip="Make the value larger",
+            key_display="+",
+            show=False,
+        ),
+        Binding(
+            "backspace,delete",
+            "clear",
+            "As set",
+            id="load.clear",
+            tooltip="Leave the value to the program's knobs and settings",
+        ),
+        *(
+            Binding(
+                str(digit),
+                f"digit({digit})",
+                str(digit),
+                id=f"load.digit.{digit}",
+                tooltip="Type the value",
+                key_display="0–9",
+                show=False,
+                system=True,
+            )
+            for digit in range(10)
+        ),
+        Binding("enter", "screen.load_model(False)", "Load", id="models.load", tooltip="Load the model with these"),
+        Binding(
+            "b", "screen.load_model(True)", "Beside", id="models.beside", tooltip="Load it with these beside the others"
+        ),
+    ]
+    DEFAULT_CSS = """
+    LoadFormView {
+        height: auto;
+        link-style: none; link-color: $primary; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
+    """
+
+    @dataclass
+    class Changed(Message):
+        """A value was changed."""
+
+        form: LoadForm
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False)
+        self._form: LoadForm | None = None
+        self._row = 0
+        self._digits = ""
+
+    @property
+    def form(self) -> LoadForm | None:
+        """What it shows."""
+        return self._form
+
+    def show(self, form: LoadForm) -> None:
+        """Draw it; of the same model, staying on the line that was chosen and at a number that is being typed."""
+        if self._form is None or form.entry != self._form.entry:
+            self._digits, self._row = "", 0
+        self._form = form
+        self._row = min(self._row, len(form.fields) - 1)
+        self._draw()
+
+    def on_focus(self) -> None:
+        """Show which line the keys are for."""
+        self._draw()
+
+    def on_blur(self) -> None:
+        """Keys go elsewhere."""
+        self._digits = ""
+        self._draw()
+
+    def action_digit(self, digit: int) -> None:
+        """Digits set a number, one after the other."""
+        if self._form is not None:
+            self._digits = f"{self._digits}{digit}"[-8:]
+            self._change(self._form.typed(self._field(self._form).name, int(self._digits)))
+
+    def action_row(self, by: int) -> None:
+        """Another value."""
+        if self._form is not None:
+            self._digits = ""
+            self._row = min(max(0, self._row + by), len(self._form.fields) - 1)
+            self._draw()
+
+    def action_step(self, by: int) -> None:
+        """The next value."""
+        if self._form is not None:
+            self._digits = ""
+            self._change(self._form.stepped(self._field(self._form).name, by))
+
+    def action_step_row(self, row: int, by: int) -> None:
+        """The next value of a line that was clicked."""
+        self.focus()
+        self._row = row
+        self.action_step(by)
+
+    def action_clear(self) -> None:
+        """One digit less; without any, no value of its own."""
+        form = self._form
+        if form is None:
+            return
+        self._digits = self._digits[:-1]
+        name = self._field(form).name
+        self._change(form.typed(name, int(self._digits)) if self._digits else form.cleared(name))
+
+    def _field(self, form: LoadForm) -> Field:
+        return form.fields[self._row]
+
+    def _change(self, form: LoadForm) -> None:
+        if form != self._form:
+            self._form = form
+            self.post_message(self.Changed(form))
+        self._draw()
+
+    def _draw(self) -> None:
+        form = self._form
+        if form is None:
+            return
+        lines = [
+            _line(form, field, row, chosen=self.has_focus and row == self._row) for row, field in enumerate(form.fields)
+        ]
+        self.update(fitted(self.app, Content("\n").join(lines)))
+
+
+def _line(form: LoadForm, field: Field, row: int, *, chosen: bool) -> Content:
+    value = form.value(field.name)
+    said = f"{value:,}" if isinstance(value, int) else text.dtype(value)
+    style = "bold $foreground" if form.is_own(field.name) else "$foreground"
+    out_of_range = form.out_of_range(field.name)
+    return Content.assemble(
+        ("▸ " if chosen else "  ", "$primary"),
+        (f"{field.title:<{_TITLE}}", "bold $primary" if chosen else "$muted"),
+        clickable(" − ", f"step_row({row}, -1)", "bold $primary"),
+        (f"{said or '–':>{_VALUE}}", "bold $error" if out_of_range else style),
+        clickable(" + ", f"step_row({row}, 1)", "bold $primary"),
+        (f"  {out_of_range}", "$error")
+        if out_of_range
+        else (f"  {form.origin(field.name)}", "$primary" if form.is_own(field.name) else "$muted"),
+    )

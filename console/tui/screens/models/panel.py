@@ -1,0 +1,407 @@
+"""The selected model: what it is, the form of its load, and what that would take, priced anew when a value rests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+
+from textual import work
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Static
+
+from console import text
+from console.link.protocol import NOTHING, LoadSettings, ModelsLink
+from console.text import device_name, places_name
+from console.tui.in_view import default_model
+from console.tui.screens.models.form import LoadFormView
+from console.tui.screens.models.load_form import LoadForm
+from console.tui.screens.models.table import family, parameters, quantization
+from console.tui.widgets.clickable import clickable
+from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.plot import BarSegment, stack
+from engine.errors import EngineError
+from engine.models.catalog import HUB_CACHE, ModelEntry
+from engine.placement.estimate import DeviceEstimate, Estimate
+from engine.snapshot import ModelReading, ModelStatus, Snapshot
+
+# The fit preview: whether a model would fit, and what it would take of each device, one line for each.
+
+_COLUMNS = (
+    ("weights", "weights_bytes"),
+    ("KV", "kv_bytes"),
+    ("work", "working_bytes"),
+    ("in use", "others_bytes"),
+    ("free", "free_bytes"),
+)
+_CELLS = 8
+_LEAST_BAR, _MOST_BAR = 8, 30
+_MIB = 2**20
+_LACKING = 14
+_PARTS = (
+    ("weights_bytes", "$gpu-weights", "w"),
+    ("kv_bytes", "$gpu-kv", "k"),
+    ("working_bytes", "$gpu-work", "o"),
+    ("others_bytes", "$gpu-others", "x"),
+    ("headroom_bytes", "$gpu-free", "."),
+    ("free_bytes", "$gpu-free", "."),
+)
+
+
+def verdict(found: Estimate) -> Content:
+    """The sentence, with its glyph and colour."""
+    glyph, style = ("✓", "$success") if found.can_load else ("✖", "$error")
+    return Content.styled(f"{glyph} {found.verdict}", style)
+
+
+def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
+    """Verdict, devices, where each worker would go, and what the numbers rest on. width: devices have bars where it
+    leaves room."""
+    yield verdict(found)
+    yield from _table(found, width, ascii_only)
+    if found.placements:
+        places = places_name([share.device for share in each.shares] for each in found.placements)
+        yield Content.assemble(("workers  ", "$muted"), places)
+    if found.simulated:
+        yield Content.styled("The devices are simulated: workers compute on the CPU.", "$warning")
+    if found.warning:
+        yield Content.styled(found.warning, "$warning")
+    if found.learned.loads:
+        yield Content.styled(f"Corrected by {text.plural(found.learned.loads, 'earlier load')}.", "$muted")
+
+
+def _table(found: Estimate, width: int, ascii_only: bool) -> Iterator[Content]:
+    """Devices that would hold something or lack it, in one unit; what lacks is in MiB, in place of what is free."""
+    rows = [device for device in found.devices if device.weights_bytes or device.short_bytes or len(found.devices) == 1]
+    if not rows:
+        return
+    names = max(5, *(len(device_label(device)) for device in rows))
+    last = _LACKING if any(device.short_bytes for device in rows) else _CELLS
+    unit = text.common_unit([device.weights_bytes + device.kv_bytes + device.working_bytes for device in rows])
+    *titles, free = [title for title, _ in _COLUMNS]
+    head = f"{unit:<{names}}" + "".join(f"{title:>{_CELLS}}" for title in titles) + f"{free:>{last}}"
+    room = min(_MOST_BAR, width - len(head) - 2)
+    yield Content.styled(head, "$muted")
+    for device in rows:
+        line = _device(device, names, last, unit)
+        if room >= _LEAST_BAR:
+            line = Content.assemble(line, "  ", _bar(device, room, ascii_only))
+        yield line
+
+
+def _bar(device: DeviceEstimate, width: int, ascii_only: bool) -> Content:
+    """The device by what would hold its memory; what lacks does not show, for it is full then."""
+    parts = [BarSegment(float(getattr(device, field)), style, letter) for field, style, letter in _PARTS]
+    return stack(parts, width, ascii_only=ascii_only)
+
+
+def missing_memory(device: DeviceEstimate) -> str:
+    """ "2,310 MiB", rounded up."""
+    return f"{-(-device.short_bytes // _MIB):,} MiB"
+
+
+def _device(device: DeviceEstimate, names: int, last: int, unit: str) -> Content:
+    *parts, (_, free) = _COLUMNS
+    numbers = "".join(f"{text.in_unit(getattr(device, field), unit):>{_CELLS}}" for _, field in parts)
+    if device.short_bytes:
+        left = Content.styled(f"{f'✖ −{missing_memory(device)}':>{last}}", "bold $error")
+    else:
+        left = Content.styled(f"{text.in_unit(getattr(device, free), unit):>{last}}", "$success")
+    return Content.assemble((f"{device_label(device):<{names}}", "bold $foreground"), numbers, left)
+
+
+def device_label(device: DeviceEstimate) -> str:
+    """Its name on the screen, with its node's where that is not this machine."""
+    local = device.id.rpartition("/")[2]
+    return device_name(f"{device.node}/{local}" if device.node else local)
+
+
+# What the selected model is; and what a load of it would take of each device.
+
+_LABEL_CELLS = 9
+
+Fit = Estimate | str | None
+"""What a load would take, why that cannot be told, or None while it is being found out."""
+
+
+class ModelDetails(Static):
+    """A few lines about one model."""
+
+    DEFAULT_CSS = """
+    ModelDetails { height: auto; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False)
+        self._entry: ModelEntry | None = None
+
+    def show(self, entry: ModelEntry) -> None:
+        """Describe it."""
+        self._entry = entry
+        self._draw()
+
+    def on_resize(self) -> None:
+        """Less is said where there is less room."""
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._entry is None:
+            return
+        lines = list(_about(self._entry))
+        if self.screen.has_class("-medium"):  # where the table above has room for the rest
+            lines = [Content.assemble(lines[0], ("  " + _folder(self._entry), "$muted"))]
+        self.update(fitted(self.app, Content("\n").join(lines)))
+
+
+class FitPreview(Static):
+    """Verdict and devices."""
+
+    DEFAULT_CSS = """
+    FitPreview { height: auto; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False)
+        self._shown: tuple[ModelEntry, Fit, bool] | None = None
+
+    def show(self, entry: ModelEntry, fit: Fit, *, stale: bool) -> None:
+        """stale: it was of other values, and is being found out anew."""
+        self._shown = entry, fit, stale
+        self._draw()
+
+    def on_resize(self) -> None:
+        """Bars take the room there is."""
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._shown is None:
+            return
+        entry, fit, stale = self._shown
+        lines = list(_fit(entry, fit, self.content_size.width, ascii_only=is_ascii(self.app)))
+        if stale and isinstance(fit, Estimate):
+            lines = [_WAITING, Content.styled(Content("\n").join(lines[1:]).plain, "$muted")]
+        self.update(fitted(self.app, Content("\n").join(lines)))
+
+
+_WAITING = Content.styled("◌ Finding out what it would take …", "$muted")
+
+
+def brief(entry: ModelEntry, fit: Fit) -> Content:
+    """The name, and whether it fits, for one line."""
+    name = Content.styled(f"{text.clip(entry.name, 24)}  ", "bold $primary")
+    if isinstance(fit, Estimate) and not entry.problem:
+        return name + verdict(fit)
+    return name + next(_fit(entry, fit))
+
+
+def _about(entry: ModelEntry) -> Iterator[Content]:
+    bits = entry.bits_per_weight
+    each = f", {bits:.2f} bits a weight" if bits is not None else ""
+    context = f"{entry.context_tokens:,} tokens" if entry.context_tokens else "not said"
+    rows = [("kind", f"{family(entry)}, {quantization(entry)}{each}")]
+    if entry.weights_bytes or not entry.problem:
+        rows.append(("size", f"{parameters(entry)} parameters, {text.size(entry.weights_bytes)} of weights"))
+    if entry.context_tokens or not entry.problem:
+        rows.append(("context", f"{context} · chat template: {entry.chat_template or 'none'}"))
+    rows.append(("folder", _folder(entry)))
+    yield Content.styled(entry.name, "bold $primary")
+    yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in rows)
+
+
+def _folder(entry: ModelEntry) -> str:
+    """Where it lies; of the hub cache no more than which commit it is of."""
+    if entry.origin == HUB_CACHE:
+        return f"{HUB_CACHE}, commit {entry.path.name[:8]}"
+    return str(entry.path) if entry.origin in str(entry.path) else f"{entry.path} ({entry.origin})"
+
+
+def _fit(entry: ModelEntry, fit: Fit, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
+    if entry.unfinished:
+        yield Content.styled(f"◔ Its download stopped with {text.size(entry.kept_bytes)}.", "$warning")
+    elif entry.problem:
+        yield Content.styled(f"✖ {entry.problem}", "$error")
+    elif fit is None:
+        yield _WAITING
+    elif isinstance(fit, str):
+        yield Content.styled(f"✖ {fit}", "$error")
+    else:
+        yield from fit_lines(fit, width, ascii_only=ascii_only)
+
+
+# What the engine holds of the models found, and what the keys would do with the selected one.
+
+
+def active_models(snapshot: Snapshot) -> list[ModelStatus]:
+    """The models that are there, or on their way."""
+    found = [model.status for model in snapshot.models] or [snapshot.status]
+    return [status for status in found if status.spec is not None and status.state not in ("unloaded", "failed")]
+
+
+def is_loaded_from(status: ModelStatus, entry: ModelEntry) -> bool:
+    """Whether it is the one of that folder."""
+    return status.spec is not None and status.spec.path == entry.path
+
+
+def num_live_requests(model: ModelReading | None, snapshot: Snapshot) -> int:
+    """Requests on a model, the only one where none is listed."""
+    counted = model if model is not None else snapshot
+    return counted.running + counted.queued
+
+
+def is_broken(entry: ModelEntry) -> bool:
+    """Whether it cannot be loaded, whatever is done here."""
+    return bool(entry.problem) and not entry.unfinished
+
+
+def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = False) -> Content:
+    """What the keys do with the selected model; each can be clicked. read_only: nothing is loaded from here."""
+    marks = (clickable("space marks", "screen.mark"), clickable("v compares", "screen.compare"))
+    if read_only or is_broken(entry):
+        return Content(", ").join(marks)
+    there = active_models(snapshot)
+    load = "Enter goes on with its download" if entry.unfinished else "Enter loads it"
+    words = [clickable(load, "screen.load_model(False)")]
+    if there:
+        model = default_model(snapshot)
+        spec = model.status.spec if model is not None else there[0].spec
+        replaced = spec.name if spec is not None else "the model"
+        words = [
+            clickable(f"{load} in place of {replaced}", "screen.load_model(False)"),
+            clickable("b beside it", "screen.load_model(True)"),
+        ]
+    more = (
+        clickable("e sets values", "screen.edit"),
+        clickable("R resets", "screen.forget"),
+        *marks,
+    )
+    return Content("\n").join((Content(", ").join(words), Content(", ").join(more)))
+
+
+SETTLE_S = 0.2
+"""How long selection and values are to rest before the fit is computed anew."""
+
+Edits = MutableMapping[str, LoadSettings]
+"""What was changed in forms and not loaded yet, by what the engine calls the models."""
+
+
+def load_target(entry: ModelEntry) -> str:
+    """What the engine is to load: a folder, the demo, or the hub id of a download that is not finished."""
+    return entry.unfinished or ("demo" if entry.name == "demo" else str(entry.path))
+
+
+class ModelPanel(Vertical):
+    """edits: shared with whoever else shows forms."""
+
+    DEFAULT_CSS = """
+    ModelPanel { height: auto; min-height: 8; }
+    ModelPanel LoadFormView { margin: 1 0; }
+    ModelPanel #brief { display: none; height: auto; }
+    ModelPanel #hint {
+        height: auto;
+        link-style: none; link-color: $primary; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
+    """
+
+    @dataclass
+    class Priced(Message):
+        """There is a new answer."""
+
+        entry: ModelEntry
+        fit: Fit
+
+    def __init__(self, edits: Edits) -> None:
+        super().__init__(classes="panel")
+        self.border_title = "Selected"
+        self._edits = edits
+        self._entry: ModelEntry | None = None
+        self._moment: object = None
+        self._hint = Content("")
+        self._fit: Fit = None
+        self._stale = False
+
+    def compose(self) -> ComposeResult:
+        """Everything; the one-line form is shown where there is no room."""
+        yield Static("", id="brief", markup=False)
+        yield ModelDetails()
+        yield LoadFormView()
+        yield FitPreview()
+        yield Static("", id="hint", markup=False)
+
+    @property
+    def models(self) -> ModelsLink:
+        """Who prices."""
+        from console.tui.app import EricApp
+
+        assert isinstance(self.app, EricApp)
+        return self.app.link.models
+
+    @property
+    def form(self) -> LoadForm | None:
+        """The form of the model that is shown."""
+        return self.query_one(LoadFormView).form
+
+    def show(self, entry: ModelEntry, hint: Content, moment: object) -> None:
+        """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for anew."""
+        if not hint.is_same(self._hint):
+            self._hint = hint
+            self.query_one("#hint", Static).update(fitted(self.app, hint))
+        if (entry, moment) == (self._entry, self._moment):
+            return
+        if entry != self._entry:
+            self._fit = None
+            self.query_one(ModelDetails).show(entry)
+            self.query_one(LoadFormView).display = not is_broken(entry)
+            self._fill(entry, self._edits.get(load_target(entry), NOTHING))
+        self._entry, self._moment = entry, moment
+        self.price()
+
+    def price(self) -> None:
+        """Find out anew what the load would take, once the values rest."""
+        if self._entry is not None:
+            self._stale = True
+            self._describe()
+            self._price()
+
+    @work(group="price", exclusive=True, exit_on_error=False)
+    async def _price(self) -> None:
+        entry = self._entry
+        if entry is None:
+            return
+        own = self._edits.get(load_target(entry), await self._last(entry))
+        self._fill(entry, own)
+        if entry.problem:
+            return
+        await asyncio.sleep(SETTLE_S)
+        try:
+            fit: Fit = await self.models.estimate(load_target(entry), own)
+        except EngineError as error:
+            fit = error.message
+        self._fit, self._stale = fit, False
+        self._describe()
+        self.post_message(self.Priced(entry, fit))
+
+    def _fill(self, entry: ModelEntry, own: LoadSettings) -> None:
+        """Show a form; at once for a model that was just selected, so that no key is for the one before it."""
+        self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
+
+    async def _last(self, entry: ModelEntry) -> LoadSettings:
+        """What it was last loaded with."""
+        try:
+            return await self.models.remembered(load_target(entry))
+        except EngineError:
+            return NOTHING
+
+    def on_load_form_view_changed(self, event: LoadFormView.Changed) -> None:
+        """Price it with the new value."""
+        event.stop()
+        self._edits[load_target(event.form.entry)] = event.form.own
+        self.price()
+
+    def _describe(self) -> None:
+        if self._entry is not None:
+            self.query_one(FitPreview).show(self._entry, self._fit, stale=self._stale)
+            self.query_one("#brief", Static).update(fitted(self.app, brief(self._entry, self._fit)))

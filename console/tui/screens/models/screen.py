@@ -1,0 +1,397 @@
+"""Models: what is on this machine and whether it fits; loading it with values of its own, beside others or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Input
+
+from console import text
+from console.link.protocol import NOTHING, ApiStatus
+from console.tui.in_view import model_in_view
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.models.adapters import AdaptersScreen
+from console.tui.screens.models.comparison import CompareScreen
+from console.tui.screens.models.form import LoadFormView
+from console.tui.screens.models.loaded_models import ModelLoad
+from console.tui.screens.models.panel import (
+    Edits,
+    ModelPanel,
+    active_models,
+    is_broken,
+    is_loaded_from,
+    load_target,
+    num_live_requests,
+    selection_hint,
+)
+from console.tui.screens.models.table import ModelTable
+from console.tui.widgets.clickable import clickable
+from console.tui.widgets.table import Table
+from engine.errors import EngineError, LoadCancelled
+from engine.models.catalog import ModelEntry
+from engine.snapshot import ModelReading, ModelState, Snapshot
+
+# The box for a model that is not in the table: a folder, or a hub id to be fetched.
+
+
+class HubBox(Input):
+    """Enter loads what was typed, ctrl+l only fetches it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+l,ctrl+t", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
+    ]
+
+    @dataclass
+    class Asked(Message):
+        """A name was typed."""
+
+        name: str
+        fetch_only: bool
+
+    def __init__(self) -> None:
+        super().__init__(placeholder="A folder or org/name. Enter loads it, ctrl+l only fetches it.", id="other")
+
+    async def action_submit(self) -> None:
+        """Load it."""
+        self._ask(fetch_only=False)
+
+    def action_fetch(self) -> None:
+        """Fetch it."""
+        self._ask(fetch_only=True)
+
+    def _ask(self, *, fetch_only: bool) -> None:
+        if name := self.value.strip():
+            self.value = ""
+            self.post_message(self.Asked(name, fetch_only))
+
+
+# The form of a load on a page of its own, where there is no room beside the table.
+
+How = Literal["load", "beside", "forget"]
+
+
+class LoadScreen(ModalScreen[How | None]):
+    """What to do with the model and the values in `edits`; None: nothing."""
+
+    AUTO_FOCUS = "LoadFormView"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "R", "forget", "Reset", id="models.forget", tooltip="Forget the values that this model was loaded with"
+        ),
+        Binding("escape", "dismiss", "Close", id="load.close", tooltip="Back to the models"),
+    ]
+
+    def __init__(self, entry: ModelEntry, edits: Edits) -> None:
+        super().__init__()
+        self._entry = entry
+        self._edits = edits
+
+    def compose(self) -> ComposeResult:
+        """The panel alone."""
+        with VerticalScroll(classes="dialog load", can_focus=False):
+            yield ModelPanel(self._edits)
+
+    def on_mount(self) -> None:
+        """Filled at once."""
+        hint = Content(", ").join(
+            (
+                clickable("Enter loads it", "screen.load_model(False)"),
+                clickable("b beside", "screen.load_model(True)"),
+                clickable("R resets", "screen.forget"),
+                clickable("esc closes", "screen.dismiss"),
+            )
+        )
+        self.query_one(ModelPanel).show(self._entry, hint, None)
+
+    def action_load_model(self, beside: bool) -> None:
+        """With these values."""
+        self.dismiss("beside" if beside else "load")
+
+    def action_forget(self) -> None:
+        """Without any."""
+        self.dismiss("forget")
+
+
+class ModelsScreen(ConsoleScreen):
+    """A table of models; beside it the engine's models and the selected one with its form."""
+
+    MODE = "models"
+    AUTO_FOCUS = "ModelTable"
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e", "edit", "Settings", id="models.edit", tooltip="Change what the selected model is loaded with"),
+        Binding("slash", "search", "Search", id="models.search", tooltip="Search the models", key_display="/"),
+        Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models"),
+        Binding("c", "cancel_load", "Cancel", id="models.cancel", tooltip="Cancel the load or download under way"),
+        Binding(
+            "u",
+            "unload",
+            "Unload",
+            id="models.unload",
+            tooltip="Let requests end, then unload the selected model, else the one in view",
+        ),
+        Binding(
+            "R",
+            "forget",
+            "Reset",
+            id="models.forget",
+            tooltip="Forget what the selected model was loaded with",
+            show=False,
+        ),
+        Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Look for models again", show=False),
+        Binding("o", "other", "Other", id="models.other", tooltip="Load a folder or a hub id by name"),
+        Binding(
+            "d", "adapters", "Adapters", id="models.adapters", tooltip="Attach or detach LoRA adapters", show=False
+        ),
+        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave box and search", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded: dict[str, ModelState] = {}
+        self._marked: tuple[str, ...] = ()
+        self._edits: Edits = {}
+        self._scans = 0
+
+    def compose_body(self) -> ComposeResult:
+        """Table and boxes on the left, details on the right (below, where it is narrow)."""
+        with Horizontal(id="models"):
+            with Vertical(id="found"):
+                yield ModelTable()
+                yield Input(placeholder="Name, architecture or quantisation. Enter keeps, esc ends it.", id="search")
+                yield HubBox()
+            with VerticalScroll(id="about"):
+                yield ModelLoad()
+                yield ModelPanel(self._edits)
+
+    def on_mount(self) -> None:
+        """Look once."""
+        self.action_rescan()
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
+        self.query_one(HubBox).display = not self.console.standing.read_only
+        self.query_one(ModelLoad).show(snapshot, self.link.models.fetching())
+        loaded = {str(status.spec.path): status.state for status in active_models(snapshot) if status.spec is not None}
+        if loaded != self._loaded:
+            self._loaded = loaded
+            self.query_one(ModelTable).mark(loaded, self._marked)
+        self._describe(snapshot)
+
+    def action_rescan(self) -> None:
+        """Look for models again, and at what the devices have free."""
+        self.run_worker(self._scan(), group="scan", exclusive=True, exit_on_error=False)
+
+    async def _scan(self) -> None:
+        try:
+            entries = await self.link.list_models()
+        except EngineError as error:
+            self.notify(error.message, severity="error", markup=False)
+            return
+        self._scans += 1
+        self.query_one(ModelTable).fill(entries)
+        self._describe(self.console.snapshot())
+
+    # -- the selected model ------------------------------------------------------------------------------------------
+
+    def on_table_moved(self, event: Table.Moved) -> None:
+        """Describe it."""
+        self._describe(self.console.snapshot())
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """A row that is clicked twice shows its form."""
+        self.action_edit()
+
+    def _describe(self, snapshot: Snapshot) -> None:
+        """Show the selected model; its fit is found out anew where that may have changed."""
+        entry = self.query_one(ModelTable).selected
+        if entry is None:
+            return
+        moment = (self._scans, snapshot.target_workers, snapshot.max_prompts, tuple(self._loaded.items()))
+        words = selection_hint(self.link.snapshot(), entry, read_only=self.console.standing.read_only)
+        self.query_one(ModelPanel).show(entry, words, moment)
+
+    def action_edit(self) -> None:
+        """To the form: beside the table, or on a page of its own."""
+        entry = self.query_one(ModelTable).selected
+        if entry is None:
+            return
+        if is_broken(entry):
+            self._say_what_is_wrong(entry)
+        elif self.has_class("-narrow"):
+            self.app.push_screen(LoadScreen(entry, self._edits), self._edited)
+        else:
+            self.query_one(LoadFormView).focus()
+
+    def _say_what_is_wrong(self, entry: ModelEntry) -> None:
+        self.notify(f"{entry.name}: {entry.problem}", severity="error", markup=False)
+
+    def _edited(self, how: How | None) -> None:
+        """Back from the form's page."""
+        if how == "forget":
+            self.action_forget()
+        elif how is not None:
+            self.action_load_model(how == "beside")
+        self.query_one(ModelPanel).price()
+
+    def action_forget(self) -> None:
+        """The form as the program's knobs and settings have it."""
+        entry = self.query_one(ModelTable).selected
+        if entry is not None:
+            self._edits.pop(load_target(entry), None)
+            self.perform(self._forget(entry), done=f"{entry.name} loads as the program is set")
+
+    async def _forget(self, entry: ModelEntry) -> None:
+        await self.link.models.forget(load_target(entry))
+        self.query_one(ModelPanel).price()
+
+    def action_search(self) -> None:
+        """Type words."""
+        box = self.query_one("#search", Input)
+        box.add_class("-open")
+        box.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Search as it is typed."""
+        if event.input.id == "search":
+            self.query_one(ModelTable).search(event.value)
+
+    def action_leave(self) -> None:
+        """Back to the table, to all of its models where a search was being typed."""
+        box = self.query_one("#search", Input)
+        if box.has_focus or self.query_one(ModelTable).has_focus:
+            box.value = ""
+            box.remove_class("-open")
+        self.query_one(ModelTable).focus()
+
+    # -- two models --------------------------------------------------------------------------------------------------
+
+    def action_mark(self) -> None:
+        """Mark the selected model, or no longer; of three the first is let go."""
+        table = self.query_one(ModelTable)
+        if table.selected is None:
+            return
+        name = table.selected.name
+        rest = tuple(each for each in self._marked if each != name)
+        self._marked = rest if name in self._marked else (*rest, name)[-2:]
+        table.mark(self._loaded, self._marked)
+
+    def action_compare(self) -> None:
+        """The two marked ones; the one that is marked and the selected one."""
+        table = self.query_one(ModelTable)
+        names = [*self._marked, *([table.selected.name] if table.selected is not None else [])]
+        found = [entry for name in dict.fromkeys(names) if (entry := table.entry(name)) is not None]
+        if len(found) < 2:
+            self.notify("Mark a model with space, then select another one.", severity="warning")
+        else:
+            self.app.push_screen(CompareScreen(self.link.models, (found[0], found[1]), self._edits))
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def action_load_model(self, beside: bool) -> None:
+        """Load the selected one as its form says, unless it is known that this cannot work."""
+        entry = self.query_one(ModelTable).selected
+        if entry is None:
+            return
+        if is_broken(entry):
+            self._say_what_is_wrong(entry)
+        else:
+            self.perform(self._told(self._load(entry, beside=beside), f"{entry.name} is ready"))
+
+    async def _load(self, entry: ModelEntry, *, beside: bool) -> None:
+        """With what was changed here, else with what it was last loaded with."""
+        models, name = self.link.models, load_target(entry)
+        own = self._edits[name] if name in self._edits else await models.remembered(name)
+        await models.load(name, own, beside=beside)
+        self._edits.pop(name, None)
+        self._scans += 1
+        if entry.unfinished:
+            self.action_rescan()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep what was found."""
+        if event.input.id == "search":
+            self.query_one(ModelTable).focus()
+
+    def on_hub_box_asked(self, event: HubBox.Asked) -> None:
+        """Load, or only fetch, what was typed."""
+        if event.fetch_only:
+            work, done = self.link.models.download(event.name), f"{event.name} is on this machine"
+        else:
+            work = self.link.models.load(event.name, NOTHING)
+            done = f"{event.name.rpartition('/')[2]} is ready"
+        self.perform(self._told(self._then_scan(work), done))
+        self.action_leave()
+
+    async def _then_scan(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:
+            self.action_rescan()
+
+    async def _told(self, work: Coroutine[Any, Any, None], done: str) -> None:
+        """Say what became of it; a load that was cancelled is none that failed."""
+        try:
+            await work
+        except LoadCancelled as error:
+            done = error.message
+        self.notify(done, markup=False)
+
+    def action_other(self) -> None:
+        """Type a name."""
+        self.query_one(HubBox).focus()
+
+    def action_cancel_load(self) -> None:
+        """Stop the load or download under way."""
+        snapshot = self.link.snapshot()
+        loading = any(status.state == "loading" for status in (snapshot.status, *active_models(snapshot)))
+        if loading or self.link.models.fetching() is not None:
+            self.perform(self.link.cancel_load())
+        else:
+            self.notify("Nothing is loading.", severity="warning")
+
+    def action_unload(self) -> None:
+        """Drain and unload the selected model, where it is loaded, else the one in view; ask where requests run."""
+        snapshot, entry = self.console.snapshot(), self.query_one(ModelTable).selected
+        if not active_models(snapshot) and snapshot.status.state == "unloaded":
+            self.notify("No model is loaded.", severity="warning")
+            return
+        selected = next((model for model in snapshot.models if entry and is_loaded_from(model.status, entry)), None)
+        model = selected or model_in_view(snapshot, self.console.viewed_key)
+        spec = snapshot.status.spec
+        shown = model.name if model is not None else spec.name if spec is not None else "The model"
+        unfinished = num_live_requests(model, snapshot)
+        if not unfinished:
+            self._unload(model, shown)
+            return
+        self.app.push_screen(
+            ConfirmScreen(
+                f"{text.plural(unfinished, 'request')} of {shown} {'is' if unfinished == 1 else 'are'} not finished.",
+                "They get time to end, then they are cut off. Unload?",
+                yes="Unload",
+                no="Keep",
+            ),
+            lambda sure: self._unload(model, shown) if sure else None,
+        )
+
+    def _unload(self, model: ModelReading | None, shown: str) -> None:
+        several = model is not None and len(self.link.snapshot().models) > 1
+        name = model.name if several and model is not None else ""
+        self.perform(self.link.unload(name), done=f"{shown} is unloaded")
+
+    def action_adapters(self) -> None:
+        """The adapters of the model in view."""
+        model = model_in_view(self.link.snapshot(), self.console.viewed_key)
+        if model is None or model.status.state not in ("ready", "idle"):
+            self.notify("Load a model first: adapters are attached to one that serves.", severity="warning")
+        else:
+            self.app.push_screen(AdaptersScreen(model.key))

@@ -1,0 +1,1 @@
+"""The Requests screen: the table of requests and the page of one."""

@@ -1,0 +1,171 @@
+"""Every request that the console knows of, in the order and through the filter that an operator chose. Pure.
+
+Ten thousand that ended are sorted once and then only added to; what is live is sorted in among them at each look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Literal, get_args
+
+import msgspec
+
+from engine.requests.history import KEPT_ROWS
+from engine.snapshot import RequestRow
+
+Show = Literal["all", "live", "queued", "finished", "failed"]
+SHOWS: tuple[Show, ...] = get_args(Show)
+
+_MAX_ROW_BYTES = 2**13
+"""Of a row that ended, as JSON: thousands of them are kept, and another instance may say anything in each."""
+
+Value = float | str | tuple[int, str] | None
+Entry = tuple[bool, Value, int, str, RequestRow]
+"""Whether there is a value, the value, what the row is told from every other by, and the row: never compared."""
+
+_STATES = {"queued": 0, "prefill": 1, "decode": 2, "finished": 3}
+_FAILED = ("error", "timeout")
+
+SORTS: Mapping[str, Callable[[RequestRow], Value]] = {
+    "when": lambda row: row.created_at,
+    "id": lambda row: row.id,
+    "from": lambda row: row.source,
+    "client": lambda row: row.client or None,
+    "model": lambda row: row.model or None,
+    "state": lambda row: (_STATES[row.state], row.finish or ""),
+    "worker": lambda row: (len(row.worker), row.worker) if row.worker else None,
+    "in": lambda row: row.prompt_tokens,
+    "cached": lambda row: row.cached_tokens,
+    "out": lambda row: row.output_tokens,
+    "waited": lambda row: row.queued_s,
+    "TTFT": lambda row: row.ttft_s,
+    "ITL": lambda row: row.itl_s,
+    "tok/s": lambda row: row.tokens_per_s,
+    "took": lambda row: row.age_s,
+}
+"""What each column is sorted by; rows without a value come last, whichever way."""
+
+
+def key_of(row: RequestRow) -> str:
+    """What a request is told from every other by: ids may be used again."""
+    return f"{row.id}#{row.order}"
+
+
+def matches(row: RequestRow, words: Sequence[str], show: Show) -> bool:
+    """Whether a row has all the words (casefolded) in id, source, client, model or state, and a state that is shown."""
+    ended = row.state == "finished"
+    if show != "all" and not (
+        (show == "finished" and ended)
+        or (show == "live" and not ended)
+        or (show == "queued" and row.state == "queued")
+        or (show == "failed" and row.finish in _FAILED)
+    ):
+        return False
+    if not words:
+        return True
+    told = f"{row.id} {row.source} {row.client} {row.model} {row.finish or row.state}".casefold()
+    return all(word in told for word in words)
+
+
+class RequestList:
+    """The requests as they are shown. most: how many of those that ended are kept."""
+
+    def __init__(self, *, most: int = KEPT_ROWS) -> None:
+        self._most = most
+        self._ended: dict[str, RequestRow] = {}
+        self._sorted: list[Entry] = []
+        self._live: dict[str, RequestRow] = {}
+        self._shown: list[Entry] = []
+        self._words: tuple[str, ...] = ()
+        self.column = "when"
+        self.descending = True
+        self.show: Show = "all"
+
+    @property
+    def ended(self) -> int:
+        """How many that ended are kept."""
+        return len(self._ended)
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+    def __getitem__(self, at: int) -> RequestRow:
+        return self._shown[at][4]
+
+    def find(self, key: str) -> int | None:
+        """Where the row of that key is."""
+        row = self._ended.get(key) or self._live.get(key)
+        return next((at for at, entry in enumerate(self._shown) if entry[4] is row), None) if row else None
+
+    def get(self, key: str) -> RequestRow | None:
+        """The row of that key, shown or not."""
+        return self._ended.get(key) or self._live.get(key)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def update(self, live: Sequence[RequestRow], ended: Sequence[RequestRow]) -> None:
+        """live: all that are live now.  ended: those that ended since the last time, oldest first."""
+        if ended:
+            self._add(ended)
+        self._live = {key: row for row in live if (key := key_of(row)) not in self._ended}
+        self._merge()
+
+    def sort(self, column: str, *, descending: bool) -> None:
+        """Sort by a column of SORTS."""
+        self.column, self.descending = column, descending
+        self._rearrange()
+
+    def filter(self, *, text: str | None = None, show: Show | None = None) -> None:
+        """Show only rows with all words of `text`, and with the states that `show` names."""
+        if text is not None:
+            self._words = tuple(text.casefold().split())
+        if show is not None:
+            self.show = show
+        self._rearrange()
+
+    @property
+    def filtered(self) -> bool:
+        """Whether rows may be hidden."""
+        return bool(self._words) or self.show != "all"
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def _add(self, rows: Sequence[RequestRow]) -> None:
+        new: dict[str, RequestRow] = {}
+        for row in rows:
+            if (key := key_of(row)) not in self._ended and (short := _short(row)) is not None:
+                new.setdefault(key, short)
+        self._ended |= new
+        self._sorted += self._entries(new.values())
+        if (many := len(self._ended) - self._most) > 0:
+            oldest = list(islice(self._ended.items(), many))
+            gone = {id(row) for _, row in oldest}
+            self._sorted = [entry for entry in self._sorted if id(entry[4]) not in gone]
+            for key, _ in oldest:
+                del self._ended[key]
+        self._sorted.sort(reverse=self.descending)
+
+    def _rearrange(self) -> None:
+        self._sorted = sorted(self._entries(self._ended.values()), reverse=self.descending)
+        self._merge()
+
+    def _merge(self) -> None:
+        """Two sorted runs: Python's sort finds them and merges them with one comparison a row."""
+        live = sorted(self._entries(self._live.values()), reverse=self.descending)
+        self._shown = sorted([*self._sorted, *live], reverse=self.descending) if live else list(self._sorted)
+
+    def _entries(self, rows: Iterable[RequestRow]) -> list[Entry]:
+        value_of, last, words, show = SORTS[self.column], not self.descending, self._words, self.show
+        found: list[Entry] = []
+        for row in rows:
+            if matches(row, words, show):
+                value = value_of(row)
+                found.append((last == (value is None), "" if value is None else value, row.order, row.id, row))
+        return found
+
+
+def _short(row: RequestRow) -> RequestRow | None:
+    """The row, without its error where that is too long to be kept; None where it is too long all the same."""
+    rows = (row, msgspec.structs.replace(row, error=None))
+    return next((each for each in rows if len(msgspec.json.encode(each)) <= _MAX_ROW_BYTES), None)

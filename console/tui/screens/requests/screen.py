@@ -1,0 +1,165 @@
+"""Requests: live and finished, in any order, through a filter."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.widgets import Input
+
+from console import text
+from console.link.protocol import ApiStatus
+from console.link.status import LinkStatus
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.requests.detail import RequestScreen
+from console.tui.screens.requests.request_list import SHOWS, RequestList
+from console.tui.screens.requests.table import COLUMN_NAMES, RequestTable, count_text, empty_text
+from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.panel import set_subtitle, set_title
+from console.tui.widgets.table import Table
+from engine.snapshot import Snapshot
+
+
+class RequestsScreen(ConsoleScreen):
+    """Every request there is and the last that ended."""
+
+    MODE = "requests"
+    AUTO_FOCUS = "#all-requests"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "x,delete", "cancel", "Cancel", id="request.cancel", tooltip="Cancel the selected request", key_display="x"
+        ),
+        Binding(
+            "X",
+            "cancel_queued",
+            "All queued",
+            id="requests.cancel_queued",
+            tooltip="Cancel every request that waits for a worker",
+        ),
+        Binding(
+            "slash", "find", "Filter", id="requests.filter", tooltip="Show only requests with a word", key_display="/"
+        ),
+        Binding("v", "states", "States", id="requests.states", tooltip="Show only requests in some states, then all"),
+        Binding("s", "sort(1)", "Sort", id="requests.sort", tooltip="Sort by the next column"),
+        Binding("S", "reverse", "Reverse", id="requests.reverse", tooltip="Turn the order round", show=False),
+        Binding("escape", "leave", "Clear", id="requests.leave", tooltip="Show all requests again", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests = RequestList()
+        self._seen = 0
+
+    def compose_body(self) -> ComposeResult:
+        """The table, and the filter's box under it."""
+        with Vertical(id="requests-list", classes="panel"):
+            yield RequestTable(self._requests, id="all-requests")
+        yield Input(placeholder="/ filters by id, source, client, model or ending; esc clears", id="request-filter")
+
+    @property
+    def table(self) -> RequestTable:
+        """The table."""
+        return self.query_one(RequestTable)
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """What is live, and what ended since the last look."""
+        self._seen, ended = self.link.requests.finished(self._seen)
+        self._requests.update([row for row in snapshot.requests if row.state != "finished"], ended)
+        self._show(snapshot)
+
+    def _show(self, snapshot: Snapshot) -> None:
+        requests, panel = self._requests, self.query_one("#requests-list")
+        empty = _nothing(requests, snapshot, self.link.api_status(), self.console.standing)
+        self.table.show_requests(empty)
+        set_title(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
+        set_subtitle(panel, fitted(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
+
+    def _rearranged(self) -> None:
+        self._show(self.console.snapshot())
+
+    # -- order and filter ---------------------------------------------------------------------------------------------
+
+    def action_sort(self, by: int) -> None:
+        """By the next column that is seen: the largest first, which is what one looks for."""
+        names = [COLUMN_NAMES[at] for at in self.table.shown_columns]
+        here = names.index(self._requests.column) if self._requests.column in names else -by
+        self._sort(names[(here + by) % len(names)])
+
+    def action_reverse(self) -> None:
+        """The other way round."""
+        self._sort(self._requests.column)
+
+    def on_table_header_clicked(self, event: Table.HeaderClicked) -> None:
+        """By that column; again, the other way round."""
+        self._sort(COLUMN_NAMES[event.column])
+
+    def _sort(self, column: str) -> None:
+        again = column == self._requests.column
+        self._requests.sort(column, descending=not self._requests.descending if again else True)
+        self._rearranged()
+
+    def action_states(self) -> None:
+        """The next kind of states, then all."""
+        self._requests.filter(show=SHOWS[(SHOWS.index(self._requests.show) + 1) % len(SHOWS)])
+        self._rearranged()
+
+    def action_find(self) -> None:
+        """Type a word."""
+        self.query_one("#request-filter", Input).focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter as it is typed."""
+        self._requests.filter(text=event.value)
+        self._rearranged()
+
+    def on_input_submitted(self) -> None:
+        """Back to the table, filter kept."""
+        self.table.focus()
+
+    def action_leave(self) -> None:
+        """All requests again."""
+        self.query_one("#request-filter", Input).value = ""
+        self._requests.filter(text="", show="all")
+        self._rearranged()
+        self.table.focus()
+
+    # -- what can be done ---------------------------------------------------------------------------------------------
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Look at one closely."""
+        if (row := self._requests.get(event.key)) is not None:
+            self.app.push_screen(RequestScreen(row))
+
+    def action_cancel(self) -> None:
+        """Cancel the request under the cursor."""
+        self.cancel_request(self.table.chosen)
+
+    def action_cancel_queued(self) -> None:
+        """Cancel all that waits; ask first."""
+        queued = self.link.snapshot().queued
+        if not queued:
+            self.notify("No request waits.")
+            return
+        title = f"{text.plural(queued, 'request')} {'waits' if queued == 1 else 'wait'} for a worker."
+        question = ConfirmScreen(
+            title, "Their clients get no answer. Cancel them?", yes="Cancel them", no="Let them be"
+        )
+        self.app.push_screen(question, lambda yes: self._cancel_queued() if yes else None)
+
+    def _cancel_queued(self) -> None:
+        async def cancel() -> None:
+            ended = await self.link.requests.cancel_queued()
+            self.notify(f"Cancelled {text.plural(ended, 'request')}")
+
+        self.perform(cancel())
+
+
+def _nothing(requests: RequestList, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> str:
+    if requests.filtered:
+        return "No request is like that. Esc shows all again."
+    return empty_text(snapshot, api, standing)

@@ -1,0 +1,253 @@
+"""The table of the Requests screen: thousands of rows, of which those are drawn that are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+
+from console import text
+from console.link.protocol import ApiStatus
+from console.link.status import LinkStatus
+from console.text import local_time
+from console.tui.screens.requests.request_list import RequestList, key_of
+from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.states import request_state
+from console.tui.widgets.table import Cell, Column, Listing, Row, Table, cell
+from engine.snapshot import RequestRow, Snapshot
+
+# Requests: the live ones first, then the last that ended.
+
+_BAR = 16
+_PROMPT = 9
+_ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
+_LIVE_COLUMNS = (
+    Column("id", 12, grow=12),
+    Column("from", 6, drop=2),
+    Column("state", 11),
+    Column("worker", 6, drop=1),
+    Column("progress", _BAR, drop=3),
+    Column("in", _PROMPT, "right"),
+    Column("out", 6, "right"),
+    Column("waited", 6, "right"),
+    Column("TTFT", 6, "right"),
+    Column("ITL", 6, "right"),
+    Column("tok/s", 5, "right"),
+)
+
+
+class RequestsPanel(Vertical):
+    """The request table, with the counts in its frame."""
+
+    DEFAULT_CSS = """
+    RequestsPanel { height: 1fr; width: 1fr; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, classes="panel")
+        self.border_title = "Requests"
+        self._rows: dict[str, RequestRow] = {}
+
+    def compose(self) -> ComposeResult:
+        """The table alone."""
+        yield Table(_LIVE_COLUMNS, id="request-table")
+
+    @property
+    def table(self) -> Table:
+        """The table."""
+        return self.query_one(Table)
+
+    def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> None:
+        """The requests now."""
+        ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
+        self._rows = {row.id: row for row in ordered}
+        live = sum(row.state != "finished" for row in ordered)
+        empty = empty_text(snapshot, api, standing)
+        self.table.show([request_row(row) for row in ordered], empty=empty, pinned=live)
+        set_subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Look at one closely."""
+        from console.tui.screens.requests.detail import RequestScreen
+
+        event.stop()
+        if (row := self._rows.get(event.key)) is not None:
+            self.app.push_screen(RequestScreen(row))
+
+
+def request_row(row: RequestRow) -> Row:
+    """One request's cells. During prefill `in` counts the prompt tokens computed so far."""
+    ended = row.state == "finished"
+    quiet = "$request-done" if ended else ""
+    state = request_state(row)
+    cells: tuple[Cell, ...] = (
+        cell(row.id, "$muted"),
+        cell(row.source, quiet),
+        cell(f"{state.glyph} {state.word}", state.style),
+        cell(row.worker or "–", quiet),
+        _progress(row),
+        cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
+        cell(str(row.output_tokens), quiet),
+        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.seconds(row.ttft_s), quiet),
+        cell(text.seconds(row.itl_s), quiet),
+        cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
+    )
+    return Row(row.id, cells)
+
+
+def prompt_progress(row: RequestRow) -> str:
+    """Its prompt tokens, with how many of them are computed while they are."""
+    if row.state != "prefill":
+        return str(row.prompt_tokens)
+    done = f"{row.computed_tokens}/{row.prompt_tokens}"
+    return done if len(done) <= _PROMPT else f"{row.computed_tokens / row.prompt_tokens:.0%}"
+
+
+def _progress(row: RequestRow) -> Cell:
+    """A bar of the prompt's tokens computed, then of the tokens it may give; nothing once it ended."""
+    if row.state in ("queued", "finished"):
+        return ()
+    prefill = row.state == "prefill"
+    done, total = (row.computed_tokens, row.prompt_tokens) if prefill else (row.output_tokens, row.max_tokens)
+    if not total:
+        return ()
+    filled = min(_BAR, round(done / total * _BAR))
+    style = "$request-prefill" if prefill else "$request-decode"
+    return (("━" * filled, style), ("━" * (_BAR - filled), "$gpu-free"))
+
+
+def empty_text(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> str:
+    """Why there is no request, and what can be done here to have one."""
+    state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
+    if standing.reach == "recording":
+        return "No requests at this time of the recording."
+    if standing.stale:
+        return f"Nothing is known of requests: no data from {standing.name}."
+    if standing.reach == "starting":
+        return "Starting …"
+    if state == "loading":
+        return "Requests appear here once the model is loaded."
+    if state not in ("ready", "draining", "idle"):
+        return "Requests appear here once a model is loaded."
+    if api.stopping:
+        return "The API is stopping: new requests are refused."
+    if api.running:
+        return f"Waiting for requests at {api.url}. A curl command is on the API screen (6){chat}."
+    if standing.read_only:
+        return "No requests. The API is off."
+    failed = f" ({api.error.message.rstrip('.')})" if api.error is not None else ""
+    return f"No requests yet. The API is off{failed}: press a to switch it on{chat}."
+
+
+_COLUMNS = (
+    Column("when", 8),
+    Column("id", 12, grow=12),
+    Column("from", 6, drop=4),
+    Column("client", 8, grow=8, drop=6),
+    Column("model", 10, grow=12, drop=7),
+    Column("state", 11),
+    Column("worker", 7, drop=3),
+    Column("in", 9, "right", drop=1),
+    Column("cached", 7, "right", drop=8),
+    Column("out", 5, "right"),
+    Column("waited", 7, "right", drop=5),
+    Column("TTFT", 6, "right"),
+    Column("ITL", 6, "right"),
+    Column("tok/s", 6, "right"),
+    Column("took", 6, "right", drop=2),
+)
+COLUMN_NAMES = tuple(column.title for column in _COLUMNS)
+
+
+class RequestRows(Listing):
+    """A RequestList as rows of a table."""
+
+    def __init__(self, requests: RequestList) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        if isinstance(at, slice):
+            return [table_row(self._requests[each]) for each in range(*at.indices(len(self)))]
+        return table_row(self._requests[at])
+
+    def find(self, key: str) -> int | None:
+        """Where the row of that key is."""
+        return self._requests.find(key)
+
+
+class RequestTable(Table):
+    """Requests, sorted and filtered as `requests` is."""
+
+    def __init__(self, requests: RequestList, *, id: str | None = None) -> None:
+        super().__init__(_COLUMNS, id=id)
+        self.requests = requests
+        self._listing = RequestRows(requests)
+
+    def show_requests(self, empty: str) -> None:
+        """Show the list as it is now. empty: what to say where it has no row."""
+        self.show(self._listing, empty=empty, columns=columns(self.requests))
+
+    @property
+    def chosen(self) -> RequestRow | None:
+        """The request under the cursor."""
+        return self.requests.get(self.cursor_key) if self.cursor_key is not None else None
+
+
+def columns(requests: RequestList) -> tuple[Column, ...]:
+    """The columns, the one sorted by with its direction."""
+    glyph = "↓" if requests.descending else "↑"
+    return tuple(
+        replace(column, title=f"{column.title}{glyph}") if column.title == requests.column else column
+        for column in _COLUMNS
+    )
+
+
+def table_row(row: RequestRow) -> Row:
+    """One request's cells. What ended is quiet, but for how it ended."""
+    ended = row.state == "finished"
+    quiet = "$request-done" if ended else ""
+    state = request_state(row)
+    cells: tuple[Cell, ...] = (
+        cell(clock(row.created_at), "$muted"),
+        cell(row.id, quiet),
+        cell(row.source, quiet),
+        cell(row.client or "–", quiet),
+        cell(row.model or "–", quiet),
+        cell(f"{state.glyph} {state.word}", state.style),
+        cell(row.worker or "–", quiet),
+        cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
+        cell(str(row.cached_tokens) if row.cached_tokens else "–", quiet),
+        cell(str(row.output_tokens), quiet),
+        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.seconds(row.ttft_s), quiet),
+        cell(text.seconds(row.itl_s), quiet),
+        cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
+        cell(text.seconds(row.age_s), quiet),
+    )
+    return Row(key_of(row), cells)
+
+
+def clock(at: float) -> str:
+    """Hours, minutes and seconds here; "–" where it is not known when."""
+    return local_time(at) if at else "–"
+
+
+def count_text(requests: RequestList, running: int, queued: int) -> Content:
+    """What is shown of how many."""
+    shown = len(requests)
+    parts = [f"{running} running", f"{queued} queued", f"{requests.ended:,} ended"]
+    if requests.filtered:
+        parts.insert(0, f"{shown:,} shown")
+    return Content(" · ".join(parts))

@@ -1,0 +1,1 @@
+"""The Settings screen: every setting with its value and origin."""

@@ -1,0 +1,218 @@
+"""Settings: every one with its help, its value and where that came from; changed here, saved to config.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Input
+
+from console.link.protocol import ApiStatus
+from console.link.settings import SettingRow
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.settings.panel import USED, SettingPanel, SettingTable
+from console.tui.theme import AUTO_THEME
+from console.tui.widgets.panel import set_subtitle, set_title
+from console.tui.widgets.table import Table
+from engine.errors import EngineError
+from engine.snapshot import Snapshot
+
+
+class SettingsScreen(ConsoleScreen):
+    """A searched table of all settings; beside it (below, where it is narrow) the one under the cursor."""
+
+    MODE = "settings"
+    AUTO_FOCUS = "SettingTable"
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "e", "edit", "Edit", id="settings.edit", tooltip="Change the setting under the cursor", key_display="enter"
+        ),
+        Binding(
+            "d,delete",
+            "reset",
+            "Default",
+            id="settings.reset",
+            tooltip="Take the setting out of config.toml: its default again",
+            key_display="d",
+        ),
+        Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only what is not at its default"),
+        Binding("slash", "find", "Find", id="settings.find", tooltip="Find settings by a word", key_display="/"),
+        Binding("escape", "leave", "Leave", id="settings.leave", tooltip="Leave what is being typed", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: Sequence[SettingRow] = ()
+        self._word = ""
+        self._only_changed = False
+
+    def compose_body(self) -> ComposeResult:
+        """Search above the table; the setting beside them."""
+        with Horizontal(id="settings"):
+            with Vertical(classes="panel", id="listed"):
+                yield Input(placeholder="/ finds a setting by a word", id="find", compact=True)
+                yield SettingTable()
+            yield SettingPanel()
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """What somebody turned elsewhere, or wrote into the file."""
+        rows = [self._as_seen(row) for row in self.link.settings.rows()]
+        if rows != self._rows:
+            self._rows = rows
+            self._show()
+
+    def _as_seen(self, row: SettingRow) -> SettingRow:
+        """The theme is the console's own affair: which there are, and which is worn."""
+        if row.name != "theme":
+            return row
+        choices = (AUTO_THEME, *sorted(self.app.available_themes))
+        row = msgspec.structs.replace(row, kind="choice", choices=choices)
+        worn = self.console.habits.worn
+        if worn == row.value or self.query_one(SettingPanel).editing:
+            return row
+        return msgspec.structs.replace(row, value=worn, source="console", where="", waits=True)
+
+    def _show(self) -> None:
+        found = [row for row in self._rows if self._matches(row)]
+        listed = self.query_one("#listed")
+        set_title(listed, "Settings" if found == self._rows else f"Settings: {len(found)} found")
+        set_subtitle(listed, self.link.settings.path())
+        self.query_one(SettingTable).show_settings(found)
+        self._describe()
+
+    def _matches(self, row: SettingRow) -> bool:
+        told = f"{row.name} {row.name.replace('_', ' ')} {row.group} {row.help}".lower()
+        is_changed = row.source != "default" or row.saved is not None
+        return all(word in told for word in self._word.lower().split()) and (is_changed or not self._only_changed)
+
+    def _describe(self) -> None:
+        row = self._chosen()
+        panel = self.query_one(SettingPanel)
+        if row is not None and not panel.editing:
+            panel.show(row)
+
+    def _chosen(self) -> SettingRow | None:
+        name = self.query_one(SettingTable).chosen
+        return next((row for row in self._rows if row.name == name), None)
+
+    def on_table_moved(self, event: Table.Moved) -> None:
+        """Another setting."""
+        if not self.query_one(SettingPanel).editing:
+            self._describe()
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Enter on a row, or two clicks."""
+        self.action_edit()
+
+    # -- finding ----------------------------------------------------------------------------------------------------
+
+    def action_find(self) -> None:
+        """Type a word."""
+        self.query_one("#find", Input).focus()
+
+    def action_changed(self) -> None:
+        """Only what is not at its default, or all again."""
+        self._only_changed = not self._only_changed
+        self._show()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Find while it is typed."""
+        if event.input.id == "find":
+            self._word = event.value
+            self._show()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """To what was found."""
+        self.query_one(SettingTable).focus()
+
+    def action_leave(self) -> None:
+        """Leave what is typed as it was: the value first, then the search."""
+        panel = self.query_one(SettingPanel)
+        if panel.editing:
+            panel.close()
+            self._wear(None)
+        elif self._word or self._only_changed:
+            self.query_one("#find", Input).value = ""
+            self._only_changed = False
+            self._show()
+        self.query_one(SettingTable).focus()
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def action_edit(self) -> None:
+        """Change the setting under the cursor."""
+        if (row := self._chosen()) is not None:
+            panel = self.query_one(SettingPanel)
+            panel.show(row)
+            panel.edit()
+
+    def action_reset(self) -> None:
+        """The default again."""
+        row = self._chosen()
+        if row is None or self.query_one(SettingPanel).editing:
+            return
+        if row.saved is None:
+            self.notify(f"{row.name} is not in config.toml: there is nothing to take out.", markup=False)
+        else:
+            self._save(row, None)
+
+    def on_setting_panel_pointed(self, event: SettingPanel.Pointed) -> None:
+        """A theme is tried on while the cursor is on it."""
+        if event.row.name == "theme":
+            self._wear(event.value)
+
+    def on_setting_panel_entered(self, event: SettingPanel.Entered) -> None:
+        """Save it; a secret only if one was typed."""
+        if event.row.secret and not event.value:
+            self.action_leave()
+        else:
+            self._save(event.row, event.value)
+
+    def _save(self, row: SettingRow, value: str | None) -> None:
+        self.run_worker(self._saving(row, value), group="save", exit_on_error=False)
+
+    async def _saving(self, row: SettingRow, value: str | None) -> None:
+        panel = self.query_one(SettingPanel)
+        try:
+            saved = await self.link.settings.save(row.name, value)
+        except EngineError as error:
+            if panel.editing:
+                panel.complain(error.message)
+            else:
+                self.notify(error.message, severity="error", markup=False)
+            return
+        self._use(saved)
+        if panel.editing:
+            panel.close()
+            self.query_one(SettingTable).focus()
+        self.notify(_said(saved), markup=False)
+        self.refresh_view()
+        self._describe()
+
+    def _use(self, row: SettingRow) -> None:
+        """What the console itself goes by."""
+        if row.name == "theme":
+            self._wear(row.value)
+        elif row.name == "refresh_hz":
+            self.console.refresh_at(int(row.value))
+
+    def _wear(self, theme: str | None) -> None:
+        """Put on a theme; None: the one that the settings say."""
+        if theme is None:
+            row = next((row for row in self.link.settings.rows() if row.name == "theme"), None)
+            theme = row.value if row is not None else None
+        if theme is not None:
+            self.console.habits.wear(theme)
+
+
+def _said(row: SettingRow) -> str:
+    """What became of it."""
+    if row.wins:
+        return f"{row.name} is saved; {row.wins} wins over it as long as it is given."
+    what = f"{row.name} is out of the file" if row.saved is None else f"{row.name} is saved"
+    return f"{what}, used {USED[row.when]}." if row.waits else f"{what} and in use."

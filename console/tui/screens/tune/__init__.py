@@ -1,0 +1,1 @@
+"""The Tune screen: knobs, the effect of changes, and autotune."""

@@ -1,0 +1,263 @@
+"""What autotune is to find, and with what: the knobs that are turned, and a few settings, before it begins."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+from console import text
+from console.link.protocol import EngineLink
+from console.link.status import link_status
+from console.link.tuning import Tried, TuneOrder, TuningReport
+from console.tui.screens.benches.bench_draft import TRACE
+from console.tui.screens.tune.autotune_draft import FORM, KNOBS, LOADED_ANEW, TuneDraft
+from console.tui.widgets.bench import BenchFields
+from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.graph import Point
+from console.tui.widgets.table import Cell, Column, Row, Table, cell
+from console.tuning.autotune.space import KnobName, Setting
+from console.tuning.autotune.table import HEADINGS, remarks_of
+from engine.errors import EngineError, InvalidRequest
+
+# What autotune tries and has found: how it goes, and a row for each setting, the fastest first.
+
+NOTHING_YET = "The first setting is being measured."
+_VERDICTS = {"kept": ("✓ kept", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ broken", "$error")}
+_STATES = {
+    "running": ("◔ trying settings", "$worker-loading"),
+    "restoring": ("◔ putting the engine back", "$worker-loading"),
+    "done": ("✓ done", "$success"),
+    "cancelled": ("○ cancelled", "$muted"),
+    "failed": ("✖ failed", "$error"),
+}
+_SHORT: dict[KnobName, str] = {"step_tokens": "step", "cache_bits": "bits"}
+
+
+class TuningPanel(Vertical):
+    """Two lines of how it goes, a third of what else happened, and the table."""
+
+    def compose(self) -> ComposeResult:
+        """Head, then rows."""
+        yield Static(id="tuning-head", markup=False)
+        yield Table((), empty=NOTHING_YET, id="tuning-tried")
+
+    def show(self, report: TuningReport) -> None:
+        """How it stands."""
+        lines = [_state(report), _asked(report), *_remark(report)]
+        head = fitted(self.app, Content("\n").join(lines))
+        self.query_one("#tuning-head", Static).update(head)
+        table = self.query_one(Table)
+        table.show([_row(each, report) for each in report.tried], empty=NOTHING_YET, columns=_columns(report))
+
+
+def points_of(report: TuningReport, *, ttft: bool) -> list[Point]:
+    """Those whose latency is known, the best drawn full."""
+    return [
+        Point(latency, each.tokens_per_s, _label(each.setting, report.knobs), each.best, each.front)
+        for each in report.tried
+        if (latency := each.ttft_s if ttft else each.itl_s) is not None
+    ]
+
+
+def _label(setting: Setting, knobs: tuple[KnobName, ...]) -> str:
+    """ "2×16" where those are what is turned, else the first knob that is."""
+    return f"{setting.workers}×{setting.max_prompts}" if "max_prompts" in knobs else str(setting.value(knobs[0]))
+
+
+def _state(report: TuningReport) -> Content:
+    words, style = _STATES.get(report.state, ("", ""))
+    if report.now is not None:
+        now = "  ".join(f"{HEADINGS[knob]} {report.now.value(knob)}" for knob in report.knobs)
+        left = text.seconds(max(0.0, report.budget_s - report.elapsed_s))
+        more = f"  {len(report.tried)} of {report.size:,} tried, {left} left at most  ·  {now}"
+    else:
+        more = f"  {report.said}"
+    return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
+
+
+def _asked(report: TuningReport) -> Content:
+    limits = [
+        f"{name} p{report.percentile:g} ≤ {text.seconds(limit)}"
+        for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))
+        if limit is not None
+    ]
+    return Content.styled("  ".join((*(limits or ["no SLO is set"]), f"·  {report.mix}")), "$muted")
+
+
+def _remark(report: TuningReport) -> list[Content]:
+    """The last of what else there is to say, and how much more there is."""
+    remarks = remarks_of(report)
+    if not remarks:
+        return []
+    more = f"  (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
+    return [Content.assemble((f"◇ {remarks[-1]}", "$warning"), (more, "$muted"))]
+
+
+def _columns(report: TuningReport) -> tuple[Column, ...]:
+    percentile = f"p{report.percentile:g}"
+    return (
+        Column("", 7),
+        Column("tok/s", 7, "right"),
+        Column("±", 6, "right", drop=3),
+        Column(f"TTFT {percentile}", 9, "right"),
+        Column("±", 6, "right", drop=5),
+        Column(f"ITL {percentile}", 9, "right"),
+        Column("±", 6, "right", drop=4),
+        Column("good/s", 7, "right", drop=2),
+        *(Column(_SHORT.get(knob, HEADINGS[knob]), 7, "right") for knob in report.knobs),
+        Column("SLO", 9),
+        Column("windows", 7, "right", drop=1),
+    )
+
+
+def _row(each: Tried, report: TuningReport) -> Row:
+    strong = "bold" if each.best else ""
+    mark = cell("● best", "bold $graph-tokens") if each.best else cell("◆ front" if each.front else "", "$graph-tokens")
+    half = f"{(each.high - each.low) / 2:,.0f}" if each.high is not None else "–"
+    words, style = _VERDICTS[each.verdict]
+    cells: tuple[Cell, ...] = (
+        mark,
+        cell(f"{each.tokens_per_s:,.0f}", strong),
+        cell(half, "$muted"),
+        cell(text.seconds(each.ttft_s), strong),
+        cell(text.seconds(_half(each.ttft_low_s, each.ttft_high_s)), "$muted"),
+        cell(text.seconds(each.itl_s), strong),
+        cell(text.seconds(_half(each.itl_low_s, each.itl_high_s)), "$muted"),
+        cell(f"{each.goodput_per_s:.1f}", "$muted"),
+        *(cell(str(each.setting.value(knob)), strong) for knob in report.knobs),
+        cell(words, style),
+        cell(str(each.windows), "$muted"),
+    )
+    return Row(str(each.setting), cells)
+
+
+def _half(low: float | None, high: float | None) -> float | None:
+    return (high - low) / 2 if low is not None and high is not None else None
+
+
+_MEANWHILE = (
+    "Whoever else asks goes first, no request is lost, and everything is put back in the end. Cache bits and guesses "
+    "load the model anew each time they are turned; a knob that cannot be turned here is left out."
+)
+_HOW: dict[bool, str] = {True: "loads anew", False: "as it serves"}
+_ELSEWHERE = " A trace is for a console on that machine."
+
+
+class TuneFormScreen(ModalScreen[bool | None]):
+    """True once it has begun. model: the one to be tuned, "" is the first.  draft: what was typed and chosen before."""
+
+    AUTO_FOCUS = "#tune-turned"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Begin to try settings"),
+        Binding("space", "switch", "On or off", id="tune.switch", tooltip="Turn the selected knob, or leave it"),
+        Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
+        Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
+        Binding("escape", "dismiss(None)", "Leave", id="tune.leave", tooltip="Try nothing", show=False),
+    ]
+
+    def __init__(self, link: EngineLink, *, model: str = "", draft: TuneDraft | None = None) -> None:
+        super().__init__()
+        self._link = link
+        self._model = model
+        self._draft = draft or TuneDraft()
+        self._starting = False
+
+    def compose(self) -> ComposeResult:
+        """What it does; the knobs on the left, the settings on the right; what it means for others."""
+        elsewhere = bool(link_status(self._link).name)
+        with Vertical(classes="dialog bench-form tune-form") as page:
+            page.border_title = "Autotune"
+            page.border_subtitle = "enter starts it, tab goes on, esc leaves"
+            yield Static(FORM.measures, id="tune-measures", markup=False)
+            with Horizontal(id="tune-choice"):
+                yield Table((Column("turned", 13), Column("", 12, drop=1)), id="tune-turned")
+                yield BenchFields(self._draft.typed, without=(TRACE,) if elsewhere else ())
+            yield Static(f"{_MEANWHILE}{_ELSEWHERE if elsewhere else ''}", id="tune-meanwhile", markup=False)
+            yield Static(id="tune-problem", markup=False)
+            with Horizontal(classes="dialog-buttons"):
+                yield Button("Start (enter)", id="start", compact=True)
+                yield Button("Knob on or off (space)", id="switch", compact=True)
+                yield Button("Leave (esc)", id="leave", compact=True)
+
+    def on_mount(self) -> None:
+        """As it was left."""
+        self._show_knobs()
+        self._table.move_to(0)
+        self.query_one(BenchFields).show(FORM)
+
+    @property
+    def _table(self) -> Table:
+        return self.query_one(Table)
+
+    def _show_knobs(self) -> None:
+        self._table.show([self._row(knob) for knob in KNOBS])
+
+    def _row(self, knob: KnobName) -> Row:
+        kept = knob in self._draft.kept
+        mark, style = ("○", "$muted") if kept else ("●", "$success")
+        how = "stays" if kept else _HOW[knob in LOADED_ANEW]
+        name = ((f"{mark} ", style), (HEADINGS[knob], "$muted" if kept else ""))
+        return Row(knob, (name, cell(how, "$muted")))
+
+    def _complain(self, sentence: str) -> None:
+        said = f"✖ {sentence[:1].upper()}{sentence[1:]}" if sentence else ""
+        self.query_one("#tune-problem", Static).update(fitted(self.app, Content.styled(said, "$error")))
+
+    # -- what can be done ---------------------------------------------------------------------------------------------
+
+    def action_switch(self) -> None:
+        """The knob under the cursor, on or off."""
+        for knob in KNOBS:
+            if knob == self._table.cursor_key:
+                self._draft.switch(knob)
+        self._complain("")
+        self._show_knobs()
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Enter among the knobs."""
+        event.stop()
+        self.action_start()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Enter in a field."""
+        event.stop()
+        self.action_start()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """The mouse's way."""
+        does = {"leave": lambda: self.dismiss(None), "switch": self.action_switch}
+        does.get(event.button.id or "", self.action_start)()
+
+    def action_start(self) -> None:
+        """Begin; where it is refused, say why and stay."""
+        if self._starting:
+            return
+        try:
+            order = self._draft.order(self._model)
+        except InvalidRequest as error:
+            self._refused(error)
+            return
+        self._starting = True
+        self.run_worker(self._start(order), exit_on_error=False)
+
+    async def _start(self, order: TuneOrder) -> None:
+        try:
+            await self._link.tuning.start(order)
+        except EngineError as error:
+            self._refused(error)
+        else:
+            self.dismiss(True)
+        finally:
+            self._starting = False
+
+    def _refused(self, error: EngineError) -> None:
+        """Said, with the cursor where it is to be mended."""
+        self._complain(error.message)
+        if not self.query_one(BenchFields).go_to(str(error.details.get("param", ""))):
+            self._table.focus()

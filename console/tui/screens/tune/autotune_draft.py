@@ -1,0 +1,99 @@
+"""The form of autotune: what is asked before it begins, what was typed and chosen, and the order made of that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from console.link.benches import BenchField, BenchForm
+from console.link.tuning import MAX_MINUTES, MAX_USERS, TuneOrder
+from console.settings.values import duration_s
+from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
+from console.tuning.autotune.space import KnobName
+from console.tuning.autotune.table import HEADINGS
+from engine.errors import InvalidRequest
+
+KNOBS: tuple[KnobName, ...] = tuple(HEADINGS)
+LOADED_ANEW: tuple[KnobName, ...] = ("cache_bits", "draft_tokens")
+"""Knobs that are turned by another load."""
+_LEAST_MINUTES = 0.05
+
+
+def _asked(name: str, title: str, offered: str, hint: str) -> BenchField:
+    return BenchField(name=name, title=title, hint=hint, quick=offered, full=offered)
+
+
+FORM = BenchForm(
+    bench="autotune",
+    measures="Tries settings under load for the most tok/s that keep TTFT and ITL.",
+    fields=(
+        _asked("minutes", "minutes", "10", "that it may take at most"),
+        _asked("slo_ttft_s", "TTFT at most", "", "500ms; none: as in Settings"),
+        _asked("slo_itl_s", "ITL at most", "", "50ms; none: as in Settings"),
+        _asked("percentile", "percentile", "95", "of TTFT and ITL that keep that"),
+        _asked("users", "users", "", "at once; none: one per place"),
+        _asked("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
+        _asked("output", "answer tokens", "", "32-128; none: likewise"),
+        _asked(TRACE, "trace", "", "a ShareGPT file of what to ask"),
+    ),
+)
+
+
+@dataclass(slots=True)
+class TuneDraft:
+    """typed: into the fields of FORM.  kept: knobs that stay as they are."""
+
+    typed: BenchDraft = field(default_factory=BenchDraft)
+    kept: set[KnobName] = field(default_factory=set)
+
+    def switch(self, knob: KnobName) -> None:
+        """Turn that knob too, or not any more."""
+        self.kept ^= {knob}
+
+    def order(self, model: str) -> TuneOrder:
+        """All of it. Raises InvalidRequest, its param the field."""
+        if len(self.kept) == len(KNOBS):
+            raise InvalidRequest("no knob is left to be turned: space switches one on", param="knobs")
+        typed = {each.name: self.typed.value(FORM, each).strip() for each in FORM.fields}
+        return TuneOrder(
+            model=model,
+            minutes=_number(typed, "minutes", _LEAST_MINUTES, MAX_MINUTES),
+            slo_ttft_s=_duration(typed, "slo_ttft_s"),
+            slo_itl_s=_duration(typed, "slo_itl_s"),
+            percentile=_number(typed, "percentile", 1, 99.9),
+            prompt=typed["prompt"],
+            output=typed["output"],
+            trace=typed[TRACE],
+            users=_whole(typed, "users", 1, MAX_USERS) if typed["users"] else None,
+            kept=tuple(knob for knob in KNOBS if knob in self.kept),
+        )
+
+
+def _number(typed: Mapping[str, str], name: str, least: float, most: float) -> float:
+    try:
+        value = float(typed[name])
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise InvalidRequest(f"{typed[name] or 'nothing'} is no number from {least:g} to {most:g}", param=name)
+    return value
+
+
+def _whole(typed: Mapping[str, str], name: str, least: int, most: int) -> int:
+    value = _number(typed, name, least, most)
+    if value != int(value):
+        raise InvalidRequest(f"{typed[name]} is no whole number", param=name)
+    return int(value)
+
+
+def _duration(typed: Mapping[str, str], name: str) -> float | None:
+    """Seconds; None where nothing is typed."""
+    if not typed[name]:
+        return None
+    try:
+        value = float(str(duration_s(typed[name])))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InvalidRequest(f"{typed[name]} is no time; one looks like 500ms or 0.5s", param=name)
+    return value

@@ -1,0 +1,342 @@
+"""Tune: the knobs, and what turning each of them did to throughput and latency."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.style import Style
+from textual.widget import Widget
+from textual.widgets import Static
+
+from console import text
+from console.link.protocol import ApiStatus
+from console.link.tuning import TuningReport
+from console.tui import in_view
+from console.tui.in_view import prompts_limit, workers_of
+from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
+from console.tui.screens.tune.changes import EffectTable, effect_details
+from console.tui.widgets.bench import brief
+from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.graph import Curve, Graph, Point, Scale, Scatter, Span
+from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.table import Table
+from console.tui.widgets.throughput import ZOOMS
+from console.tuning.effects import Effect, ObservedSetting, ObservedSettings
+from console.tuning.knobs import knob_text, next_idle_unload
+from engine.snapshot import ModelReading, Snapshot
+
+# The knobs of the model in view: their values, what holds them back, and how they are turned. All can be clicked.
+
+_NAME = 13
+_VALUE = 8
+
+
+class KnobPanel(Widget):
+    """One line for each knob."""
+
+    DEFAULT_CSS = """
+    KnobPanel {
+        height: 3; width: 1fr;
+        link-style: none; link-color: $primary; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._shown = Content("")
+
+    def show(self, snapshot: Snapshot, model: ModelReading | None) -> None:
+        """The knobs now; model: the one in view."""
+        lines = knob_lines(snapshot, model)
+        if not lines.is_same(self._shown):
+            self._shown = lines
+            self.refresh()
+
+    def render(self) -> Content:
+        """Three lines."""
+        return fitted(self.app, self._shown)
+
+
+def knob_lines(snapshot: Snapshot, model: ModelReading | None) -> Content:
+    """Workers, max prompts and idle unload: value, keys, and how things stand."""
+    idle_s = model.idle_unload_s if model is not None else 0.0
+    return Content("\n").join(
+        (
+            _knob("workers", str(snapshot.target_workers), "app.step('workers', {})", "[ ]", _workers(snapshot)),
+            _knob("max prompts", str(snapshot.max_prompts), "app.step('max_prompts', {})", "- +", _prompts(snapshot)),
+            _knob("idle unload", knob_text("idle_unload", idle_s), "screen.idle({})", ", .", _idle(idle_s)),
+        )
+    )
+
+
+def _knob(name: str, value: str, action: str, keys: str, said: str) -> Content:
+    return Content.assemble(
+        (f"{name:<{_NAME}}", "$muted"),
+        _link(" − ", action.format(-1)),
+        (f"{value:^{_VALUE}}", "bold"),
+        _link(" + ", action.format(1)),
+        (f"  {keys}  ", "$primary"),
+        (said, "$muted"),
+    )
+
+
+def _link(said: str, action: str) -> Content:
+    return Content.styled(said, "bold $primary").stylize(Style.from_meta({"@click": action}))
+
+
+def _workers(snapshot: Snapshot) -> str:
+    found = workers_of(snapshot)
+    ready = sum(worker.state == "ready" for worker in found)
+    coming = sum(worker.state in ("starting", "loading", "restarting") for worker in found)
+    return f"{ready} ready" + (f", {coming} on the way" if coming else "")
+
+
+def _prompts(snapshot: Snapshot) -> str:
+    found = [worker for worker in workers_of(snapshot) if worker.state == "ready"]
+    limit = prompts_limit(snapshot)
+    allowed = f"; memory allows {limit}" if limit else ""
+    if not found:
+        return f"of each worker{allowed}"
+    taken, places = sum(worker.active for worker in found), len(found) * (limit or snapshot.max_prompts)
+    return f"of each worker; {taken} of {text.plural(places, 'place')} taken{allowed}"
+
+
+def _idle(seconds: float) -> str:
+    if not seconds:
+        return "it keeps its memory, asked or not"
+    return "without a request, then its memory is freed"
+
+
+IDLE = Binding.Group("Idle unload", compact=True)
+_ZOOM = 2
+NO_POINTS = "Needs 10 s of load."
+
+
+class TuneScreen(ConsoleScreen):
+    """Knobs above, curves between, changes below."""
+
+    MODE = "tune"
+    AUTO_FOCUS = "#changes"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "u", "undo", "Undo", id="tune.undo", tooltip="Set a knob back to what it was before the selected change"
+        ),
+        Binding(
+            "comma",
+            "idle(-1)",
+            "Idle unload −",
+            id="idle.shorter",
+            tooltip="Unload the model after less time without a request",
+            key_display=",",
+            group=IDLE,
+        ),
+        Binding(
+            "full_stop",
+            "idle(1)",
+            "Idle unload +",
+            id="idle.longer",
+            tooltip="Unload the model after more time without a request",
+            key_display=".",
+            group=IDLE,
+        ),
+        Binding(
+            "f",
+            "find",
+            "Find best",
+            id="tune.find",
+            tooltip="Find the best settings by trying them, or stop doing that",
+        ),
+        Binding(
+            "b",
+            "app.benches",
+            "Bench",
+            id="tune.bench",
+            tooltip="Benchmarks: measure the model that serves, and look at what was measured before",
+        ),
+        Binding("w", "use_best", "Use best", id="tune.use", tooltip="Use the best settings found, from now on"),
+        Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show what changes did, or the settings tried"),
+        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
+        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._zoom = _ZOOM
+        self._ttft = False
+        self._told: tuple[tuple[Effect, ...], bool] | None = None
+        self._seen = ObservedSettings()
+        self._report = TuningReport()
+        self._finding = False
+
+    def compose_body(self) -> ComposeResult:
+        """Top to bottom."""
+        with Vertical(id="tune-knobs", classes="panel") as knobs:
+            knobs.border_title = "Knobs"
+            yield KnobPanel()
+        with Horizontal(id="tune-plots", classes="panel") as plots:
+            plots.border_title = "Throughput"
+            yield Graph(
+                Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens"), id="tune-tokens"
+            )
+            yield Scatter(id="tune-settings")
+        with Vertical(id="tune-changes", classes="panel") as changes:
+            changes.border_title = "What each change did"
+            yield EffectTable(id="changes")
+            yield Static(id="change", markup=False)
+        with Vertical(id="tune-found", classes="panel") as found:
+            found.border_title = "Autotune"
+            found.display = False
+            yield TuningPanel()
+
+    @property
+    def model(self) -> ModelReading | None:
+        """The one in view."""
+        return in_view.model_in_view(self.link.snapshot(), self.console.viewed_key)
+
+    # -- what is shown ------------------------------------------------------------------------------------------------
+
+    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+        """Hand the snapshot on."""
+        self.query_one(KnobPanel).show(snapshot, self.model)
+        span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
+        self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
+        self._show_tuning(self.link.tuning.report())
+        bench = self.link.benches.report()
+        set_subtitle(self.query_one("#tune-plots"), f"{brief(bench)}; b shows it" if bench.under_way else "")
+        self._show_settings(snapshot)
+        self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
+
+    def _show_effects(self, found: tuple[Effect, ...], *, named: bool) -> None:
+        if self._told != (found, named):
+            self._told = (found, named)
+            self.query_one(EffectTable).show_effects(found, named=named)
+            self._show_change()
+
+    def _show_tuning(self, report: TuningReport) -> None:
+        """A run that begins takes the place of the changes."""
+        if report.under_way and not self._report.under_way:
+            self._finding = True
+        self._report = report
+        shown = self._finding and report.state != "none"
+        self.query_one("#tune-found").display = shown
+        self.query_one("#tune-changes").display = not shown
+        if shown:
+            self.query_one(TuningPanel).show(report)
+
+    def _show_settings(self, snapshot: Snapshot) -> None:
+        latency = "TTFT" if self._ttft else "ITL"
+        if self._finding and self._report.state != "none":
+            title = Content.styled(f"tok/s by {latency} p{self._report.percentile:g}, as tried", "$muted")
+            points = points_of(self._report, ttft=self._ttft)
+            self.query_one(Scatter).show(title, points, text.seconds, NOTHING_YET)
+            return
+        spec = snapshot.status.spec
+        seen = self._seen.of(snapshot, spec.name if spec is not None else "")
+        title = Content.styled(f"tok/s by {latency} p95", "$muted")
+        self.query_one(Scatter).show(title, _points(seen, ttft=self._ttft), text.seconds, NO_POINTS)
+
+    def _show_change(self) -> None:
+        effect = self.query_one(EffectTable).chosen(self.console.effects.found)
+        several = len(self.link.snapshot().models) > 1
+        said = effect_details(effect, named=several) if effect is not None else Content("")
+        self.query_one("#change", Static).update(fitted(self.app, said))
+
+    def on_table_moved(self, event: Table.Moved) -> None:
+        """Say more of another change."""
+        self._show_change()
+
+    def action_zoom(self) -> None:
+        """Another span in the graph."""
+        self._zoom = (self._zoom + 1) % len(ZOOMS)
+        self.refresh_view()
+
+    def action_latency(self) -> None:
+        """The other latency."""
+        self._ttft = not self._ttft
+        self.refresh_view()
+
+    # -- autotune -----------------------------------------------------------------------------------------------------
+
+    def action_find(self) -> None:
+        """Ask with what to begin, or stop what goes on."""
+        if self._report.under_way:
+            self.perform(self.link.tuning.cancel(), done="The engine is as it was before")
+            return
+        if self.model is None:
+            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            return
+        self.console.action_autotune()
+
+    def action_use_best(self) -> None:
+        """Turn the knobs to it, and start with it from now on."""
+        if self._report.best is None or self._report.under_way:
+            self.notify("Nothing was found yet. Press f to try settings.")
+            return
+        self.perform(self.link.tuning.use_best(), done="The best settings are in use, and will be from now on")
+
+    def action_view(self) -> None:
+        """What changes did, or what was tried."""
+        if self._report.state == "none":
+            self.notify("No settings were tried yet. Press f to do so.")
+            return
+        self._finding = not self._finding
+        self.refresh_view()
+
+    # -- what can be done ---------------------------------------------------------------------------------------------
+
+    def action_undo(self) -> None:
+        """Set the knob of the change under the cursor back."""
+        effect = self.query_one(EffectTable).chosen(self.console.effects.found)
+        if effect is None:
+            self.notify("No knob was turned yet.")
+            return
+        change, models = effect.change, self.link.snapshot().models
+        name = change.knob.replace("_", " ")
+        back = knob_text(change.knob, change.before)
+        if self._value(change.knob, change.model) == change.before:
+            self.notify(f"{name} is {back} already.", markup=False)
+            return
+        self.console.turn(change.knob, change.before, change.model if len(models) > 1 else "")
+        self.notify(f"{name} goes back to {back}.", markup=False)
+
+    def _value(self, knob: str, name: str) -> float | None:
+        """A knob's value now, of the model of that name."""
+        snapshot = self.link.snapshot()
+        model = next((model for model in snapshot.models if model.name == name), self.model)
+        if knob == "idle_unload":
+            return model.idle_unload_s if model is not None else None
+        target = snapshot if model is None else model
+        return target.target_workers if knob == "workers" else target.max_prompts
+
+    def action_idle(self, by: int) -> None:
+        """Sooner or later, or never."""
+        if (model := self.model) is None:
+            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            return
+        target = next_idle_unload(model.idle_unload_s, by)
+        if target != model.idle_unload_s:
+            self.console.turn("idle_unload", target, self.console.viewed_model)
+
+
+def _points(seen: list[ObservedSetting], *, ttft: bool) -> list[Point]:
+    """Those whose latency is known."""
+    return [
+        Point(latency, each.tokens_per_s, f"{each.workers}×{each.max_prompts}", each.now)
+        for each in seen
+        if (latency := each.ttft_s if ttft else each.itl_s) is not None
+    ]
+
+
+def _tokens_title(snapshot: Snapshot, step: int) -> Content:
+    return Content.assemble(
+        ("■ ", "$graph-tokens"),
+        ("out tok/s ", "$muted"),
+        (text.rate(snapshot.output_tokens_per_s), "bold"),
+        (f"  a column is {step} s", "$muted"),
+    )

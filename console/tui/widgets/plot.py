@@ -1,0 +1,184 @@
+"""The arithmetic of a graph: seconds into columns, values into eighths of a cell. Nothing here knows a widget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from textual.content import Content
+
+from console.tui.widgets.glyphs import ASCII_COLUMNS, COLUMNS, ROWS
+from engine.snapshot import Second
+
+Ink = Literal["", "front", "behind", "both", "mark"]
+Values = Sequence[float | None]
+
+MISSED_S = 2.5
+"""Two seconds of history that are so far apart have some missing between them; closer ones, the later came late."""
+_EIGHTHS = 8
+_NICE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+class Cell(NamedTuple):
+    """One character. ink: what colours it; "both" is the front curve before the one behind, "mark" a mark on it."""
+
+    char: str
+    ink: Ink
+
+
+def nice_bound(value: float, least: float = 1.0) -> float:
+    """A round number that is not below `value` nor `least`."""
+    value = max(value, least)
+    power = 10.0 ** math.floor(math.log10(value))
+    return next((step * power for step in _NICE if step * power >= value * (1 - 1e-9)), 10 * power)
+
+
+def column_of(at: float, newest: float, seconds_per_column: int) -> int:
+    """How many columns before the newest one the moment `at` lies. Columns begin at whole multiples of their length,
+    so that a column never changes once it is past."""
+    return math.floor(newest / seconds_per_column) - math.floor(at / seconds_per_column)
+
+
+def columns(
+    history: Sequence[Second], width: int, seconds_per_column: int, value: Callable[[Second], float | None]
+) -> list[float | None]:
+    """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured.
+
+    A column between two seconds of which the later one came a little late has what the earlier one had.
+    """
+    sums, counts = [0.0] * width, [0] * width
+    late: list[int] = []
+    newest, after = history[-1].at if history else 0.0, math.inf
+    for second in reversed(history):
+        back = column_of(second.at, newest, seconds_per_column)
+        if after - second.at < MISSED_S:
+            late += range(width - back, width - 1 - column_of(after, newest, seconds_per_column))
+        if back >= width:
+            break
+        after, measured = second.at, value(second)
+        if measured is not None:
+            sums[width - 1 - back] += measured
+            counts[width - 1 - back] += 1
+    found = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    for column in sorted(late):
+        if column > 0:
+            found[column] = found[column - 1]
+    return found
+
+
+def missed(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
+    """The columns, counted from the left, that lie where seconds are missing from the history."""
+    newest, after = history[-1].at if history else 0.0, math.inf
+    found: list[int] = []
+    for second in reversed(history):
+        back = column_of(second.at, newest, seconds_per_column)
+        if MISSED_S <= after - second.at < math.inf:
+            found += range(max(0, width - back), width - 1 - column_of(after, newest, seconds_per_column))
+        if back >= width:
+            break
+        after = second.at
+    return found
+
+
+def draw(
+    front: Values, behind: Values, top: float, rows: int, *, ascii_only: bool = False, shaded: bool = False
+) -> list[list[Cell]]:
+    """Rows of cells, uppermost first, of the curve `front` filled to the ground and of `behind` rising above it.
+
+    A value above `top` fills its column; a value above zero shows at least an eighth.
+    shaded: fill what is behind with a shade, where colours cannot tell it from the front.
+    """
+    blocks = ASCII_COLUMNS if ascii_only else COLUMNS
+    low = [_eighths(value, top, rows) for value in front]
+    high = [_eighths(value, top, rows) for value in behind] if behind else low
+    cells = [
+        [_cell(near - row * _EIGHTHS, far - row * _EIGHTHS, blocks) for near, far in zip(low, high, strict=True)]
+        for row in reversed(range(rows))
+    ]
+    return [[_shade(cell) for cell in row] for row in cells] if shaded else cells
+
+
+def _shade(cell: Cell) -> Cell:
+    return Cell("░", cell.ink) if cell.ink == "behind" else cell
+
+
+def _eighths(value: float | None, top: float, rows: int) -> int:
+    if value is None or value <= 0:
+        return 0
+    return max(1, min(rows * _EIGHTHS, round(value / top * rows * _EIGHTHS)))
+
+
+def _cell(near: int, far: int, blocks: str) -> Cell:
+    """near, far: how high the two curves stand above this cell's floor, in eighths; either may be out of the cell."""
+    if near > _EIGHTHS:
+        return Cell(blocks[-1], "front")
+    if near > 0:
+        far = min(_EIGHTHS, far)
+        return Cell(blocks[near], "both" if near < far and far - near >= _EIGHTHS - far else "front")
+    if far > 0:
+        return Cell(blocks[min(_EIGHTHS, far)], "behind")
+    return Cell(" ", "")
+
+
+# Bars in eighths of a cell: one level against its whole, or several parts stacked to a whole.
+
+_CELL_EIGHTHS = 8
+
+
+class BarSegment(NamedTuple):
+    """One part of a stack. style: a CSS variable; letter: what fills it in ASCII."""
+
+    value: float
+    style: str
+    letter: str
+
+
+def meter(fraction: float | None, width: int, style: str) -> Content:
+    """A level against 100% as a line in half cells, what is left a thinner one; bare where it is not known."""
+    halves = round(min(1.0, max(0.0, fraction or 0.0)) * width * 2)
+    whole, half = divmod(halves, 2)
+    line = "━" * whole + "╸" * half
+    return Content.assemble((line, style), ("─" * (width - len(line)), "$gpu-free"))
+
+
+def spark(shares: Sequence[float | None], style: str, *, ascii_only: bool = False) -> Content:
+    """Shares of a whole over time in one row, a column each, against 100%."""
+    rows = draw(shares, (), 1.0, 1, ascii_only=ascii_only)
+    return Content.styled("".join(cell.char for cell in rows[0]), f"{style} on $gpu-free")
+
+
+def stack(parts: Sequence[BarSegment], width: int, *, ascii_only: bool = False) -> Content:
+    """The parts side by side in `width` cells; each that is not zero shows, if only as an eighth of a cell."""
+    edges = _edges([part.value for part in parts], width * _CELL_EIGHTHS)
+    cells: list[tuple[str, str]] = []
+    for cell in range(width):
+        start, end = cell * _CELL_EIGHTHS, (cell + 1) * _CELL_EIGHTHS
+        inside = [index for index in range(len(parts)) if edges[index] < end and edges[index + 1] > start]
+        if not inside:
+            cells.append((" ", ""))
+            continue
+        first, second = inside[0], max(inside[1:], key=lambda index: edges[index + 1] - edges[index], default=None)
+        if second is None:
+            cells.append((parts[first].letter if ascii_only else ROWS[-1], parts[first].style))
+            continue
+        share = min(edges[first + 1], end) - max(edges[first], start)
+        if ascii_only:
+            larger = parts[first if share * 2 >= _CELL_EIGHTHS else second]
+            cells.append((larger.letter, larger.style))
+        else:
+            cells.append((ROWS[share], f"{parts[first].style} on {parts[second].style}"))
+    return Content.assemble(*cells).simplify()
+
+
+def _edges(values: Sequence[float], room: int) -> list[int]:
+    """Where each value begins and the last ends, in eighths. Sums to `room`; the largest pays for the rounding."""
+    total = sum(max(0.0, value) for value in values)
+    if total <= 0:
+        return [0] * (len(values) + 1)
+    sizes = [max(1, round(value / total * room)) if value > 0 else 0 for value in values]
+    sizes[max(range(len(sizes)), key=sizes.__getitem__)] += room - sum(sizes)
+    edges = [0]
+    for size in sizes:
+        edges.append(edges[-1] + size)
+    return edges

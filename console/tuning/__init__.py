@@ -1,0 +1,1 @@
+"""Tuning: live knobs, effects of changes, tuned profiles, autotune."""

@@ -1,0 +1,1 @@
+"""Autotune: search for the settings with the best throughput within an SLO."""

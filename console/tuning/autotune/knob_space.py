@@ -1,0 +1,131 @@
+"""Which knobs a model on this hardware has, and how far each goes. Pure but for the model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import get_args
+
+import msgspec
+
+from console.tuning.autotune.space import LEAST_CACHE_BITS, Knob, KnobName, Setting, Space
+from engine.backends.base import LoadedModel
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.torch_load_settings import apply_settings
+from engine.config import ModelSpec
+from engine.errors import EngineError, InvalidRequest
+from engine.placement.facts import read_facts
+
+KNOBS: tuple[KnobName, ...] = get_args(KnobName)
+MOST_GPU_WORKERS = 4
+_PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_STEP_TOKENS = (64, 128, 256, 512, 1024, 2048)
+_GUESSES = (0, 2, 4, 7)
+MOST_SHARED_CORES = 2
+"""Up to so many, there is nothing to be gained from other shares than even ones."""
+EXLLAMA_HEAD = 32
+"""Heads of a multiple of so many elements can be kept in fewer than 16 bits by exllamav2."""
+_WORKER_S, _LOAD_S = 4.0, 10.0
+"""What a worker and another load take, where nothing is known of this one."""
+
+
+class SearchLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator leaves to be tried. knobs: all that can be turned if empty.  kept: those that stay as they are.
+
+    most_prompts: that a worker takes at a time.  least_cache_bits: of the KV cache.
+    """
+
+    knobs: tuple[KnobName, ...] = ()
+    kept: tuple[KnobName, ...] = ()
+    most_prompts: int = 128
+    least_cache_bits: int = LEAST_CACHE_BITS
+
+    def validate(self) -> SearchLimits:
+        """Itself, or InvalidRequest."""
+        for name in (*self.knobs, *self.kept):
+            if name not in KNOBS:
+                raise InvalidRequest(f"{name} is no knob; there are {', '.join(KNOBS)}", param="knobs")
+        if not 1 <= self.most_prompts <= 4096:
+            raise InvalidRequest(f"most prompts is {self.most_prompts}; it must be between 1 and 4096", param="prompts")
+        return self
+
+
+def space_of(
+    model: LoadedModel, spec: ModelSpec, start: Setting, *, cores: int, load_s: float | None, wishes: SearchLimits
+) -> Space:
+    """All that can be tried. cores: that workers on the CPU share.  load_s: what one of its workers took to load.
+
+    Raises InvalidRequest where a knob that was asked for cannot be turned here, or none can.
+    """
+    on_cpu = not any(device.startswith("cuda") for device in model.devices)
+    wanted = [name for name in wishes.knobs or KNOBS if name not in wishes.kept]
+    values: dict[KnobName, Iterable[int]] = {
+        "workers": range(1, min(cores, MOST_GPU_WORKERS) + 1 if on_cpu else MOST_GPU_WORKERS + 1),
+        "max_prompts": [each for each in _PROMPTS if each <= wishes.most_prompts],
+        "cache_bits": _cache_bits(model, spec, wishes.least_cache_bits),
+        "draft_tokens": () if spec.draft_model is not None else _GUESSES,
+        "step_tokens": _STEP_TOKENS if model.backend == "torch" else (),
+        "threads": _threads(cores) if on_cpu and cores > MOST_SHARED_CORES else (),
+    }
+    if values["threads"] and "threads" in wanted and start.threads == 0:
+        start = start.with_value("threads", max(1, cores // start.workers))
+    worker_s = load_s or _WORKER_S
+    turn_s = {"workers": worker_s, "cache_bits": load_s or _LOAD_S, "draft_tokens": load_s or _LOAD_S}
+    knobs = [
+        Knob(name=name, values=tuple(found), turn_s=turn_s.get(name, 0.0))
+        for name, given in values.items()
+        if name in wanted and len(found := _with(given, start.value(name))) > 1
+    ]
+    turned = {knob.name for knob in knobs}
+    for name in wanted if wishes.knobs else ():
+        if name not in turned:
+            raise InvalidRequest(f"{name} cannot be turned here: {_reason(name, model, spec, cores)}", param="knobs")
+    if not knobs:
+        others = "every other knob" if wishes.kept else "every knob"
+        raise InvalidRequest(f"there is nothing to be turned: {others} has one value here", param="knobs")
+    return Space(knobs=tuple(knobs), start=start)
+
+
+def _reason(name: KnobName, model: LoadedModel, spec: ModelSpec, cores: int) -> str:
+    """Why a knob that was asked for has no two values."""
+    on_cpu = not any(device.startswith("cuda") for device in model.devices)
+    if name == "threads":
+        return f"{cores} cores are too few to be shared out" if on_cpu else "the model computes on a GPU"
+    if name == "draft_tokens":
+        return f"{spec.name} has a draft model, which guesses already"
+    if name == "step_tokens":
+        return f"{model.backend} cuts prompts as it likes"
+    if name == "cache_bits":
+        return "neither the heads of the model nor the fewest bits that may be tried leave a choice"
+    return "it has one value"
+
+
+def _with(values: Iterable[int], now: int) -> list[int]:
+    """In order, with the one in use; none where a knob has none of its own."""
+    found = set(values)
+    return sorted(found | {now}) if found else []
+
+
+def _threads(cores: int) -> Collection[int]:
+    return {cores, *(2**power for power in range(cores.bit_length()) if 2**power <= cores)}
+
+
+def _cache_bits(model: LoadedModel, spec: ModelSpec, least: int) -> list[int]:
+    """Those that its backend has, and the model's heads can be kept in."""
+    choices, takes = ((4, 8, 16), _takes) if model.backend == "torch" else ((4, 6, 8, 16), _exllama_takes)
+    return [bits for bits in choices if bits >= least and (bits == 16 or takes(spec, bits))]
+
+
+def _takes(spec: ModelSpec, bits: int) -> bool:
+    wanted = {"cache_bits": bits}
+    try:
+        apply_settings(read_model_config(spec.path), msgspec.structs.replace(spec, **wanted))
+    except EngineError:
+        return False
+    return True
+
+
+def _exllama_takes(spec: ModelSpec, bits: int) -> bool:
+    try:
+        return read_facts(spec).shape.head_dim % EXLLAMA_HEAD == 0
+    except EngineError:
+        return False

@@ -1,0 +1,272 @@
+"""What was measured of settings: slices of windows, pooled; whether a setting keeps the SLO. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from statistics import NormalDist, stdev
+from typing import Literal
+
+import msgspec
+
+from console.tuning.autotune.space import Setting
+
+# What measurements say and how sure that is: means over batches, percentiles over sections. Pure. * A rate is
+# measured in slices of a window, one after the other; its mean has the standard error of the slices' mean (batch
+# means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts in as so
+# many more (moderated t, Smyth 2004). * Each window may be off as a whole, since a machine has others to serve: by
+# `DRIFT`, or by what windows of the same settings showed to lie between them. * A percentile is taken over
+# everything, and its standard error is that of the percentiles of the slices (sectioning, Asmussen and Glynn 2007,
+# III.5): gaps of one step are as long for all who are in it, so their number says nothing. * Intervals are Student's
+# t, two-sided with `CONFIDENCE`.
+
+CONFIDENCE = 0.95
+DRIFT = 0.015
+RateSlice = tuple[float, float]
+"""A rate, and the seconds that it was measured for."""
+PRIOR_FREEDOM = 8
+"""As many slices, or windows, count as what is known of the noise before a setting's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value and where it lies with CONFIDENCE. low and high are 0 and infinity where that cannot be told."""
+
+    value: float
+    low: float = 0.0
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.value:g} ({self.low:g} to {self.high:g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What is known of the noise of rates, as shares of their means squared. second: of a second, None where nothing is
+    known.  window: of a window as a whole."""
+
+    second: float | None = None
+    window: float = DRIFT**2
+
+
+UNKNOWN = Noise()
+
+
+def noise_of(settings: Iterable[Sequence[Sequence[RateSlice]]]) -> Noise:
+    """Of all windows of all settings, each window as its slices: (rate, seconds)."""
+    within, slices, between, again = 0.0, 0, 0.0, 0
+    for windows in settings:
+        means = [_mean(window) for window in windows]
+        whole = _mean([each for window in windows for each in window])
+        if not whole:
+            continue
+        for window, mean in zip(windows, means, strict=True):
+            within += sum(((rate - mean) / whole) ** 2 * seconds for rate, seconds in window)
+            slices += len(window) - 1
+        between += sum((mean / whole - 1) ** 2 for mean in means)
+        again += len(means) - 1
+    second = within / slices if slices else None
+    return Noise(second, (PRIOR_FREEDOM * DRIFT**2 + between) / (PRIOR_FREEDOM + again))
+
+
+def rate_of(windows: Sequence[Sequence[RateSlice]], noise: Noise = UNKNOWN) -> Interval:
+    """The mean of rates in these windows."""
+    slices = [each for window in windows for each in window]
+    mean, seconds = _mean(slices), sum(length for _, length in slices)
+    own = sum((rate - mean) ** 2 * length for rate, length in slices)
+    freedom = len(slices) - 1
+    if noise.second is not None:
+        own += PRIOR_FREEDOM * noise.second * mean**2
+        freedom += PRIOR_FREEDOM
+    if not freedom:
+        return Interval(mean)
+    variance = own / freedom / seconds + noise.window * mean**2 / len(windows)
+    return _around(mean, math.sqrt(variance), freedom)
+
+
+def _mean(slices: Sequence[RateSlice]) -> float:
+    return sum(rate * seconds for rate, seconds in slices) / sum(seconds for _, seconds in slices)
+
+
+def quantile_of(sections: Sequence[Sequence[float]], share: float) -> Interval | None:
+    """The value that `share` of all do not exceed; None where there are none."""
+    filled = [section for section in sections if section]
+    if not filled:
+        return None
+    value = quantile([each for section in filled for each in section], share)
+    if len(filled) < 2:
+        return Interval(value)
+    error = stdev([quantile(section, share) for section in filled]) / math.sqrt(len(filled))
+    return _around(value, error, len(filled) - 1)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Between the two that it lies between, linearly (R-7, as numpy has it)."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def _around(value: float, error: float, freedom: int) -> Interval:
+    half = student_t(freedom) * error
+    return Interval(value, max(0.0, value - half), value + half)
+
+
+@cache
+def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The two-sided quantile of Student's t (exact for one and two degrees of freedom, else the expansion of Abramowitz
+    and Stegun 26.7.5, right to a hundredth)."""
+    share = (1 + confidence) / 2
+    if freedom == 1:
+        return math.tan(math.pi * (share - 0.5))
+    if freedom == 2:
+        return (2 * share - 1) * math.sqrt(2 / (4 * share * (1 - share)))
+    z, n = NormalDist().inv_cdf(share), freedom
+    terms = (
+        z,
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+    )
+    return sum(terms)
+
+
+Verdict = Literal["kept", "broken", "unsure"]
+_BRIEFEST_S = 0.1
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of latency: such a share of first tokens, and of gaps between tokens, come within these; None asks
+    nothing."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    share: float = 0.95
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of a window. tokens: generated.  ttft_s, itl_s: of every first token and of every gap in it.
+
+    judged, kept: requests that ended, and of these the ones that kept the SLO.
+    """
+
+    seconds: float
+    tokens: int
+    ttft_s: Sequence[float] = ()
+    itl_s: Sequence[float] = ()
+    judged: int = 0
+    kept: int = 0
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One window of a setting under load. failed: why nothing was answered in it, "" where something was."""
+
+    slices: tuple[Slice, ...]
+    failed: str = ""
+
+    @classmethod
+    def of_failure(cls, reason: str, seconds: float) -> Sample:
+        """A window that gave nothing: two empty slices, so that its rate is known to be none."""
+        half = Slice(seconds=max(seconds, _BRIEFEST_S) / 2, tokens=0)
+        return cls(slices=(half, half), failed=reason)
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return sum(each.seconds for each in self.slices)
+
+    @property
+    def rates(self) -> list[tuple[float, float]]:
+        """Of each slice its tokens/s, and its seconds."""
+        return [(each.tokens / each.seconds, each.seconds) for each in self.slices]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a setting. tokens_per_s: output.  verdict: whether it keeps the SLO.
+
+    excess: the worse of the two latencies, of what the SLO allows: up to 1 it is kept, infinite where a window failed.
+    goodput_per_s: requests that kept it.  failed: why a window of it gave nothing.
+    """
+
+    setting: Setting
+    windows: int
+    seconds: float
+    tokens_per_s: Interval
+    ttft_s: Interval | None
+    itl_s: Interval | None
+    goodput_per_s: float
+    verdict: Verdict
+    excess: float
+    failed: str = ""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it seems to keep the SLO, be that sure or not."""
+        return self.excess <= 1
+
+    @property
+    def value(self) -> float:
+        """Throughput; what breaks the SLO counts for the less the further it is from keeping it."""
+        return self.tokens_per_s.value / max(1.0, self.excess) ** 2
+
+    @classmethod
+    def of(cls, setting: Setting, samples: Sequence[Sample], slo: Slo, noise: Noise = UNKNOWN) -> Record:
+        """Pool the windows of a setting; one at least, with a slice in it. noise: what is known of it from others."""
+        slices = [each for sample in samples for each in sample.slices]
+        seconds = sum(each.seconds for each in slices)
+        ttft = quantile_of([each.ttft_s for each in slices], slo.share)
+        itl = quantile_of([each.itl_s for each in slices], slo.share)
+        asked = [(ttft, slo.ttft_s), (itl, slo.itl_s)]
+        limits = [(found, limit) for found, limit in asked if limit is not None]
+        excess = max((found.value / limit for found, limit in limits if found is not None), default=0.0)
+        failed = next((sample.failed for sample in samples if sample.failed), "")
+        return cls(
+            setting=setting,
+            windows=len(samples),
+            seconds=seconds,
+            tokens_per_s=rate_of([each.rates for each in samples], noise),
+            ttft_s=ttft,
+            itl_s=itl,
+            goodput_per_s=sum(each.kept for each in slices) / seconds,
+            verdict="broken" if failed else _verdict(limits),
+            excess=inf if failed else excess,
+            failed=failed,
+        )
+
+
+def _verdict(limits: Iterable[tuple[Interval | None, float]]) -> Verdict:
+    found = [
+        "unsure" if each is None else "broken" if each.low > limit else "kept" if each.high <= limit else "unsure"
+        for each, limit in limits
+    ]
+    return "broken" if "broken" in found else "unsure" if "unsure" in found else "kept"
+
+
+def pareto(records: Iterable[Record], slo: Slo) -> list[Record]:
+    """Those that none beats in throughput and in the latencies that the SLO is about, both where it asks for none; the
+    fastest first. What failed is none of them."""
+    answered = sorted(
+        (record for record in records if not record.failed),
+        key=lambda each: (-each.tokens_per_s.value, _latencies(each, slo)),
+    )
+    front: list[Record] = []
+    for record in answered:
+        own = _latencies(record, slo)
+        if not any(_no_longer(_latencies(faster, slo), own) for faster in front):
+            front.append(record)
+    return front
+
+
+def _latencies(record: Record, slo: Slo) -> list[float]:
+    both = ((record.ttft_s, slo.ttft_s), (record.itl_s, slo.itl_s))
+    asked = [found for found, limit in both if limit is not None] or [found for found, _ in both]
+    return [found.value if found is not None else inf for found in asked]
+
+
+def _no_longer(these: Iterable[float], those: Iterable[float]) -> bool:
+    return all(this <= that for this, that in zip(these, those, strict=True))

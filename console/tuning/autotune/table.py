@@ -1,0 +1,186 @@
+"""What tuning found, as text: a table whose first column marks the front, and sentences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from console.bench.text import table
+from console.link.tuning import Tried, TuningReport
+from console.tuning.autotune.space import KnobName, Setting
+
+HEADINGS: dict[KnobName, str] = {
+    "workers": "workers",
+    "max_prompts": "prompts",
+    "step_tokens": "step tokens",
+    "threads": "threads",
+    "cache_bits": "cache bits",
+    "draft_tokens": "guesses",
+}
+MOST_REASONS = 5
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a run. asked: whether anything is asked of latency.  early: why it ended before its time.
+
+    unapplied, not_put_back: why the engine could not be put to the best, or back.  unkept: why it is not written down.
+    """
+
+    best: Tried | None
+    asked: bool
+    early: str = ""
+    apply: bool = False
+    applied: bool = False
+    unapplied: str = ""
+    not_put_back: str = ""
+    unkept: str = ""
+
+
+def sentences(outcome: Outcome) -> str:
+    """What there is to say of it."""
+    found = (outcome.early, _found(outcome), *_use(outcome))
+    return " ".join(f"{each[:1].upper()}{each[1:].rstrip('.')}." for each in found if each)
+
+
+def _found(outcome: Outcome) -> str:
+    best = outcome.best
+    if best is None:
+        return "" if outcome.early else "no setting could be measured"
+    rate = f"{'the best by then gives ' if outcome.early else ''}{best.tokens_per_s:,.0f} tok/s"
+    if not outcome.asked:
+        return rate
+    sure = "keeps" if best.verdict == "kept" else "breaks" if best.verdict == "broken" else ""
+    does = sure or ("seems to keep" if best.keeps else "seems to break")
+    least = "" if best.keeps else ", by the least of all that were tried"
+    return f"{rate}; it {does} what is asked of latency{least}"
+
+
+def _use(outcome: Outcome) -> list[str]:
+    best, unkept = outcome.best, outcome.unkept
+    if outcome.applied:
+        return [f"it is in use, but not from the next start on: {unkept}" if unkept else _FROM_NOW_ON]
+    said = []
+    if outcome.unapplied:
+        said.append(f"the engine could not be put there: {outcome.unapplied}")
+    elif outcome.apply and best is not None and not best.keeps:
+        said.append("so it is not applied")
+    back = outcome.not_put_back
+    said.append(f"the engine could not be put back to where it was: {back}" if back else _AS_BEFORE)
+    return [*said, *([f"what was found is not kept: {unkept}"] if unkept else [])]
+
+
+_FROM_NOW_ON = "it is in use, and will be from now on"
+_AS_BEFORE = "the engine is as it was before"
+
+
+def remarks_of(report: TuningReport) -> list[str]:
+    """A line for all that happened besides, and for every reason why settings could not be measured."""
+    reasons: dict[str, list[str]] = {}
+    for each in report.failed:
+        reasons.setdefault(each.reason, []).append(_words(each.setting, report.knobs))
+    failed = [_failed(reason, settings) for reason, settings in reasons.items()]
+    more = len(failed) - MOST_REASONS
+    hidden = [f"{more} more reasons why settings could not be measured"] if more > 0 else []
+    return [*report.notes, *failed[:MOST_REASONS], *hidden]
+
+
+def _failed(reason: str, settings: Sequence[str]) -> str:
+    others = len(settings) - 1
+    more = f" and {others} more {'setting' if others == 1 else 'settings'}" if others else ""
+    return f"{settings[0]}{more}: {reason}"
+
+
+def heading_of(report: TuningReport) -> str:
+    """What is searched, for what."""
+    asked = [
+        f"{name} within {_ms(limit)}"
+        for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))
+        if limit is not None
+    ]
+    slo = f"p{report.percentile:g} of {' and of '.join(asked)}" if asked else "whatever the latency"
+    turned = ", ".join(HEADINGS[knob] for knob in report.knobs)
+    return f"{report.model}: {report.size:,} settings of {turned}\nMost tok/s, {slo}; {report.mix}"
+
+
+def progress_of(report: TuningReport) -> str:
+    """Where it is, in a line."""
+    left_s = max(0.0, report.budget_s - report.elapsed_s)
+    nothing = "putting the engine back" if report.state == "restoring" else "beginning"
+    now = f"trying {setting_words(report)}" if report.now is not None else nothing
+    return f"{report.stage}: {report.windows} windows, {left_s:.0f} s left at most, {now}"
+
+
+def setting_words(report: TuningReport) -> str:
+    """The one that is tried now, by the knobs that are turned."""
+    return "" if report.now is None else _words(report.now, report.knobs)
+
+
+def _words(setting: Setting, knobs: Sequence[KnobName]) -> str:
+    return ", ".join(f"{HEADINGS[knob]} {setting.value(knob)}" for knob in knobs)
+
+
+def table_of(report: TuningReport, rows: int | None = None, columns: int | None = None) -> str:
+    """All that was tried, the fastest first; of more than `rows` those that matter. Where latencies lie is left out
+    where there is no room in `columns`."""
+    shown = shortened(report.tried, rows)
+    text = _table(shown, report, wide=True)
+    if columns is not None and max(map(len, text.splitlines())) >= columns:
+        text = _table(shown, report, wide=False)
+    hidden = len(report.tried) - len(shown)
+    return f"{text}\n{hidden} more that nothing speaks for" if hidden else text
+
+
+def _table(shown: Sequence[Tried], report: TuningReport, *, wide: bool) -> str:
+    percentile = f"p{report.percentile:g}"
+    within = ["95% within"] if wide else []
+    knobs = [HEADINGS[knob] for knob in report.knobs]
+    latencies = [f"TTFT {percentile}", *within, f"ITL {percentile}", *within]
+    header = ["", "tok/s", "95% within", *latencies, "good/s", *knobs, "windows", "SLO"]
+    return table(header, [_row(each, report.knobs, wide=wide) for each in shown])
+
+
+def shortened(tried: Sequence[Tried], rows: int | None) -> list[Tried]:
+    """The best, then the front, then the fastest; in the order they had."""
+    if rows is None or len(tried) <= rows:
+        return list(tried)
+    ranked = sorted(tried, key=lambda each: (not each.best, not each.front, each.verdict == "broken"))[:rows]
+    return [each for each in tried if each in ranked]
+
+
+def _row(each: Tried, knobs: Sequence[KnobName], *, wide: bool) -> list[str]:
+    ttft_within = [_between(each.ttft_low_s, each.ttft_high_s)] if wide else []
+    itl_within = [_between(each.itl_low_s, each.itl_high_s)] if wide else []
+    return [
+        "best" if each.best else "front" if each.front else "",
+        f"{each.tokens_per_s:,.0f}",
+        f"{each.low:,.0f} to {each.high:,.0f}" if each.high is not None else "unknown",
+        _ms(each.ttft_s),
+        *ttft_within,
+        _ms(each.itl_s),
+        *itl_within,
+        f"{each.goodput_per_s:.1f}",
+        *(str(each.setting.value(knob)) for knob in knobs),
+        str(each.windows),
+        each.verdict,
+    ]
+
+
+def _between(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return "unknown"
+    least, most = _ms(low), _ms(high)
+    number, _, unit = least.partition(" ")
+    return f"{number} to {most}" if most.endswith(f" {unit}") else f"{least} to {most}"
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1000:.0f} ms"
+        if seconds >= 0.1
+        else f"{seconds * 1000:.1f} ms"
+    )

@@ -1,0 +1,285 @@
+"""Tuning of a model that serves: one run at a time, as a task of its own, whoever watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from console.bench.forms import check_trace
+from console.bench.workload import Exchange, TokenIds, read_trace
+from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
+from console.tuning.autotune.knob_space import SearchLimits, space_of
+from console.tuning.autotune.load import Load, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
+from console.tuning.autotune.record import Slo
+from console.tuning.autotune.rig import LiveRig, setting_of
+from console.tuning.autotune.search import Search
+from console.tuning.autotune.table import Outcome, sentences
+from console.tuning.autotune.tuner import Tuner, tried_of
+from console.tuning.last_settings import model_key
+from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, settings_of
+from engine.devices import usable_cores
+from engine.engine import Engine, Serving
+from engine.errors import EngineBusy, EngineError, InvalidRequest
+from engine.models.files import home_expanded
+from engine.system.runtime import run_detached, run_uninterrupted
+
+if TYPE_CHECKING:
+    from console.runtime.runtime import Runtime
+
+
+# One run of tuning: what it is made of, what is told of it, and what is kept in the end.
+
+SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 2.0, 6.0
+
+
+class Run:
+    """Of a model that serves. mix: what requests are like, as they were in this session if None.
+
+    on_change: after every trial, and when another begins.  unkept: why what was found is not in the file, "" where it
+    is. Raises InvalidRequest where nothing can be turned.
+    """
+
+    def __init__(
+        self, runtime: Runtime, serving: Serving, order: TuneOrder, mix: Mix | None, on_change: Callable[[], None]
+    ) -> None:
+        engine = runtime.engine
+        self._runtime = runtime
+        self._serving = serving
+        self._order = order
+        self.unkept = ""
+        slo = Slo(ttft_s=order.slo_ttft_s, itl_s=order.slo_itl_s, share=order.percentile / 100)
+        self._mix = _mix_for(engine, serving, mix, order.seed)
+        before = setting_of(serving.spec, serving.config)
+        space = space_of(
+            serving.model,
+            serving.spec,
+            before,
+            cores=usable_cores(),
+            load_s=_load_s(engine, serving.name),
+            wishes=SearchLimits(knobs=order.knobs, kept=order.kept, least_cache_bits=order.least_cache_bits).validate(),
+        )
+        ids = [each for each in range(serving.model.vocab_size) if each not in serving.tokenizer.special_ids]
+        load = Load(engine, serving.name, self._mix, slo, ids, seed=order.seed)
+        self._rig = LiveRig(engine, serving.name, load, before, users=order.users)
+        budget_s = order.minutes * 60
+
+        def search(window_s: float) -> Search:
+            return Search(space, slo, budget_s=budget_s, window_s=window_s, seed=order.seed)
+
+        first = search(_window_s(budget_s))
+        self.tuner = Tuner(first, self._rig, before=before, anew=search, on_change=on_change)
+
+    @property
+    def best(self) -> Tried | None:
+        """The best by now."""
+        return next((each for each in tried_of(self.tuner.search) if each.best), None)
+
+    async def to_its_end(self) -> None:
+        """Run it. What was found by then is kept however it ends. Raises EngineError."""
+        try:
+            await self.tuner.run(apply=self._order.apply)
+        finally:
+            await run_uninterrupted(self._keep_best())
+
+    async def go_to(self, best: Tried) -> None:
+        """Put the engine there and keep that it is to be so. Raises EngineError."""
+        await self._rig.use(best.setting)
+        self.tuner.applied = True
+        await self._keep(best)
+
+    def said(self, early: str = "") -> str:
+        """What came of it, in sentences. early: why it ended before its time."""
+        tuner = self.tuner
+        return sentences(
+            Outcome(
+                best=self.best,
+                asked=self._order.slo_ttft_s is not None or self._order.slo_itl_s is not None,
+                early=early,
+                apply=self._order.apply,
+                applied=tuner.applied,
+                unapplied=tuner.unapplied,
+                not_put_back=tuner.not_put_back,
+                unkept=self.unkept,
+            )
+        )
+
+    async def _keep_best(self) -> None:
+        if (best := self.best) is not None:
+            await self._keep(best)
+
+    async def _keep(self, found: Tried) -> None:
+        order, search = self._order, self.tuner.search
+        kept = TunedProfile(
+            model=model_key(self._serving.name, self._serving.spec.path),
+            hardware=hardware_of(self._runtime.engine.snapshot().devices),
+            at=time.time(),
+            applied=self.tuner.applied,
+            settings=settings_of(found.setting, [knob.name for knob in search.space.knobs]),
+            measured=found,
+            slo_ttft_s=order.slo_ttft_s,
+            slo_itl_s=order.slo_itl_s,
+            percentile=order.percentile,
+            mix=self._mix.said,
+        )
+        file = TunedProfiles(self._runtime.state_dir)
+        self.unkept = ""
+        try:
+            await asyncio.to_thread(file.keep, kept)
+        except OSError as error:
+            self.unkept = f"{file.file} cannot be written: {error.strerror or error}"
+
+    def report(self, state: TuningState) -> TuningReport:
+        """How it stands."""
+        tuner, search, order = self.tuner, self.tuner.search, self._order
+        return TuningReport(
+            state=state,
+            model=self._serving.name,
+            slo_ttft_s=order.slo_ttft_s,
+            slo_itl_s=order.slo_itl_s,
+            percentile=order.percentile,
+            mix=self._mix.said,
+            stage=search.stage,
+            now=tuner.now,
+            start=search.space.start,
+            elapsed_s=tuner.elapsed_s,
+            budget_s=search.budget_s,
+            size=search.space.size,
+            knobs=tuple(knob.name for knob in search.space.knobs),
+            windows=tuner.windows,
+            refused=tuner.refused,
+            failed=tuple(tuner.failed),
+            notes=tuple(tuner.notes),
+            tried=tried_of(search),
+        )
+
+
+def _window_s(budget_s: float) -> float:
+    """So that there is time for some dozens of windows, as far as short ones say anything."""
+    return min(LONGEST_WINDOW_S, max(SHORTEST_WINDOW_S, budget_s / 100))
+
+
+def _mix_for(engine: Engine, serving: Serving, mix: Mix | None, seed: int) -> Mix:
+    found = mix or mix_of_history(engine.snapshot().insight, seed) or usual_mix(seed)
+    return found.within(min(serving.model.max_model_len, serving.model.kv_tokens))
+
+
+def _load_s(engine: Engine, model: str) -> float | None:
+    """What a worker of it took to load."""
+    return next(
+        (worker.load_s for worker in engine.snapshot().workers if worker.model == model and worker.load_s), None
+    )
+
+
+class Tuning:
+    """Of one runtime; on its loop, but for `report`, which any thread may call."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._run: Run | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._report = TuningReport()
+
+    def report(self) -> TuningReport:
+        """How the last one goes or went."""
+        run = self._run
+        if run is None or not self._report.under_way:
+            return self._report
+        return msgspec.structs.replace(self._report, elapsed_s=run.tuner.elapsed_s)
+
+    async def start(self, order: TuneOrder, mix: Mix | None = None) -> None:
+        """See TuningLink.start. mix: what requests are like, as the order or the session has them if None."""
+        self._refuse_if_busy()
+        self._refuse_users(order)
+        serving = await self._runtime.engine.serving(order.model)
+        found = mix or await mix_of_order(order, serving)
+        self._refuse_if_busy()
+        self._run = run = Run(self._runtime, serving, self._with_slo(order), found, self._changed)
+        self._report = run.report("running")
+        self._task = run_detached(self._to_its_end(run))
+
+    async def cancel(self) -> None:
+        """See TuningLink.cancel."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def use_best(self) -> None:
+        """See TuningLink.use_best."""
+        self._refuse_if_busy()
+        best = self._report.best
+        if self._run is None or best is None:
+            raise InvalidRequest("nothing was found yet that could be used")
+        if not best.keeps:
+            raise InvalidRequest("the best that was found breaks what is asked of latency: it is not put to use")
+        await self._run.go_to(best)
+        self._report = msgspec.structs.replace(self._report, applied=True, said=self._run.said())
+        if self._run.unkept:
+            raise EngineError(self._report.said)
+
+    async def finished(self) -> None:
+        """Wait for the end of the run under way."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    def _refuse_if_busy(self) -> None:
+        if self._task is not None and not self._task.done():
+            raise EngineBusy("settings are being tried already; cancel that first", state="tuning")
+        if self._runtime.benches.report().under_way:
+            raise EngineBusy("a bench goes on, which would measure what is tried; cancel that first", state="bench")
+
+    def _refuse_users(self, order: TuneOrder) -> None:
+        most = self._runtime.engine.config.max_queue
+        if order.users is not None and order.users > most:
+            raise InvalidRequest(
+                f"{order.users:,} users would fill the queue, which takes {most:,}, and others would be turned away",
+                param="users",
+            )
+
+    def _with_slo(self, order: TuneOrder) -> TuneOrder:
+        """With what the settings ask of latency, where the order leaves that open."""
+        config = self._runtime.engine.config
+        return msgspec.structs.replace(
+            order, slo_ttft_s=order.slo_ttft_s or config.slo_ttft_s, slo_itl_s=order.slo_itl_s or config.slo_itl_s
+        )
+
+    async def _to_its_end(self, run: Run) -> None:
+        state: TuningState = "failed"
+        early = ""
+        try:
+            await run.to_its_end()
+            state = "done"
+        except asyncio.CancelledError:
+            state, early = "cancelled", "Cancelled"
+        except EngineError as error:
+            early = error.message
+        except Exception as error:
+            early = f"it failed: {error!r}"
+            raise
+        finally:
+            applied = run.tuner.applied
+            self._report = msgspec.structs.replace(run.report(state), said=run.said(early), applied=applied)
+
+    def _changed(self) -> None:
+        if self._run is not None:
+            self._report = self._run.report("running" if self._run.tuner.now is not None else "restoring")
+
+
+async def mix_of_order(order: TuneOrder, serving: Serving) -> Mix | None:
+    """The lengths that an order names, None where it names none. Raises InvalidRequest, its param the field."""
+    if not order.trace:
+        return asked_mix(order.prompt or None, order.output or None, order.seed)
+    if order.prompt or order.output:
+        raise InvalidRequest("a trace has lengths of its own: give it alone", param="trace")
+    await asyncio.to_thread(check_trace, order.trace)
+    exchanges = await asyncio.to_thread(read_trace, home_expanded(order.trace))
+    return await traced_mix(exchanges, serving, order.seed)
+
+
+async def traced_mix(exchanges: Sequence[Exchange], serving: Serving, seed: int) -> Mix:
+    """Questions as a trace has them, in tokens of that model. Raises InvalidRequest where none fits."""
+    material = TokenIds.of(serving.tokenizer, serving.model.vocab_size)
+    return await asyncio.to_thread(mix_of_trace, exchanges, material, serving.model.max_model_len, seed)

@@ -1,0 +1,79 @@
+"""What each model was last loaded with, kept in a file of the state folder from one run to the next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import msgspec
+
+from console.link.protocol import NOTHING, LoadSettings
+from engine.models.hub_cache import repo_of
+from engine.system.files import replace_file
+
+MAX_MODELS = 500
+_FILE = "model-settings.json"
+_log = logging.getLogger("console")
+
+
+class LastSettings:
+    """Settings by model. folder: where they are kept; None keeps them in memory. Blocking; from any thread.
+
+    The file is read for every call, so that several consoles may share it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / _FILE if folder is not None else None
+        self._memory: dict[str, LoadSettings] = {}
+        self._lock = threading.Lock()
+
+    def of(self, model: str) -> LoadSettings:
+        """What a model was last loaded with; nothing where it never was."""
+        with self._lock:
+            return self._read().get(model, NOTHING)
+
+    def note(self, model: str, settings: LoadSettings) -> None:
+        """Remember them; those of models that were noted longest ago are forgotten when there are too many."""
+        with self._lock:
+            kept = {name: value for name, value in self._read().items() if name != model}
+            self._write(dict([*kept.items(), (model, settings)][-MAX_MODELS:]))
+
+    def forget(self, model: str) -> None:
+        """Remember nothing of a model any more."""
+        with self._lock:
+            kept = self._read()
+            if kept.pop(model, None) is not None:
+                self._write(kept)
+
+    def _read(self) -> dict[str, LoadSettings]:
+        if self._file is None:
+            return dict(self._memory)
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, LoadSettings])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            return {}
+
+    def _write(self, settings: dict[str, LoadSettings]) -> None:
+        """What cannot be written is only logged: the next form starts without it."""
+        self._memory = settings
+        if self._file is None:
+            return
+        try:
+            replace_file(self._file, msgspec.json.encode(settings))
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._file, error)
+
+
+def model_key(name: str, path: Path | None) -> str:
+    """By what a model is remembered: its hub id where it came from there, whatever its commit, else its folder.
+
+    path: its folder, None where it is not on this machine: then its name without a revision.
+    """
+    if path is None:
+        return name.partition("@")[0]
+    hub_id = repo_of(path.parent.parent) if path.parent.name == "snapshots" else None
+    return hub_id or str(path.absolute())

@@ -1,0 +1,124 @@
+"""How a key or value head lies in a page: plain, or as codes of 8 or 4 bits with their scales. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from engine.config import CacheBits
+from engine.errors import InsufficientMemory, InvalidRequest
+
+SCALE_BYTES = 2
+"""A scale is a float16."""
+
+_LARGEST_GROUPS: Mapping[CacheBits, int] = MappingProxyType({8: 64, 4: 32})
+_DIVISOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFormat:
+    """One head of one token: its elements, or codes of `bits` bits each and then a scale for each `group` of them.
+
+    bits: 16 stands for plain elements of the dtype that computes.  itemsize: bytes of such an element.
+    """
+
+    head_dim: int
+    bits: CacheBits
+    itemsize: int
+
+    @property
+    def coded(self) -> bool:
+        """Whether elements are kept as codes."""
+        return self.bits != 16
+
+    @property
+    def turned(self) -> int:
+        """Adjacent elements that are turned together before they are rounded: all where their number is a power of
+        two, else the largest power that divides it."""
+        return max(1, self.head_dim & -self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Adjacent elements that share a scale."""
+        return min(_LARGEST_GROUPS[self.bits], self.turned)
+
+    @property
+    def code_bytes(self) -> int:
+        """What the elements of a head take without scales."""
+        return self.head_dim * self.bits // 8 if self.coded else self.head_dim * self.itemsize
+
+    @property
+    def head_bytes(self) -> int:
+        """What a head takes in a page."""
+        return self.code_bytes + (self.head_dim // self.group * SCALE_BYTES if self.coded else 0)
+
+    @property
+    def copied_bytes(self) -> int:
+        """What a head takes outside of the pages while it is read: as it lies there, and decoded."""
+        return self.head_bytes + (self.head_dim * (self.itemsize + 1) if self.coded else 0)
+
+
+def refuse_format(head_dim: int, bits: CacheBits) -> None:
+    """Raise InvalidRequest where heads of `head_dim` elements cannot be kept in `bits` bits."""
+    if bits != 16 and bits not in _LARGEST_GROUPS:
+        raise InvalidRequest(
+            f"cache_bits is {bits}; the torch backend keeps keys and values in 16, 8 or 4 bits",
+            param="cache_bits",
+            value=bits,
+        )
+    if bits != 16 and head_dim % _DIVISOR:
+        raise InvalidRequest(
+            f"cache_bits is {bits}; heads of {head_dim} elements, which {_DIVISOR} does not divide, can be kept in "
+            "16 bits alone",
+            param="cache_bits",
+            value=bits,
+        )
+
+
+# How many KV pages to allocate: those that placement or a person asked for; else what is free decides.
+
+TYPICAL_TOKENS = 2048
+"""Tokens of KV that one running request gets on average where nobody says otherwise."""
+
+CPU_SHARE = 0.25
+"""Of the free RAM: the rest is for other programs, other workers and the working memory of a step."""
+
+CUDA_SHARE = 0.8
+"""Of what the weights left free on the device: the rest is head-room for activations, logits and sampling."""
+
+_MIB = 2**20
+
+
+def kv_pages(
+    *,
+    asked_tokens: int | None,
+    max_prompts: int,
+    max_model_len: int,
+    page_tokens: int,
+    bytes_per_token: int,
+    free_bytes: int,
+    share: float,
+) -> int:
+    """Pages that hold `asked_tokens`, as they are; or, where nothing is asked, pages for `max_prompts` requests of up
+    to TYPICAL_TOKENS and for one of max_model_len at least, as far as `share` of `free_bytes` goes.
+
+    Raises InsufficientMemory where that share holds less than one request of TYPICAL_TOKENS (or max_model_len).
+    """
+    if asked_tokens is not None:
+        return max(1, -(-asked_tokens // page_tokens))
+    typical = min(max_model_len, TYPICAL_TOKENS)
+    least_pages = -(-typical // page_tokens)
+    wanted_pages = max(max_prompts * least_pages, -(-max_model_len // page_tokens))
+    page_bytes = bytes_per_token * page_tokens
+    possible_pages = int(free_bytes * share) // page_bytes
+    if possible_pages < least_pages:
+        needed_bytes = int(least_pages * page_bytes / share)
+        raise InsufficientMemory(
+            f"the KV pages of one request of {typical} tokens need {needed_bytes // _MIB} MiB free (of which they "
+            f"take {share:.0%}), and {free_bytes // _MIB} MiB are",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            short_bytes=needed_bytes - free_bytes,
+        )
+    return min(wanted_pages, possible_pages)

@@ -1,0 +1,216 @@
+"""config.json as a frozen, checked value. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypeGuard, get_args
+
+from engine.backends.common.config_values import MAX_LAYERS, MAX_SIZE, MAX_TOKENS, number, positive, refuse_more
+from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families.base import Architecture, RawConfig, Traits
+from engine.backends.common.quant_config import Quantisation, read_quantisation
+from engine.backends.common.rope_config import RopeConfig, read_ropes
+from engine.config import quote_value
+from engine.errors import InvalidRequest, UnsupportedModel
+from engine.models.files import read_json
+
+# The context length that a model is loaded with, whichever backend computes it.
+
+
+def context_length(asked: int | None, usual: int, longest: int) -> int:
+    """Tokens: as asked for, else the usual. Raises InvalidRequest for what is more than the longest, or nothing."""
+    length = usual if asked is None else asked
+    if not 1 <= length <= longest:
+        raise InvalidRequest(
+            f"max_model_len is {length}; this model takes from 1 to {longest} tokens "
+            "(alpha_value and compress_pos_emb stretch it)",
+            param="max_model_len",
+            value=length,
+            limit=longest,
+        )
+    return length
+
+
+CheckpointDtype = Literal["bfloat16", "float16", "float32"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_MAX_END_TOKENS = 1000
+
+_SHOWN = 5
+"""Of the architectures that a config.json names, in a message."""
+
+_ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens.
+
+    rope: of all layers, or of those without a window where the others have `local_rope`.
+    quantisation: what config.json says of it; None where it says nothing, though weights may be quantised still.
+    """
+
+    architecture: str
+    traits: Traits
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    rope: RopeConfig
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: CheckpointDtype
+    quantisation: Quantisation | None = None
+    activation: Activation = "silu"
+    local_rope: RopeConfig | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """What the dot product of a query and a key is multiplied by."""
+        return self.head_dim**-0.5 if self.traits.score_scale is None else self.traits.score_scale
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """How a layer turns queries and keys; None where it does not."""
+        if layer in self.traits.unturned:
+            return None
+        local = self.local_rope is not None and self.traits.windows[layer] is not None
+        return self.local_rope if local else self.rope
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that any layer looks back on at most; None where some layer sees the whole context."""
+        windows = [window for window in self.traits.windows if window is not None]
+        return max(windows) if len(windows) == self.layers else None
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""
+    raw = _read_json(folder)
+    architecture = _architecture(raw)
+    raw = {**architecture.defaults, **(_of_text(raw) if architecture.multimodal else raw)}
+    quantisation = read_quantisation(raw)
+    layers = positive(raw, "num_hidden_layers", most=MAX_LAYERS)
+    hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    head_dim = positive(raw, "head_dim", hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise UnsupportedModel(
+            f"config.json has {heads} heads, {kv_heads} key-value heads and a head size of {head_dim}; "
+            "the heads must divide evenly and the head size must be even"
+        )
+    max_positions = positive(raw, "max_position_embeddings", most=MAX_TOKENS)
+    traits = architecture.traits(raw, layers)
+    rope, local_rope = read_ropes(raw, max_positions, head_dim)
+    _refuse_parts_of_heads(architecture, (rope, local_rope or rope))
+    return ModelConfig(
+        architecture=architecture.name,
+        traits=traits,
+        vocab_size=positive(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=positive(raw, "intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=_norm_eps(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps"),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope=rope,
+        max_model_len=_native_length(rope, max_positions),
+        eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        checkpoint_dtype=_checkpoint_dtype(raw),
+        quantisation=quantisation,
+        activation=_activation(raw),
+        local_rope=local_rope,
+    )
+
+
+def _read_json(folder: Path) -> RawConfig:
+    try:
+        return read_json(folder / "config.json", dict[str, object])
+    except FileNotFoundError:
+        raise UnsupportedModel(f"{folder} is no model folder: it has no config.json") from None
+
+
+def _architecture(raw: RawConfig) -> Architecture:
+    names = raw.get("architectures")
+    named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    for name in named:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise UnsupportedModel(
+        f"the torch backend does not know the architecture {quote_value(', '.join(named[:_SHOWN])) or '(none named)'}; "
+        f"it knows {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _of_text(raw: RawConfig) -> RawConfig:
+    """What a multimodal model's config.json says of its model of text, and of the whole where that is silent."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise UnsupportedModel("config.json lacks text_config, which describes the model of text in a multimodal one")
+    return {**raw, **{key: value for key, value in text.items() if value is not None or key not in raw}}
+
+
+def _activation(raw: RawConfig) -> Activation:
+    name = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config.json asks for the activation {quote_value(name)}; the torch backend knows "
+            f"{', '.join(map(str, _ACTIVATIONS))}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _norm_eps(raw: RawConfig, key: str) -> float:
+    value = number(raw, key, 1e-6)
+    if value < 0:
+        raise UnsupportedModel(f"config.json has {key} = {value:g}; it must be 0 or more")
+    return value
+
+
+def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:
+    if any(rope.turned != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
+        raise UnsupportedModel(
+            f"config.json sets partial_rotary_factor; the heads of {architecture.name} are turned as a whole"
+        )
+
+
+def _native_length(rope: RopeConfig, max_positions: int) -> int:
+    """Longest context without further settings: configs of linear and yarn models may give the unscaled length.
+
+    Raises UnsupportedModel where the scaling makes it no length.
+    """
+    scaled = max_positions
+    if rope.kind == "linear":
+        scaled = max(1, int(max_positions * rope.factor))
+    elif rope.kind == "yarn":
+        scaled = max(max_positions, int(rope.original_max_positions * rope.factor))
+    refuse_more("max_position_embeddings, scaled by rope_scaling,", scaled, MAX_TOKENS)
+    return scaled
+
+
+def _checkpoint_dtype(raw: RawConfig) -> CheckpointDtype:
+    name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
+    if not _is_checkpoint_dtype(name):
+        known = ", ".join(get_args(CheckpointDtype))
+        raise UnsupportedModel(f"the weights are {quote_value(name)}; the torch backend reads {known}")
+    return name
+
+
+def _is_checkpoint_dtype(value: object) -> TypeGuard[CheckpointDtype]:
+    return value in get_args(CheckpointDtype)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    ids = value[:_MAX_END_TOKENS] if isinstance(value, list) else [value]
+    return tuple(item for item in ids if isinstance(item, int) and 0 <= item < MAX_SIZE)

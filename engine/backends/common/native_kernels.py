@@ -1,0 +1,90 @@
+"""Whether the native kernels can be used on this machine, asked without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Set
+
+import msgspec
+
+from engine.backends.common.native_build import (
+    ISA_FLAGS,
+    SHIPPED,
+    SWITCH,
+    InstructionSet,
+    cache_folder,
+    find_compiler,
+    folder_problem,
+    kept_library,
+    shipped_library,
+)
+from engine.system.processor import cpu_flags, native_bfloat16
+
+
+class Native(msgspec.Struct, frozen=True, kw_only=True):
+    """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
+
+    kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    folder_problem: why what is compiled cannot be kept, as a clause.
+    """
+
+    compiler: str = ""
+    kept: tuple[InstructionSet, ...] = ()
+    off: bool = False
+    folder_problem: str = ""
+
+
+def read_native() -> Native:
+    """The native kernels that were compiled here or came compiled, and what would compile them."""
+    return Native(
+        compiler=find_compiler(),
+        kept=tuple(filter(_is_kept, ISA_FLAGS)),
+        off=_is_off(),
+        folder_problem=folder_problem(cache_folder()),
+    )
+
+
+def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
+    """What the kernels are compiled for on a CPU with such flags, None where they do not run."""
+    if machine != "x86_64" or not flags >= {"avx2", "fma"}:
+        return None
+    if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
+        return "avx2"
+    if "avx512_bf16" not in flags:
+        return "avx512"
+    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"
+
+
+def instruction_set_here() -> InstructionSet | None:
+    """What a load in a process started from this one would want compiled, None where the kernels do not run."""
+    if _is_off() or sys.platform != "linux":
+        return None
+    flags = cpu_flags()
+    match os.environ.get("ATEN_CPU_CAPABILITY"):  # bounds torch's, and ours with them
+        case "default":
+            return None
+        case "avx2":
+            flags &= {"avx2", "fma"}
+    return instruction_set(platform.machine(), flags)
+
+
+def prefers_bfloat16() -> bool:
+    """Whether models compute in bfloat16 here if nothing else is asked for: where the CPU multiplies it, or the kernels
+    do, which read half as much of it as of float32 and multiply it about as fast."""
+    return native_bfloat16() or kernels_at_hand()
+
+
+def kernels_at_hand() -> bool:
+    """Whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can be."""
+    kernels = instruction_set_here()
+    return kernels is not None and (bool(find_compiler()) or _is_kept(kernels))
+
+
+def _is_kept(isa: InstructionSet) -> bool:
+    return bool(kept_library(isa, cache_folder()) or shipped_library(isa, SHIPPED))
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH) == "0"

@@ -1,0 +1,143 @@
+"""What config.json says of rotary position embedding, as a frozen, checked value. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeGuard, get_args
+
+from engine.backends.common.config_values import (
+    MAX_TOKENS,
+    number,
+    numbers,
+    optional_number,
+    positive,
+    positive_number,
+)
+from engine.backends.common.families.base import RawConfig
+from engine.config import quote_value
+from engine.errors import UnsupportedModel
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+_EARLY_LONGROPE = ("su", "yarn")
+"""What longrope, known by its list of long factors, was called in its first folders."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: a base, a scaling kind with its constants (config.json's names), and what settings add.
+
+    turned: the part of each head that is turned, its first dimensions.
+    original_max_positions: context length that the model was trained at before scaling.  max_positions: the length
+    that "dynamic" and "longrope" must reach.  short_factors, long_factors: what "longrope" divides each frequency by
+    up to the original length, and beyond.
+    alpha: NTK stretch of the base.  compress: positions are divided by it.
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    turned: float = 1.0
+    alpha: float = 1.0
+    compress: float = 1.0
+
+    def turned_dims(self, head_dim: int) -> int:
+        """How many of a head's dimensions are turned."""
+        return int(head_dim * self.turned)
+
+
+def read_ropes(raw: RawConfig, max_positions: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (before it), and that of the layers
+    with a window where they have their own. Raises UnsupportedModel, naming what is malformed or unknown."""
+    found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModel("config.json's rope_scaling is no object")
+    kinds = {kind: found.get(kind) for kind in ("full_attention", "sliding_attention")}
+    by_kind = {kind: each for kind, each in kinds.items() if isinstance(each, dict)}
+    rope = _read_rope(raw, by_kind.get("full_attention", {}) if by_kind else found, max_positions, head_dim)
+    if not by_kind and raw.get("rope_local_base_freq") is None:
+        return rope, None
+    local = {**raw, "rope_theta": raw.get("rope_local_base_freq", rope.theta)}
+    return rope, _read_rope(local, by_kind.get("sliding_attention", {}), max_positions, head_dim)
+
+
+def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: int) -> RopeConfig:
+    rope: RawConfig = {key: value for key, value in found.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in _EARLY_LONGROPE and "long_factor" in rope:
+        kind = "longrope"
+    if not _is_rope_kind(kind):
+        raise UnsupportedModel(
+            f"the torch backend does not know RoPE scaling of type {quote_value(kind)}; it knows "
+            f"{', '.join(get_args(RopeKind))}"
+        )
+    original = _original_length(raw, rope, kind, max_positions)
+    read = RopeConfig(
+        theta=positive_number(rope, "rope_theta", positive_number(raw, "rope_theta", 10_000.0)),
+        kind=kind,
+        factor=positive_number(rope, "factor", max_positions / original if kind in ("yarn", "longrope") else 1.0),
+        original_max_positions=original,
+        max_positions=max_positions,
+        low_freq_factor=number(rope, "low_freq_factor", 1.0),
+        high_freq_factor=number(rope, "high_freq_factor", 4.0),
+        beta_fast=positive_number(rope, "beta_fast", 32.0),
+        beta_slow=positive_number(rope, "beta_slow", 1.0),
+        attention_factor=optional_number(rope, "attention_factor"),
+        mscale=optional_number(rope, "mscale"),
+        mscale_all_dim=optional_number(rope, "mscale_all_dim"),
+        truncate=bool(rope.get("truncate", True)),
+        short_factors=numbers(rope, "short_factor") if kind == "longrope" else (),
+        long_factors=numbers(rope, "long_factor") if kind == "longrope" else (),
+        turned=number(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)),
+    )
+    _refuse_misfit(read, head_dim)
+    return read
+
+
+def _original_length(raw: RawConfig, rope: RawConfig, kind: RopeKind, max_positions: int) -> int:
+    """Where the scaling of this kind starts from; Phi-3 says it outside the scaling's own object."""
+    if kind == "dynamic":
+        return max_positions
+    key = "original_max_position_embeddings"
+    outside = positive(raw, key, 0, most=MAX_TOKENS) if kind == "longrope" and raw.get(key) is not None else None
+    return outside or positive(rope, key, max_positions, most=MAX_TOKENS)
+
+
+def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:
+    dims = rope.turned_dims(head_dim)
+    if not 0 < rope.turned <= 1 or dims < 2 or dims % 2:
+        raise UnsupportedModel(
+            f"config.json has partial_rotary_factor = {rope.turned:g}, which turns {dims} of a head's {head_dim} "
+            "dimensions; it must be an even number of them"
+        )
+    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if rope.kind == "longrope" and len(factors) != dims // 2:
+            raise UnsupportedModel(f"config.json has {len(factors)} numbers in {name}; it takes {dims // 2}")
+        if any(factor <= 0 for factor in factors):
+            raise UnsupportedModel(f"config.json has numbers in {name} that are not more than 0")
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise UnsupportedModel(
+            f"config.json has high_freq_factor = {rope.high_freq_factor:g}; it must be more than low_freq_factor, "
+            f"{rope.low_freq_factor:g}"
+        )
+    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.mscale or 0.0, rope.mscale_all_dim or 0.0) < 0):
+        raise UnsupportedModel("config.json has yarn with a rope_theta of 1 or less, or with an mscale below 0")
+    if rope.kind == "longrope" and (rope.original_max_positions < 2 or not math.isfinite(rope.factor)):
+        raise UnsupportedModel("config.json has longrope with no original_max_position_embeddings to stretch")
+
+
+def _is_rope_kind(value: object) -> TypeGuard[RopeKind]:
+    return value in get_args(RopeKind)

@@ -1,0 +1,96 @@
+"""What the settings of a load make of a model: context, RoPE, experts, and what cannot be honoured. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from engine.backends.common.kv_format import refuse_format
+from engine.backends.common.model_config import ModelConfig, context_length
+from engine.config import MAX_STRETCH, ModelSpec
+from engine.errors import InvalidRequest
+
+_ON_CPU = "attends natively or gathers the pages on a CPU"
+_OF_FLOAT16 = "makes weights smaller for bfloat16 or float32 on a CPU, not for float16"
+
+
+def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
+    """`config` with the context length and RoPE settings of `spec`. Raises InvalidRequest naming the setting.
+
+    alpha_value and compress_pos_emb each stretch the longest context by their value; max_model_len picks a length
+    up to that, which is also what it is when not given.
+    """
+    stretch = 1.0
+    for param in ("alpha_value", "compress_pos_emb"):
+        value = getattr(spec, param)
+        if value is not None and not 1.0 <= value <= MAX_STRETCH:
+            raise InvalidRequest(
+                f"{param} is {value:g}; it must be between 1 and {MAX_STRETCH:g}", param=param, value=value
+            )
+        stretch *= value or 1.0
+    refuse_format(config.head_dim, spec.cache_bits)
+    longest = int(config.max_model_len * stretch)
+    if config.rope.kind == "dynamic":
+        longest = int(longest * config.rope.factor)
+    length = context_length(spec.max_model_len, int(config.max_model_len * stretch), longest)
+    alpha, compress = spec.alpha_value or 1.0, spec.compress_pos_emb or 1.0
+    rope = replace(config.rope, alpha=alpha, compress=compress, max_positions=int(length / (alpha * compress)))
+    return with_num_experts(replace(config, rope=rope, max_model_len=length), spec.num_experts)
+
+
+def with_num_experts(config: ModelConfig, number: int | None) -> ModelConfig:
+    """`config` with so many experts per token, its own number where None. Raises InvalidRequest where it has not as
+    many."""
+    if number is None:
+        return config
+    experts = config.traits.experts
+    if experts is None or not 1 <= number <= experts.count:
+        has = "is no mixture of experts" if experts is None else f"has {experts.count} experts in a layer"
+        raise InvalidRequest(f"num_experts is {number}; this model {has}", param="num_experts", value=number)
+    return replace(config, traits=replace(config.traits, experts=replace(experts, per_token=number)))
+
+
+def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -> None:
+    """Raise InvalidRequest for the first setting of `spec` that the torch backend cannot honour.
+
+    on_cpu: the CPU computes.  simulated: it does so in place of other devices, over which a model may be spread.
+    """
+    one_device = on_cpu and not simulated
+    guesses = spec.ngram_draft or spec.draft_model is not None
+    refused: tuple[tuple[str, bool, str], ...] = (
+        ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
+        ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
+        ("weights", spec.weights != "auto" and not one_device, "makes weights smaller for a CPU alone"),
+        ("weights", spec.weights != "auto" and spec.dtype == "float16", _OF_FLOAT16),
+        ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
+        ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
+        ("deterministic", spec.deterministic and not on_cpu, "computes in a fixed order on the CPU alone"),
+        ("draft_tokens", spec.draft_tokens is not None and not guesses, "guesses only with draft_model or ngram_draft"),
+        ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
+    )
+    for param, is_set, reason in refused:
+        if is_set:
+            raise InvalidRequest(f"{param} cannot be honoured: the torch backend {reason}", param=param)
+
+
+def draft_spec(spec: ModelSpec) -> ModelSpec:
+    """How the draft model of `spec` is loaded: of the same number formats, everything else as it comes. It only
+    guesses, so whatever computes it will do, even where the model itself is deterministic."""
+    return msgspec.structs.replace(
+        spec,
+        path=spec.draft_model or spec.path,
+        max_model_len=None,
+        alpha_value=None,
+        compress_pos_emb=None,
+        num_experts=None,
+        lora=None,
+        gpu_split_gb=(),
+        draft_model=None,
+        ngram_draft=False,
+        draft_tokens=None,
+        attention="auto",
+        deterministic=False,
+        gpu_balance=False,
+        shares=(),
+    )

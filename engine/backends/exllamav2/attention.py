@@ -1,0 +1,172 @@
+"""Our paged attention in the place where the library looks for flash-attn's.
+
+The library batches only where its module `attn` has found flash-attn; what it asks of it are three functions and four
+flags, which are set here after the import. Its other attentions are never used: the one over torch's SDPA is not
+causal (attn.py:889).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.paged_attention.interface import PagedAttention
+from engine.errors import UnsupportedModel
+
+
+def install(attn: ModuleType, model: ModuleType, paged: PagedAttention) -> None:
+    """Make `exllamav2.attn` and `exllamav2.model` compute with `paged` instead of flash-attn."""
+    attention = FlashAttention(paged)
+    _set_functions(attn, attention.dense, attention.paged_with_cache, attention.ragged)
+    _set_flags(attn, model, window=True, softcap=True)
+
+
+def install_flash(attn: ModuleType, model: ModuleType) -> None:
+    """Give `exllamav2.attn` the real flash-attn, whatever an earlier load gave it. Raises ImportError without one."""
+    flash_attn = importlib.import_module("flash_attn")
+    _set_functions(
+        attn, flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache, flash_attn.flash_attn_varlen_func
+    )
+    known = inspect.signature(flash_attn.flash_attn_func).parameters
+    _set_flags(attn, model, window="window_size" in known, softcap="softcap" in known)
+
+
+def model_needs(config: Any) -> dict[str, Any]:
+    """What the model of a config of the library asks of its attention, as `paged_attention.probe.probe` takes it."""
+    arch = config.arch.lm
+    windowed = config.sliding_window and (arch.swa or arch.alternating_swa)
+    return {
+        "page_tokens": PAGE_TOKENS,
+        "head_dim": config.head_dim,
+        "softcap": config.attn_logit_softcapping or 0.0,
+        "window": config.sliding_window + 1 if windowed else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttention:
+    """The three functions of flash-attn that the library calls, with flash-attn's names of arguments."""
+
+    paged: PagedAttention
+
+    def paged_with_cache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        cache_seqlens: Tensor,
+        block_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """`flash_attn_with_kvcache`: q [rows, new, heads, dim] over pages [pages, 256, kv_heads, dim], appending k and
+        v in place where they are given; where they are not, they lie in the pages and cache_seqlens counts them."""
+        _require_causal(causal)
+        return self.paged(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            block_table,
+            scale=softmax_scale,
+            window=_window(window_size),
+            softcap=softcap,
+        ).contiguous()
+
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """`flash_attn_func`: q [rows, new, heads, dim] over k, v [rows, known, kv_heads, dim], which may be slices of a
+        larger cache; the last query sees the last key. The library measures memory with it while it loads."""
+        _require_causal(causal)
+        return dense_attention(q, k, v, scale=softmax_scale, window=_window(window_size), softcap=softcap)
+
+    def ragged(self, *_args: object, **_kwargs: object) -> Tensor:
+        """`flash_attn_varlen_func`, which only vision towers call: refused, as images are not taken."""
+        raise UnsupportedModel("the vision tower of a model cannot be computed: this backend takes text alone")
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float) -> Tensor:
+    """Causal attention of q [rows, new, heads, dim] over k, v [rows, known, kv_heads, dim], aligned at the last token.
+
+    window: keys that a query sees, its own among them; None is all.  softcap: as in Gemma 2 (arXiv:2408.00118, 2.2);
+    0.0 is off. Returns [rows, new, heads, dim], contiguous.
+    """
+    groups = q.shape[2] // k.shape[2]
+    queries = q.transpose(1, 2)
+    keys, values = (each.transpose(1, 2).repeat_interleave(groups, dim=1) for each in (k, v))
+    new, known = queries.shape[2], keys.shape[2]
+    narrow = window is not None and window < known
+    if softcap:
+        visible = _visible(new, known, window, q.device)
+        heads = [
+            _capped(queries[:, i], keys[:, i], values[:, i], visible, scale, softcap) for i in range(queries.shape[1])
+        ]
+        return torch.stack(heads, dim=2)
+    if new == known and not narrow:
+        out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+    else:
+        mask = None if new == 1 and not narrow else _visible(new, known, window, q.device)
+        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).contiguous()
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
+    """One head, [rows, tokens, dim]: a head at a time, so that no [heads, new, known] scores are ever held."""
+    scores = torch.tanh((q.float() @ k.float().mT) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _visible(new: int, known: int, window: int | None, device: torch.device) -> Tensor:
+    """[new, known]: which keys each query sees."""
+    seen = torch.ones(new, known, dtype=torch.bool, device=device).tril(known - new)
+    return seen if window is None else seen.triu(known - new - window + 1)
+
+
+def _window(size: tuple[int, int]) -> int | None:
+    """Keys that a query sees: flash-attn counts those to its left, -1 being all, and the query's own comes on top."""
+    return None if size[0] < 0 else size[0] + 1
+
+
+def _require_causal(causal: bool) -> None:
+    if not causal:
+        raise UnsupportedModel("attention that is not causal cannot be computed: this backend takes text alone")
+
+
+def _set_functions(attn: ModuleType, dense: object, paged: object, ragged: object) -> None:
+    attn.flash_attn_func = dense  # type: ignore[attr-defined]
+    attn.flash_attn_with_kvcache = paged  # type: ignore[attr-defined]
+    attn.flash_attn_varlen_func = ragged  # type: ignore[attr-defined]
+
+
+def _set_flags(attn: ModuleType, model: ModuleType, *, window: bool, softcap: bool) -> None:
+    """The library's module `model` has its own copy of the first."""
+    attn.has_flash_attn = True  # type: ignore[attr-defined]
+    attn.has_flash_attn_with_paged = True  # type: ignore[attr-defined]
+    attn.has_flash_attn_with_window = window  # type: ignore[attr-defined]
+    attn.has_flash_attn_with_softcap = softcap  # type: ignore[attr-defined]
+    model.has_flash_attn = True  # type: ignore[attr-defined]

@@ -1,0 +1,543 @@
+"""The ExLlamaV2 backend: the library's generator behind the face that every backend has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.backends.base import (
+    BackendRequest,
+    BackendStats,
+    FinishReason,
+    LoadedModel,
+    LoadProgress,
+    PrefixChanges,
+    TokenEvent,
+    TokenMask,
+)
+from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.common.page_keys import PageHash
+from engine.backends.exllamav2.jobs import Counters, Job, LiveRequest, RequestQueue
+from engine.backends.exllamav2.library_types import Library, LoadedParts
+from engine.backends.exllamav2.sampling import refuse_unsupported
+from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory
+from engine.config import AdapterSpec, ModelSpec, SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
+
+# What the generator's page table and queues say, and whether they add up.
+
+
+@dataclass(frozen=True, slots=True)
+class PageGauges:
+    """Pages of the cache now. free: held by no job.  cached: those of them that hold a prefix which may be found."""
+
+    free: int = 0
+    cached: int = 0
+
+
+def page_gauges(generator: Any) -> PageGauges:
+    """The page table's."""
+    free = generator.unreferenced_pages.values()
+    return PageGauges(free=len(free), cached=sum(page.kv_position > 0 for page in free))
+
+
+def check_accounts(generator: Any, ours: Collection[str], pages: int) -> None:
+    """Prove that the generator has the jobs in `ours` and no others, and that all pages are free or held by one of
+    them; raises AssertionError with the numbers."""
+    active = {job.identifier for job in generator.active_jobs}
+    theirs = active | {job.identifier for job in generator.pending_jobs}
+    assert set(ours) == theirs, f"{len(ours)} requests run, the generator has {len(theirs)} jobs"
+    held, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
+    assert held + free == pages, f"{held} pages held and {free} free are not {pages}"
+    assert active or not held, f"{held} pages are held by nobody"
+
+
+# How the exllamav2 backend is doing, in numbers.
+
+
+def backend_stats(line: RequestQueue, counters: Counters, generator: Any, parts: LoadedParts | None) -> BackendStats:
+    """Counters and gauges now. generator: None where there is none.  parts: None where nothing is loaded."""
+    running = line.running.values()
+    decoding = sum(live.job.started and live.job.decoding for live in running)
+    started = sum(live.job.started for live in running)
+    pages = page_gauges(generator) if generator is not None else PageGauges()
+    return BackendStats(
+        waiting=len(line.waiting) + len(running) - started,
+        prefilling=started - decoding,
+        decoding=decoding,
+        pages_total=parts.pages if parts is not None else 0,
+        pages_free=pages.free,
+        pages_cached=pages.cached,
+        prefix_query_tokens=counters.prefix_query_tokens,
+        prefix_hit_tokens=counters.prefix_hit_tokens,
+        prompt_tokens_computed=counters.prompt_tokens_computed,
+        steps=counters.steps,
+        weights_bytes=parts.info.weights_bytes if parts is not None else 0,
+        kv_bytes=parts.info.kv_bytes if parts is not None else 0,
+        draft_tokens=counters.draft_tokens,
+        draft_accepted=counters.draft_accepted,
+        drafts=counters.drafts,
+        sequences=tuple(line.sequences()),
+    )
+
+
+# What fits: lengths, pages and places of a request, checked before the library's assertions could be. Pure.
+
+LEASE_TOKENS = 512
+"""The library takes pages for a whole answer before it starts. An answer that may be long gets them for this many
+tokens at a time instead: it goes on from the prefix cache, and those that wait have their turn in between."""
+
+
+def sequence_lengths(request: BackendRequest) -> tuple[int, ...]:
+    """Tokens of the sequences that the request runs as: with classifier-free guidance there are two."""
+    prompts = [request.prompt_ids]
+    if request.params.cfg_scale != 1.0:
+        prompts.append(list(request.params.negative_prompt_ids))
+    return tuple(len(prompt) + len(request.generated) for prompt in prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one worker can hold.
+
+    pages: KV pages of all requests together.      max_model_len: tokens of one sequence.
+    max_input_len: tokens of one prompt.           draft_tokens: tokens guessed ahead per step.
+    places: sequences of one step.                 vocab_size: token ids are below it.
+    min_prompt: the shortest prompt that can be worked on.
+    """
+
+    pages: int
+    max_model_len: int
+    max_input_len: int | None
+    draft_tokens: int
+    places: int
+    vocab_size: int
+    min_prompt: int = 1
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """How many tokens can follow sequences of these lengths, all growing alike; 0 or less where none can.
+
+        Guesses take room as tokens do: a step computes them before it knows whether they hold.
+        """
+        free = self.max_model_len - max(lengths) - self.draft_tokens
+        return bisect_right(range(1, free + 1), 0, key=lambda new: self.pages_of(lengths, new) > self.pages)
+
+    def wanted(self, request: BackendRequest) -> int:
+        """How many tokens the request can still get: as many as it wants and there is room for, if any."""
+        room = self.room(sequence_lengths(request))
+        limit = request.params.max_tokens
+        return room if limit is None else min(room, limit - len(request.generated))
+
+    def pages_of(self, lengths: Sequence[int], new_tokens: int) -> int:
+        """Pages that sequences of these lengths take for `new_tokens` more each."""
+        return sum(-(-(length + new_tokens + self.draft_tokens) // PAGE_TOKENS) for length in lengths)
+
+    def refuse(self, request: BackendRequest) -> None:
+        """Raise ContextLengthExceeded with the numbers, or InvalidRequest naming the field, where it can never run."""
+        self._refuse_tokens(request)
+        self._refuse_length(request)
+        self._refuse_guidance(request)
+
+    def _refuse_tokens(self, request: BackendRequest) -> None:
+        params = request.params
+        for param, token_ids in (
+            ("prompt", request.prompt_ids),
+            ("generated", request.generated),
+            ("logit_bias", params.logit_bias),
+            ("negative_prompt", params.negative_prompt_ids),
+        ):
+            wrong = next((token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequest(
+                    f"{param} names token {wrong}; the model has {self.vocab_size}", param=param, value=wrong
+                )
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty; it takes one token at least", param="prompt")
+        if len(request.prompt_ids) < self.min_prompt:
+            raise InvalidRequest(
+                f"the prompt has {len(request.prompt_ids)} tokens; guessing from the request's own text takes "
+                f"{self.min_prompt} at least",
+                param="prompt",
+                value=len(request.prompt_ids),
+            )
+
+    def _refuse_length(self, request: BackendRequest) -> None:
+        held = self.pages * PAGE_TOKENS
+        guesses = f" with {self.draft_tokens} guessed ahead" if self.draft_tokens else ""
+        limit, reason = min(
+            (self.max_input_len or self.max_model_len, f"max_input_len is {self.max_input_len}"),
+            (
+                self.max_model_len - 1 - self.draft_tokens,
+                f"the context is {self.max_model_len} tokens{guesses}, and the answer takes one at least",
+            ),
+            (
+                held - 1 - self.draft_tokens,
+                f"the KV pages hold {held} tokens{guesses}, and the answer takes one at least",
+            ),
+        )
+        prompt = len(request.prompt_ids)
+        if prompt > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens, more than the {limit} that can be taken: {reason}",
+                prompt_tokens=prompt,
+                limit=limit,
+                max_model_len=self.max_model_len,
+                pool_tokens=held,
+            )
+
+    def _refuse_guidance(self, request: BackendRequest) -> None:
+        params = request.params
+        if params.cfg_scale == 1.0:
+            return
+        if not params.negative_prompt_ids:
+            raise InvalidRequest(
+                f"cfg_scale is {params.cfg_scale:g} without a negative prompt to steer away from",
+                param="negative_prompt",
+            )
+        if self.draft_tokens:
+            raise InvalidRequest(
+                f"cfg_scale is {params.cfg_scale:g}; a model loaded with speculation takes 1 alone", param="cfg_scale"
+            )
+        if self.places < 2:
+            raise InvalidRequest(
+                f"cfg_scale is {params.cfg_scale:g}, which works on two sequences at once; this worker has one place",
+                param="cfg_scale",
+            )
+        lengths = len(request.prompt_ids), len(params.negative_prompt_ids)
+        if self.room(lengths) < 1:
+            raise ContextLengthExceeded(
+                f"the prompt and the negative prompt have {lengths[0]} and {lengths[1]} tokens, too many for "
+                f"{self.pages} pages of {PAGE_TOKENS} and a context of {self.max_model_len}",
+                prompt_tokens=lengths[0],
+                negative_prompt_tokens=lengths[1],
+                limit=self.max_model_len,
+                max_model_len=self.max_model_len,
+                pool_tokens=self.pages * PAGE_TOKENS,
+            )
+
+
+def limits_of(parts: LoadedParts, spec: ModelSpec, generator: Any) -> Limits:
+    """The limits of what was loaded. Guesses from a request's own text look at its last max_ngram - 1 tokens, and the
+    library takes it for granted that they are there."""
+    return Limits(
+        pages=parts.pages,
+        max_model_len=parts.info.max_model_len,
+        max_input_len=spec.max_input_len,
+        draft_tokens=parts.draft_tokens,
+        places=generator.max_batch_size,
+        vocab_size=parts.info.vocab_size,
+        min_prompt=generator.max_ngram - 1 if generator.use_ngram_draft else 1,
+    )
+
+
+# What imports the library and loads a model with it, imported themselves only when a model is loaded.
+
+Report = Callable[[LoadProgress], None]
+
+
+class ImportLibrary(Protocol):
+    """Imports the library for a model; raises ModelLoadFailed, or BackendUnavailable where it cannot run."""
+
+    def __call__(self, report: Report, *, spec: ModelSpec, cancelled: Callable[[], bool]) -> Library: ...
+
+
+class LoadParts(Protocol):
+    """Loads a model with the library; raises ModelLoadFailed and leaves nothing allocated then."""
+
+    def __call__(
+        self,
+        library: Library,
+        spec: ModelSpec,
+        *,
+        max_prompts: int,
+        report: Report,
+        cancelled: Callable[[], bool],
+    ) -> LoadedParts: ...
+
+
+def loaders(import_library: ImportLibrary | None, load_parts: LoadParts | None) -> tuple[ImportLibrary, LoadParts]:
+    """Those given, or the real ones."""
+    if import_library is None:
+        from engine.backends.exllamav2.library import import_library as real_import
+
+        import_library = real_import
+    if load_parts is None:
+        from engine.backends.exllamav2.loading import load_parts as real_load
+
+        load_parts = real_load
+    return import_library, load_parts
+
+
+_logger = logging.getLogger(__name__)
+
+
+class ExllamaBackend:
+    """Backend over the library's dynamic generator. See `engine.backends.base.Backend` for what each method promises.
+
+    At most max_prompts requests are the generator's at a time, each as a job that takes its pages for LEASE_TOKENS more
+    tokens before it starts; the others wait here. A step that fails ends the requests that were in it and makes a new
+    generator. A step that runs out of memory ends nobody as long as fewer can be tried: all go on, three quarters of
+    them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
+    """
+
+    def __init__(self, import_library: ImportLibrary | None = None, load_parts: LoadParts | None = None) -> None:
+        self._import_library = import_library
+        self._load_parts = load_parts
+        self._parts: LoadedParts | None = None
+        self._generator: Any = None
+        self._limits: Limits | None = None
+        self._pages = PageHash(os.urandom(32))
+        self._max_prompts = 1
+        self._prompts_limit = 0
+        self._line = RequestQueue()
+        self._masks: dict[str, TokenMask] = {}
+        self._counters = Counters()
+        self._unsent: list[TokenEvent] = []
+
+    def load(
+        self,
+        spec: ModelSpec,
+        *,
+        max_prompts: int,
+        step_tokens: int,
+        page_tokens: int,
+        report: Report,
+        cancelled: Callable[[], bool],
+    ) -> LoadedModel:
+        """Load weights and cache and run one short request. Pages and prefill chunks have the library's sizes."""
+        self.unload()
+        import_library, load_parts = loaders(self._import_library, self._load_parts)
+        library = import_library(report, spec=spec, cancelled=cancelled)
+        _raise_if(cancelled)
+        self._parts = parts = load_parts(library, spec, max_prompts=max_prompts, report=report, cancelled=cancelled)
+        try:
+            _raise_if(cancelled)
+            self._generator = parts.make_generator()
+            self._limits = limits_of(parts, spec, self._generator)
+            self._max_prompts = max_prompts
+            report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
+            self._warm_up()
+            report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
+            _raise_if(cancelled)
+        except BaseException:
+            self.unload()
+            raise
+        return parts.info
+
+    def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
+        """Take a request. Raises ContextLengthExceeded, or InvalidRequest naming the field."""
+        if self._limits is None:
+            raise RuntimeError("the backend holds no model")
+        if request.id in self._line:
+            raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
+        self._limits.refuse(request)
+        refuse_unsupported(request.params)
+        self._line.waiting[request.id] = request
+        if mask is not None:
+            self._masks[request.id] = mask
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request and free its pages."""
+        self._unsent = [event for event in self._unsent if event.request_id != request_id]
+        self._masks.pop(request_id, None)
+        live = self._line.drop(request_id)
+        if live is not None:
+            live.count(self._counters)
+            self._release(live)
+
+    def set_max_prompts(self, max_prompts: int) -> None:
+        """Give the generator up to this many from the next step on, also where memory did not allow it before."""
+        self._max_prompts = max_prompts
+        self._prompts_limit = 0
+
+    def set_step_tokens(self, step_tokens: int) -> None:
+        """The library cuts prompts as it was loaded to."""
+
+    def has_work(self) -> bool:
+        """Whether any request is live, or an end of one was not told yet."""
+        return bool(self._line or self._unsent)
+
+    @ends_worker()
+    def step(self) -> Sequence[TokenEvent]:
+        """One iteration of the generator, and the tokens it gave."""
+        if self._generator is not None:
+            self._start()
+        if self._generator is not None and self._line.running:
+            try:
+                results = self._generator.iterate()
+            except Exception as error:
+                self._mend(error, retry=is_out_of_memory(error))
+            else:
+                self._counters.steps += 1
+                self._collect({result["identifier"] for result in results if result["eos"]})
+        events, self._unsent = self._unsent, []
+        return events
+
+    def stats(self) -> BackendStats:
+        """Counters and gauges now."""
+        stats = backend_stats(self._line, self._counters, self._generator, self._parts)
+        return msgspec.structs.replace(stats, prompts_limit=self._prompts_limit)
+
+    def prefix_changes(self) -> PrefixChanges:
+        """Nothing: the library keys its pages in a way of its own."""
+        return PrefixChanges()
+
+    def attach(self, adapter: AdapterSpec) -> int:
+        """Refused: the library applies an adapter to every request, so it is chosen with the model (--lora)."""
+        raise InvalidRequest(
+            f"the exllamav2 backend cannot attach {adapter.name} while it runs; load the model with --lora",
+            param="adapter",
+            value=adapter.name,
+        )
+
+    def detach(self, key: str) -> None:
+        """Nothing to forget."""
+
+    def check(self) -> None:
+        """Prove that the generator has our jobs and no others, and that its pages add up; raises AssertionError."""
+        if self._generator is None or self._parts is None:
+            assert not self._line, f"{len(self._line.running)} requests without a generator"
+        else:
+            check_accounts(self._generator, self._line.running.keys(), self._parts.pages)
+
+    def unload(self) -> None:
+        """Give all memory back and forget every request."""
+        parts, self._parts = self._parts, None
+        self._generator = self._limits = None
+        self._line, self._counters = RequestQueue(), Counters()
+        self._masks.clear()
+        self._unsent.clear()
+        self._prompts_limit = 0
+        if parts is not None:
+            parts.free()
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Answer a short request, so that kernels are chosen and the whole path has worked once."""
+        request = BackendRequest(id="warm-up", prompt_ids=[0] * 8, params=SamplingParams(max_tokens=4, seed=0))
+        self._line.waiting[request.id] = request
+        try:
+            while self._line:
+                for event in self.step():
+                    if event.finish == "error":
+                        raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {event.message}")
+        except WorkerFailed as error:
+            raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {error.message}") from error
+        self._generator.reset_page_table()
+        self._counters = Counters()
+
+    def _start(self) -> None:
+        """Give the generator as many requests as there are places."""
+        assert self._limits is not None
+        places = min(self._max_prompts, self._prompts_limit or self._max_prompts)
+        while self._line.waiting and len(self._line.running) < places:
+            lengths = sequence_lengths(next(iter(self._line.waiting.values())))
+            if self._line.places + len(lengths) > self._limits.places:
+                return
+            request = self._line.take()
+            new_tokens = self._limits.wanted(request)
+            if new_tokens < 1:
+                self._end(request.id, "length")
+                continue
+            try:
+                self._line.run(request, self._enqueue(request, new_tokens))
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
+                _logger.exception("request %s could not be started", request.id)
+                self._end(request.id, "error", failure_reason(error))
+
+    def _enqueue(self, request: BackendRequest, new_tokens: int) -> Job:
+        """Make a job and give it to the generator. A sampler with a state of its own keeps one job to the end."""
+        assert self._parts is not None
+        assert self._limits is not None
+        job = Job(
+            self._parts.library,
+            request,
+            new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
+            draft_tokens=self._limits.draft_tokens,
+            vocab_size=self._limits.vocab_size,
+            root=self._pages.scoped(b"", request.cache_scope),
+            mask=self._masks.get(request.id),
+        )
+        self._generator.enqueue(job.handle)
+        return job
+
+    def _collect(self, over: set[str]) -> None:
+        """Take the tokens of everybody. The generator has done with the jobs in `over`."""
+        assert self._limits is not None
+        going_on: list[LiveRequest] = []
+        for live in list(self._line.running.values()):
+            request_id, failed, whole = live.request.id, live.job.failed, live.job.whole
+            goes_on = not whole and (request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0))
+            live.count(self._counters)
+            self._unsent += live.events(self._counters, ended=not goes_on and not failed)
+            if failed or not goes_on:
+                self._line.drop(request_id)
+                self._masks.pop(request_id, None)
+            elif request_id in over:
+                going_on.append(live)
+            if failed:
+                self._end(request_id, "error", live.job.why_failed)
+            if (failed or whole) and request_id not in over:
+                self._release(live)
+        self._line.give_back(going_on)
+
+    def _release(self, live: LiveRequest) -> None:
+        """Take a job from the generator, which is replaced where it cannot."""
+        if self._generator is None:
+            return
+        try:
+            self._generator.cancel(live.job.handle)
+        except Exception as error:
+            self._mend(error)
+
+    def _mend(self, error: Exception, *, retry: bool = False) -> None:
+        """End the requests of a step that failed, and let those that held no pages yet go on in a new generator.
+
+        Where nobody held any, all jobs end. retry: fewer of them may do what all could not, so that all go on. Every
+        failure ends somebody or lowers how many run, and none can go on for ever. Raises WorkerFailed where there is no
+        new generator.
+        """
+        if is_device_lost(error):
+            raise error
+        assert self._parts is not None
+        running = list(self._line.running.values())
+        pending = {id(job) for job in self._generator.pending_jobs}
+        failed = [live for live in running if id(live.job.handle) not in pending] or running
+        if retry and len(failed) > 1:
+            self._prompts_limit = len(failed) - max(1, len(failed) // 4)
+            _logger.warning("a step ran out of memory; now %d requests run at once", self._prompts_limit)
+            failed = []
+        else:
+            _logger.error("the generator failed with %d requests", len(running), exc_info=error)
+        self._generator = None
+        self._line.give_back([live for live in running if live not in failed], LiveRequest.as_told)
+        for live in failed:
+            self._line.drop(live.request.id)
+            self._end(live.request.id, "error", failure_reason(error))
+        try:
+            self._generator = self._parts.make_generator()
+        except Exception as failure:
+            if is_device_lost(failure):
+                raise
+            raise WorkerFailed(
+                f"the generator broke and could not be replaced: {type(failure).__name__}: {failure}"
+            ) from failure
+
+    def _end(self, request_id: str, finish: FinishReason, message: str = "") -> None:
+        self._line.begun.discard(request_id)
+        self._masks.pop(request_id, None)
+        self._unsent.append(TokenEvent(request_id=request_id, finish=finish, message=message))
+
+
+def _raise_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise LoadCancelled("the load was cancelled")

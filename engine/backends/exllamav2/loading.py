@@ -1,0 +1,575 @@
+"""From a plan to the library's loaded model, its cache and a generator over them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.backends.common.exllamav2_memory import (
+    PAGE_TOKENS,
+    active_parameters,
+    cache_pages,
+    module_bytes,
+    page_bytes_by_device,
+    parameters,
+    stored_bytes,
+)
+from engine.backends.exllamav2.errors import LoadNumbers, explain_load
+from engine.backends.exllamav2.library_types import MAX_Q_SIZE, Library, LoadedParts
+from engine.backends.exllamav2.plan import LoadPlan, ModelSource, load_adapter, plan_load, whole
+from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
+from engine.backends.torch_common.exl2 import PARTS as EXL2_PARTS
+from engine.backends.torch_common.exl2 import Exl2Linear
+from engine.backends.torch_common.gptq import PARTS as GPTQ_PARTS
+from engine.backends.torch_common.gptq import GptqLinear
+from engine.backends.torch_common.quantized_tensors import malformed
+from engine.config import DeviceShare, ModelSpec
+from engine.errors import LoadCancelled, ModelLoadFailed
+from engine.models.files import file_names
+from engine.models.headers import TensorHeader, read_header
+
+# The GPUs as a load sees them: how many there are and what each has left.
+
+
+class Gpus(Protocol):
+    """The visible GPUs, numbered as torch numbers them."""
+
+    def count(self) -> int:
+        """How many there are."""
+
+    def free_bytes(self, number: int) -> int:
+        """Bytes that a GPU can still give."""
+
+    def give_back(self) -> None:
+        """Collect what nothing refers to any more, and return it to the driver."""
+
+
+class CudaGpus:
+    """The GPUs of torch.cuda."""
+
+    def count(self) -> int:
+        """How many there are."""
+        import torch
+
+        return torch.cuda.device_count()
+
+    def free_bytes(self, number: int) -> int:
+        """The driver's number, and what torch has cached and can use again."""
+        import torch
+
+        cached = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
+        return int(torch.cuda.mem_get_info(number)[0]) + int(cached)
+
+    def give_back(self) -> None:
+        """Collect garbage, cycles too, and empty torch's cache."""
+        import torch
+
+        from engine.backends.torch_common.memory import clear_workspaces
+
+        gc.collect()
+        if torch.cuda.is_initialized():
+            clear_workspaces()
+            torch.cuda.empty_cache()
+
+
+# What a load took of each GPU. Pure: integers in and out.
+
+
+def device_shares(
+    taken_bytes: Mapping[int, int], layers: Mapping[int, int], kv_bytes: Mapping[int, int], weights_bytes: int
+) -> tuple[DeviceShare, ...]:
+    """The shares of the GPUs that `taken_bytes` names, which is what each has less of since the load began.
+
+    layers, kv_bytes: of the main model, and of all caches, by GPU.  weights_bytes: of all GPUs together; they are
+    shared out by layers, as the library does not say, and what else was taken is working memory. So the sum of a share
+    is measured, and for a model on one GPU each of its parts is exact.
+    """
+    all_layers = sum(layers.values()) or 1
+    shares = []
+    for number, taken in sorted(taken_bytes.items()):
+        weights, kv = weights_bytes * layers.get(number, 0) // all_layers, kv_bytes.get(number, 0)
+        shares.append(
+            DeviceShare(
+                device=f"cuda:{number}",
+                layers=layers.get(number, 0),
+                weights_bytes=weights,
+                kv_bytes=kv,
+                working_bytes=max(0, taken - weights - kv),
+            )
+        )
+    return tuple(shares)
+
+
+# How far the weights are, in bytes: the library counts modules, the files' headers know their sizes.
+
+Report = Callable[[LoadProgress], None]
+
+
+class WeightsProgress:
+    """Reports over all models of a load together, and ends the load between two modules where it is cancelled."""
+
+    def __init__(self, report: Report, cancelled: Callable[[], bool], total_bytes: int) -> None:
+        self._report = report
+        self._cancelled = cancelled
+        self._total_bytes = total_bytes
+        self._before_bytes = 0
+
+    def callback(self, model: Any, tensors: Mapping[str, TensorHeader]) -> Callable[[int, int], None]:
+        """What the library calls before it loads module `index` of `count` of `model`, and once at the end. Models
+        are loaded one after the other."""
+        keys = [[*(each.key for each in module.submodules), module.key] for module in model.modules]
+        reached = [0, *accumulate(module_bytes(tensors, keys))]
+        before, self._before_bytes = self._before_bytes, self._before_bytes + stored_bytes(tensors)
+
+        def step(index: int, count: int) -> None:
+            self.raise_if_cancelled()
+            self._say("weights", before + reached[min(index, count)], self._total_bytes)
+
+        return step
+
+    def cache(self, cache_bytes: int, *, done: bool) -> None:
+        """Report the cache, which is allocated in one go."""
+        self.raise_if_cancelled()
+        self._say("kv_cache", cache_bytes if done else 0, cache_bytes)
+
+    def raise_if_cancelled(self) -> None:
+        """Raise LoadCancelled where it was."""
+        if self._cancelled():
+            raise LoadCancelled("the load was cancelled")
+
+    def _say(self, phase: LoadPhase, done: int, total: int) -> None:
+        self._report(LoadProgress(phase=phase, done=done, total=total))
+
+
+# What a load allocates, in one place, so that it can be given back whole, and what generators are made over.
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ModelAndCache:
+    """A model of the library's, loaded or about to be, and its cache."""
+
+    model: Any
+    cache: Any = None
+
+
+@dataclass(slots=True)
+class LoadAllocations:
+    """The library's objects that own memory. Whoever else refers to them (jobs, results) lets go before `free`.
+
+    models: the main one first.
+    """
+
+    gpus: Gpus
+    models: list[ModelAndCache] = field(default_factory=list)
+    adapters: list[Any] = field(default_factory=list)
+    generator: Any = None
+
+    def close_generator(self) -> None:
+        """Drop the generator, and end the threads of its samplers and filters, which would outlive it."""
+        generator, self.generator = self.generator, None
+        for name in ("sampling_pool", "filter_pool"):
+            pool = getattr(generator, name, None)
+            if pool is not None:
+                pool.shutdown(wait=False)
+
+    def free(self) -> None:
+        """Give everything back; idempotent. What fails to unload is logged, and the rest goes all the same."""
+        had_any = bool(self.models)
+        self.close_generator()
+        for adapter in self.adapters:
+            _try(adapter.unload)
+        self.adapters.clear()
+        for held in self.models:
+            held.cache = None
+            _try(held.model.unload)
+        self.models.clear()
+        if had_any:
+            self.gpus.give_back()
+
+
+def _try(unload: Callable[[], None]) -> None:
+    try:
+        unload()
+    except Exception:
+        _logger.exception("part of the model could not be unloaded")
+
+
+# The library's generators: one after the other over the same model and caches.
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorMaker:
+    """Makes generators over what `holdings` holds, one at a time. Raises RuntimeError once that was given back."""
+
+    plan: LoadPlan
+    tokenizer: Any
+    holdings: LoadAllocations
+
+    def __call__(self) -> Any:
+        held, plan = self.holdings, self.plan
+        if not held.models:
+            raise RuntimeError("the model has been unloaded")
+        held.close_generator()
+        main, draft = held.models[0], held.models[1] if len(held.models) > 1 else ModelAndCache(None)
+        chunk_tokens = main.model.config.max_input_len
+        generator = plan.library.generator(
+            model=main.model,
+            cache=main.cache,
+            tokenizer=self.tokenizer,
+            max_batch_size=chunk_tokens // MAX_Q_SIZE,
+            max_chunk_size=chunk_tokens,
+            max_q_size=MAX_Q_SIZE,
+            draft_model=draft.model,
+            draft_cache=draft.cache,
+            num_draft_tokens=plan.draft_tokens,
+            use_ngram_draft=plan.spec.ngram_draft,
+            paged=True,
+        )
+        generator.sampling_pool.shutdown(wait=False)  # it has started no thread yet
+        generator.sampling_pool = _sampling_pool(generator.max_sampling_threads)
+        if held.adapters:
+            generator.set_loras(list(held.adapters))
+        held.generator = generator
+        return generator
+
+
+def _sampling_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads of which each computes alone: a team of torch's for each of them would be more threads than cores. The
+    thread that calls has as many as before."""
+    return ThreadPoolExecutor(threads, "sampling", initializer=torch.set_num_threads, initargs=(1,))
+
+
+# Tensors, looked at before the library has them: its native code goes by what stands in them and in the headers of
+# their files, and writes where they say.
+
+_MARKS = ("q_weight", "qweight")
+_ONLY_QUANTISED = {*EXL2_PARTS, *GPTQ_PARTS} - {"bias", *_MARKS}
+
+ROW_MULTIPLE = 32
+"""Rows that the library's kernels work on at once, whether they are there or not."""
+
+
+def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], None]) -> None:
+    """Raise ModelLoadFailed for a damaged file of `folder`, or naming the first quantised tensor that does not fit the
+    others of its layer, or the layer that `model`, which is not loaded yet, has in its place. Reads headers and the
+    small tensors alone."""
+    checkpoint = _open(folder, model)
+    layers = {each.key: each for module in model.modules for each in (module, *module.submodules)}
+    kinds = {key: kind for key, _, kind in (name.rpartition(".") for name in checkpoint) if kind in _MARKS}
+    for name in checkpoint:
+        key, _, kind = name.rpartition(".")
+        if kind in _ONLY_QUANTISED and key not in kinds:
+            raise malformed(key, kind, f"has no {' or '.join(_MARKS)} beside it")
+    for key, kind in kinds.items():
+        raise_if_cancelled()
+        shape = (_check_exl2 if kind == "q_weight" else _check_gptq)(checkpoint, key)
+        _refuse_misfit(key, kind, shape, layers.get(key))
+
+
+def _open(folder: Path, model: Any) -> Checkpoint:
+    """All files that the library takes tensors from, whatever an index says. It goes by names that it makes of theirs;
+    where two tensors have the same, nobody can say which it takes."""
+    files = [folder / name for name in file_names(folder) if name.endswith(".safetensors") and name[0] != "."]
+    headers = [(file, name, header) for file in files for name, header in read_header(file).items()]
+    names = getattr(model.config, "tensor_file_map", None)
+    if len({name for _, name, _ in headers} if names is None else names) != len(headers):
+        raise ModelLoadFailed(f"the weight files in {folder} have tensors of the same name")
+    return Checkpoint({name: TensorInfo(file, header.shape, header.dtype) for file, name, header in headers})
+
+
+def _check_exl2(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
+    """Rows and columns of the layer."""
+    layer = Exl2Linear(key, **_read(checkpoint, key, EXL2_PARTS))
+    for number, group in enumerate(layer.groups()):
+        if group.rows % ROW_MULTIPLE:
+            raise malformed(
+                key, "q_groups", f"has {group.rows} rows in its group {number}; exllamav2 takes a multiple of 32"
+            )
+    return layer.in_features, layer.q_weight.shape[1]
+
+
+def _check_gptq(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
+    layer = GptqLinear(key, **_read(checkpoint, key, GPTQ_PARTS), zero_offset=1)
+    if layer.in_features % ROW_MULTIPLE:
+        raise malformed(key, "qweight", f"has {layer.in_features} rows; exllamav2 takes a multiple of 32")
+    return layer.in_features, layer.qweight.shape[1]
+
+
+def _read(checkpoint: Checkpoint, key: str, parts: tuple[str, ...]) -> dict[str, Tensor]:
+    """The layer's tensors. Of those that nobody looks into, not a byte is read. Raises ModelLoadFailed for one that is
+    missing."""
+    optional = ("bias", "g_idx")
+    present = [part for part in parts if f"{key}.{part}" in checkpoint or part not in optional]
+    return dict(zip(present, checkpoint.read(*(f"{key}.{part}" for part in present)), strict=True))
+
+
+def _refuse_misfit(key: str, kind: str, shape: tuple[int, int], layer: Any) -> None:
+    """Raise ModelLoadFailed where the library has a layer of another shape; it pads outputs, of which the tensors may
+    know nothing."""
+    if not hasattr(layer, "padding"):  # none, or no linear one
+        return
+    rows, columns = layer.in_features, layer.out_features
+    if shape not in ((rows, columns), (rows, columns - layer.padding)):
+        raise malformed(key, kind, f"is of {shape[0]} x {shape[1]}; config.json makes it {rows} x {columns}")
+
+
+_GIB = 1 << 30
+
+
+def load_parts(
+    library: Library,
+    spec: ModelSpec,
+    *,
+    max_prompts: int,
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+    gpus: Gpus | None = None,
+) -> LoadedParts:
+    """Load `spec`. Raises ModelLoadFailed or a child of it, InvalidRequest naming a setting that cannot be honoured;
+    nothing is left allocated then."""
+    gpus = gpus or CudaGpus()
+    plan = plan_load(library, spec, max_prompts=max_prompts, gpus=gpus.count())
+    loader = _Loader(plan, gpus, WeightsProgress(report, cancelled, plan.file_bytes))
+    try:
+        return loader.load()
+    except Exception as error:
+        failure = explain_load(error, loader.numbers)
+    loader.holdings.free()  # only here: what was caught held on to tensors through its traceback
+    raise failure
+
+
+class _Loader:
+    """One load: weights, adapter and caches into `holdings`, in the order that the split needs."""
+
+    def __init__(self, plan: LoadPlan, gpus: Gpus, progress: WeightsProgress) -> None:
+        self.holdings = LoadAllocations(gpus)
+        self._plan = plan
+        self._gpus = gpus
+        self._progress = progress
+        self._free_bytes = {number: gpus.free_bytes(number) for number in plan.split.numbers}
+        self._pages = 0
+
+    @property
+    def numbers(self) -> LoadNumbers:
+        """What it needs and had, for messages."""
+        plan = self._plan
+        return LoadNumbers(
+            name=plan.spec.name,
+            devices=plan.split.names,
+            weights_bytes=plan.weights_bytes,
+            cache_bytes=self._pages * plan.page_bytes,
+            other_bytes=self._other_bytes,
+            free_bytes=sum(self._free_bytes.values()),
+            split=plan.split.kind == "given",
+        )
+
+    def load(self) -> LoadedParts:
+        """Everything; raises what the library raises, or an error of ours."""
+        plan = self._plan
+        tokenizer = plan.library.tokenizer(plan.sources[0].config)
+        models = self.holdings.models
+        models += [ModelAndCache(plan.library.model(source.config)) for source in plan.sources]
+        for held, source in zip(models, plan.sources, strict=True):
+            refuse_malformed(source.folder.path, held.model, self._progress.raise_if_cancelled)
+        if plan.split.kind == "automatic":
+            self._load_as_it_fits(models)
+        else:
+            self._load_weights_first(models)
+        self._progress.cache(self.numbers.cache_bytes, done=True)
+        return self._parts(tokenizer)
+
+    # --- weights and caches -----------------------------------------------------------------------------------------
+
+    def _load_as_it_fits(self, models: list[ModelAndCache]) -> None:
+        """Layer and cache by turns, the first GPU first; the draft model before the main one, which fills what is
+        left. The library runs each layer on a whole chunk as it goes, so what was loaded also works."""
+        plan = self._plan
+        self._pages = self._estimated_pages()
+        for held, source in reversed(list(zip(models, plan.sources, strict=True))):
+            held.cache = self._new_cache(held.model, lazy=True)
+            held.model.load_autosplit(
+                held.cache,
+                reserve_vram=list(plan.split.reserve_bytes),
+                callback=self._progress.callback(held.model, source.folder.tensors),
+            )
+        self._apply_adapter(models[0].model)
+
+    def _load_weights_first(self, models: list[ModelAndCache]) -> None:
+        """Weights, then caches of the size that is left on the GPUs, then one whole chunk through it all."""
+        plan = self._plan
+        (main, *drafts), (source, *draft_sources) = models, plan.sources
+        if plan.split.kind == "tensor_parallel":
+            self._pages = self._estimated_pages()
+            self._load_split_layers(main.model, source)
+        else:
+            self._load_layers(main.model, source, plan.split.gigabytes or whole(0))
+        self._apply_adapter(main.model)
+        for held, draft in zip(drafts, draft_sources, strict=True):
+            roomiest = max(plan.split.numbers, key=self._gpus.free_bytes)
+            self._load_layers(held.model, draft, whole(roomiest))
+        self._pages = self._pages or self._measured_pages(models)
+        self._progress.cache(self.numbers.cache_bytes, done=False)
+        for held in models:
+            held.cache = self._new_cache(held.model, lazy=False)
+        for held in models:
+            _compute_chunk(held)
+
+    def _load_layers(self, model: Any, source: ModelSource, gigabytes: tuple[float, ...]) -> None:
+        model.load(list(gigabytes), callback=self._progress.callback(model, source.folder.tensors))
+
+    def _load_split_layers(self, model: Any, source: ModelSource) -> None:
+        """The library's own look at free memory fails where CUDA_VISIBLE_DEVICES holds names instead of numbers."""
+        split = self._plan.split
+        free = [(each - split.reserve_bytes[number]) / _GIB for number, each in self._free_bytes.items()]
+        model.load_tp(
+            list(split.gigabytes or free),
+            callback=self._progress.callback(model, source.folder.tensors),
+            expect_cache_tokens=self._pages * PAGE_TOKENS,
+            expect_cache_base=self._plan.library.caches[self._plan.spec.cache_bits],
+        )
+
+    def _apply_adapter(self, model: Any) -> None:
+        if self._plan.adapter is not None:
+            self.holdings.adapters.append(load_adapter(self._plan.library.lora, model, self._plan.adapter))
+
+    def _new_cache(self, model: Any, *, lazy: bool) -> Any:
+        library, tokens = self._plan.library, self._pages * PAGE_TOKENS
+        base = library.caches[self._plan.spec.cache_bits]
+        if model.tp_context is not None:
+            return library.cache_tp(model, base=base, batch_size=1, max_seq_len=tokens)
+        return base(model, batch_size=1, max_seq_len=tokens, lazy=lazy)
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _other_bytes(self) -> int:
+        """Work buffers and reserves of all GPUs that may be used."""
+        split = self._plan.split
+        return sum(split.reserve_bytes[number] + self._plan.work_bytes for number in split.numbers)
+
+    def _estimated_pages(self) -> int:
+        """Before the weights are loaded: from what all GPUs have together, less all that goes there besides."""
+        plan, everywhere = self._plan, self._plan.split.names
+        page_bytes = plan.page_bytes + len(self._free_bytes) * plan.unpacked_page_bytes
+        free_bytes = sum(self._free_bytes.values()) - self._other_bytes - plan.weights_bytes
+        return self._sized({everywhere: page_bytes}, {everywhere: free_bytes})
+
+    def _measured_pages(self, models: list[ModelAndCache]) -> int:
+        """After the weights are loaded: as much as the fullest GPU has room for."""
+        plan, page_bytes = self._plan, Counter[int]()
+        for held, source in zip(models, plan.sources, strict=True):
+            page_bytes.update(page_bytes_by_device(source.cache, Counter(map(_number, held.model.cache_map.values()))))
+        free_bytes = {
+            number: self._gpus.free_bytes(number) - plan.split.reserve_bytes[number] - plan.work_bytes
+            for number in page_bytes
+        }
+        return self._sized(
+            {f"cuda:{number}": each for number, each in page_bytes.items()},
+            {f"cuda:{number}": each for number, each in free_bytes.items()},
+        )
+
+    def _sized(self, page_bytes: Mapping[str, int], free_bytes: Mapping[str, int]) -> int:
+        return cache_pages(
+            asked_tokens=self._plan.spec.kv_cache_tokens,
+            max_prompts=self._plan.max_prompts,
+            max_model_len=self._plan.max_model_len,
+            page_bytes=page_bytes,
+            free_bytes=free_bytes,
+        )
+
+    # --- the result -------------------------------------------------------------------------------------------------
+
+    def _parts(self, tokenizer: Any) -> LoadedParts:
+        plan, models = self._plan, self.holdings.models
+        config = plan.sources[0].config
+        devices = [_devices(held.model) for held in models]
+        unpacked = sum(
+            source.cache.unpacked_page_bytes * len(on) for source, on in zip(plan.sources, devices, strict=True)
+        )
+        info = LoadedModel(
+            backend="exllamav2",
+            architecture=config.architecture,
+            dtype=plan.sources[0].folder.dtype,
+            devices=tuple(f"cuda:{number}" for number in sorted(set().union(*devices))),
+            vocab_size=config.vocab_size,
+            max_model_len=plan.max_model_len,
+            kv_tokens=self._pages * PAGE_TOKENS,
+            page_tokens=PAGE_TOKENS,
+            weights_bytes=plan.weights_bytes,
+            kv_bytes=self._pages * (plan.page_bytes + unpacked),
+            parameters=parameters(plan.sources[0].folder.tensors),
+            active_parameters=active_parameters(
+                plan.sources[0].folder.tensors,
+                experts=config.num_experts or 0,
+                per_token=config.num_experts_per_token or 0,
+            ),
+            attention=plan.library.attention,
+            attention_reason=plan.library.attention_reason,
+            shares=self._shares(models, sorted(set().union(*devices))),
+        )
+        return LoadedParts(
+            library=plan.library,
+            config=config,
+            tokenizer=tokenizer,
+            info=info,
+            pages=self._pages,
+            draft_tokens=plan.draft_tokens,
+            make_generator=GeneratorMaker(plan, tokenizer, self.holdings),
+            free=self.holdings.free,
+        )
+
+    def _shares(self, models: list[ModelAndCache], numbers: list[int]) -> tuple[DeviceShare, ...]:
+        plan, main = self._plan, models[0].model
+        layers, kv_bytes = Counter[int](), Counter[int]()
+        for held, source in zip(models, plan.sources, strict=True):
+            on = _layers_by_device(held.model, source.cache.layers)
+            layers.update(on if held.model is main else {})
+            if held.model.tp_context is None:
+                kv_bytes.update(page_bytes_by_device(source.cache, on))
+            else:
+                kv_bytes.update(
+                    dict.fromkeys(on, source.cache.page_bytes // len(on) + source.cache.unpacked_page_bytes)
+                )
+        taken = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
+        held_bytes = {number: self._pages * each for number, each in kv_bytes.items()}
+        return device_shares(taken, layers, held_bytes, plan.weights_bytes)
+
+
+def _compute_chunk(held: ModelAndCache) -> None:
+    """The largest step there is, so that memory which runs out does so now. Its keys are overwritten later."""
+    import torch
+
+    tokens = torch.zeros((1, held.model.config.max_input_len), dtype=torch.long)
+    held.model.forward(tokens, held.cache, preprocess_only=True)
+    held.cache.current_seq_len = 0
+
+
+def _devices(model: Any) -> set[int]:
+    """The GPUs that a loaded model lies on."""
+    if model.tp_context is not None:
+        return set(model.tp_context.all_devices())
+    return {_number(device) for device in model.cache_map.values()}
+
+
+def _layers_by_device(model: Any, layers: int) -> Counter[int]:
+    """How many of the layers each GPU holds, or has a part of."""
+    if model.tp_context is not None:
+        return Counter(dict.fromkeys(model.tp_context.all_devices(), layers))
+    return Counter(map(_number, model.cache_map.values()))
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2])

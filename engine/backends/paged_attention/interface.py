@@ -1,0 +1,128 @@
+"""The one face of paged attention, and the way from a name to the function."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import platformdirs
+from torch import Tensor
+
+from engine.backends.paged_attention.choose import ImplementationName
+from engine.system.files import claim_folder
+
+
+class PagedAttention(Protocol):
+    """Causal attention of a few new tokens per sequence over pages, as flash-attn's flash_attn_with_kvcache does it.
+
+    q [B, q_len, Hq, D]: the queries of each sequence's last q_len tokens.
+    k_new, v_new [B, q_len, Hkv, D]: their keys and values, which are written into the pages first, in place; both
+        None where they are there already.
+    k_pages, v_pages [P, page_tokens, Hkv, D]: may be strided views; only the last dimension must be dense.
+    lengths int32 [B]: tokens in the pages before this call; where k_new is None, the new ones counted.
+    block_table int32 [B, max_pages]: page ids of each sequence in order, padded with any valid id (0, say). It must
+        cover every token, the new ones too.
+    scale: what the dot products are multiplied by.  window: tokens that a query sees at most, itself included.
+    softcap: scores become softcap * tanh(score / softcap); 0 is off.
+
+    Query i of a sequence of n tokens stands at position n - q_len + i and sees every key up to there (the mask is
+    aligned bottom-right). One that sees none gives zeros. Pages that no token falls into stay as they are; what lies
+    in a page after the last token never matters, be it NaN. Nothing waits for the device.
+
+    Returns [B, q_len, Hq, D], contiguous. Raises ValueError where shapes or dtypes do not go together.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The sizes of one call. group: query heads per key head.  max_pages: width of the block table."""
+
+    batch: int
+    q_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    max_pages: int
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k_new: Tensor | None, v_new: Tensor | None, k_pages: Tensor, block_table: Tensor
+    ) -> CallShape:
+        """Read the sizes off the tensors. Raises ValueError where they do not go together."""
+        batch, q_len, heads, head_dim = q.shape
+        page_tokens, kv_heads = k_pages.shape[1:3]
+        if k_pages.shape[3] != head_dim or k_pages.dtype != q.dtype or heads % kv_heads:
+            raise ValueError(
+                f"{heads} query heads of {head_dim} {q.dtype} do not go with {kv_heads} key heads of "
+                f"{k_pages.shape[3]} {k_pages.dtype}"
+            )
+        if len(block_table) != batch:
+            raise ValueError(f"the block table has {len(block_table)} rows for {batch} sequences")
+        for name, new in (("k_new", k_new), ("v_new", v_new)):
+            if new is not None and new.shape != (batch, q_len, kv_heads, head_dim):
+                raise ValueError(f"{name} is {list(new.shape)} where {[batch, q_len, kv_heads, head_dim]} is needed")
+        if (k_new is None) != (v_new is None):
+            raise ValueError("k_new and v_new come together or not at all")
+        return cls(batch, q_len, heads, kv_heads, head_dim, page_tokens, block_table.shape[1])
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a sequence has at most, known without asking the device."""
+        return self.max_pages * self.page_tokens
+
+
+def implementation(name: ImplementationName) -> PagedAttention:
+    """The function of that name. Imports what it needs, which `choose` has found to be there.
+
+    Raises ValueError for native attention, which has another face: it lays pages out in its own way; OSError where what
+    Triton compiles cannot be kept from other users.
+    """
+    if name == "native":
+        raise ValueError("native attention is not called over pages of tensors")
+    if name == "flash":
+        from engine.backends.paged_attention import flash
+
+        return flash.paged_attention
+    if name == "triton":
+        from engine.backends.paged_attention import triton_attention
+
+        _claim_triton_cache()
+        return triton_attention.paged_attention
+    if name == "varlen":
+        from engine.backends.paged_attention import varlen
+
+        return varlen.paged_attention
+    from engine.backends.paged_attention import gathered
+
+    return gathered.paged_attention
+
+
+def _claim_triton_cache() -> None:
+    """Have Triton load no library that another user could have put there: the folder that it makes by itself has the
+    modes of the user's mask. One that TRITON_CACHE_DIR names is the operator's own affair."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        folder = platformdirs.user_cache_path("ericllm") / "triton"
+        claim_folder(folder, 1)
+        os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -1,0 +1,1 @@
+"""Recorded decode steps, and transfers to and from a device."""

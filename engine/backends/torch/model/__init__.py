@@ -1,0 +1,1 @@
+"""The decoder: blocks, attention, MLP, norms, RoPE, adapters, and the plan of a step."""

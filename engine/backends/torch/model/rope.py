@@ -1,0 +1,132 @@
+"""Rotary position embedding (Su et al. 2021) and the ways to stretch it; angles are always computed in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.backends.common.rope_config import RopeConfig
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of what a step's positions are turned by."""
+
+
+class RotaryEmbedding:
+    """Turns query and key heads, or a part of each, by angles that grow with their positions.
+
+    Angles are made per step for the positions at hand rather than kept in a table: a step has few positions and
+    a long context would need a large table.
+    """
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        frequencies, self._scale = inverse_frequencies(config, head_dim)
+        self._frequencies = frequencies.to(device)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """(cos, sin) for int positions [T], each [T, 1, turned dimensions] in `dtype`; sin's first half is negated."""
+        turns = positions.float()[:, None] * self._frequencies
+        cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
+        return (
+            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
+            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
+        )
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn `heads` [T, H, head_dim] in place by what `angles` gave: of their first dimensions, each half against the
+    other half."""
+    turned = heads[..., : cos.shape[-1]]
+    swapped = turned.roll(turned.shape[-1] // 2, dims=-1)
+    turned.mul_(cos).addcmul_(swapped, sin)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position, float32 [dimensions that are turned / 2], and what cos and sin are multiplied by."""
+    dims = config.turned_dims(head_dim)
+    base = _base(config, dims)
+    frequencies = 1.0 / (base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
+    scale = 1.0
+    match config.kind:
+        case "linear":
+            frequencies = frequencies / config.factor
+        case "llama3":
+            frequencies = _llama3(config, frequencies)
+        case "yarn":
+            frequencies = _yarn(config, frequencies, base)
+            scale = _yarn_attention_factor(config)
+        case "longrope":
+            frequencies = frequencies / torch.tensor(_longrope_factors(config))
+            scale = _longrope_attention_factor(config)
+    return frequencies / config.compress, scale
+
+
+def _base(config: RopeConfig, dims: int) -> float:
+    """The base, stretched by NTK-aware alpha: base * alpha^(d / (d - 2)) (u/bloc97, r/LocalLLaMA 2023).
+
+    "dynamic" grows alpha with the sequence in its source; here it is fixed for the longest sequence to be served,
+    so that a token's key never depends on how long its sequence became.
+    """
+    alpha = config.alpha
+    if config.kind == "dynamic":
+        ratio = max(1.0, config.max_positions / config.original_max_positions)
+        alpha *= config.factor * ratio - (config.factor - 1.0)
+    return config.theta * alpha ** (dims / (dims - 2)) if alpha != 1.0 else config.theta
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between blended."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = config.original_max_positions / wavelengths
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / config.factor + blend * frequencies
+
+
+def _yarn(config: RopeConfig, frequencies: Tensor, base: float) -> Tensor:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, ramp between."""
+    size = 2 * len(frequencies)
+
+    def dimension(rotations: float) -> float:
+        return size * math.log(config.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = ramp.clamp(0.0, 1.0)
+    return ramp * frequencies / config.factor + (1 - ramp) * frequencies
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    """Temperature of YaRN's attention, folded into cos and sin: given, or 0.1 ln(factor) + 1."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return mscale(config.mscale) / mscale(config.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _longrope_factors(config: RopeConfig) -> tuple[float, ...]:
+    """LongRoPE (Ding et al. 2024): a factor of its own for each frequency.
+
+    Which of the two lists holds is decided by the sequence's length in its source; here by the longest sequence to be
+    served, so that a token's key never depends on how long its sequence became.
+    """
+    long = config.max_positions > config.original_max_positions
+    return config.long_factors if long else config.short_factors
+
+
+def _longrope_attention_factor(config: RopeConfig) -> float:
+    """Given, or what the paper makes of how far the model was stretched."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_positions))

@@ -1,0 +1,1 @@
+"""From logits to token ids: penalties, masks, filters, draws, log-probabilities."""

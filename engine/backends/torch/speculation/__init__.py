@@ -1,0 +1,1 @@
+"""Speculative decoding: n-grams, a draft model, and what pays."""

@@ -1,0 +1,367 @@
+"""From a checkpoint to a decoder, one tensor at a time: memory peaks at about the size of the weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families.base import TensorNames
+from engine.backends.common.families.experts import expert_shapes
+from engine.backends.common.model_config import ModelConfig
+from engine.backends.common.packed_weights import (
+    BITS,
+    HALF_BYTES,
+    HEAD_BITS,
+    fp16_saved_bytes,
+    fp16_saved_head_bytes,
+    head_bytes,
+    saved_bytes,
+)
+from engine.backends.torch.device_memory import DeviceMemory
+from engine.backends.torch.layout import Layout, Span
+from engine.backends.torch.model.decoder import Block, Decoder, Stage
+from engine.backends.torch.model.linear import Fp16Linear, Linear, LinearFactory, PlainLinear, packing_pays
+from engine.backends.torch.model.mlp import GatedMlp, MakeLinear, Mlp, make_mixture
+from engine.backends.torch.model.norms import (
+    HeadNorm,
+    LayerNorm,
+    Norm,
+    ProjectionNorm,
+    RmsNorm,
+    WideRmsNorm,
+    unchanged,
+    unweighted,
+)
+from engine.backends.torch.model.rope import RotaryEmbedding
+from engine.backends.torch.native.fusing import fused
+from engine.backends.torch.native.library import NativeLibrary, Rows, joined
+from engine.backends.torch.weights.reader import WeightReader
+from engine.backends.torch.weights.store import WeightStore
+from engine.backends.torch_common.checkpoint import Checkpoint
+from engine.backends.torch_common.quantized_weight import method_of, methods_of
+from engine.config import WeightsName
+
+# A model's norms, read as its traits and tensor names say which there are and of what kind.
+
+
+class ReadTensor(Protocol):
+    """Reads the tensor of that name, and makes of it what the model computes with."""
+
+    def __call__(self, name: str, *, made: Callable[[Tensor], Tensor] = ...) -> Tensor: ...
+
+
+def norm_shapes(config: ModelConfig, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
+    """The tensors of a norm over `width` elements, those of a row if not told; none of a norm without a name."""
+    kinds = ("weight", "bias") if config.traits.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": (width or config.hidden_size,) for kind in kinds if name}
+
+
+def block_norm_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """The tensors of all norms of one layer, by their names in it."""
+    rows = [names.input_norm, names.attention_out_norm, names.mlp_out_norm]
+    rows += [] if config.traits.parallel else [names.mlp_norm]
+    shapes = {name: shape for each in rows for name, shape in norm_shapes(config, each).items()}
+    for name, heads in ((names.q_norm, config.heads), (names.k_norm, config.kv_heads)):
+        match config.traits.qk_norm:
+            case "head":
+                shapes[f"{name}.weight"] = (config.head_dim,)
+            case "projection":
+                shapes |= norm_shapes(config, name, heads * config.head_dim)
+            case "each_head":
+                shapes |= {f"{name}.norms.{head}.weight": (config.head_dim,) for head in range(heads)}
+    return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class NormLoader:
+    """Makes norms of tensors whose names begin with `prefix`."""
+
+    config: ModelConfig
+    read: ReadTensor
+    prefix: str = ""
+
+    def norm(self, name: str) -> Norm:
+        """The norm of that name, of the kind that the model has; what changes nothing where it has no name."""
+        if not name:
+            return unchanged
+        eps = self.config.norm_eps
+        match self.config.traits.norm:
+            case "rms":
+                return RmsNorm(self._weight(name), eps)
+            case "rms_plus_one":
+                return WideRmsNorm(self._weight(name), eps)
+            case "layer":
+                return LayerNorm(self._weight(name), self.read(f"{self.prefix}{name}.bias"), eps)
+
+    def qk_norm(self, names: TensorNames) -> Norm | None:
+        """What normalises query and key heads together, [T, heads + kv_heads, head_dim]; None where nothing does."""
+        config = self.config
+        match config.traits.qk_norm:
+            case "projection":
+                return ProjectionNorm(self.norm(names.q_norm), self.norm(names.k_norm), config.heads)
+            case "head":
+                queries, keys = self._weight(names.q_norm), self._weight(names.k_norm)
+                weight = torch.cat((queries.expand(config.heads, -1), keys.expand(config.kv_heads, -1)))
+            case "each_head":
+                heads = [(names.q_norm, head) for head in range(config.heads)]
+                heads += [(names.k_norm, head) for head in range(config.kv_heads)]
+                weight = torch.stack([self._weight(f"{name}.norms.{head}") for name, head in heads])
+            case None:
+                return None
+        norm = unweighted(config.traits.norm, config.head_dim, config.norm_eps)
+        return HeadNorm(norm, weight, None if config.traits.norm == "layer" else config.norm_eps)
+
+    def _weight(self, name: str) -> Tensor:
+        made = _plus_one if self.config.traits.norm == "rms_plus_one" else unchanged
+        return self.read(f"{self.prefix}{name}.weight", made=made)
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1.0
+
+
+MAX_HEAD_COPY_BYTES = 256 << 20
+"""A tied head is packed as a second copy of the embedding up to this size; a larger one is used as it lies."""
+
+
+def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """`config` as the weights bear it out.
+
+    Weights packed into words are float16 once read, whatever config.json says of the model that they were made from,
+    and the head is quantised by itself even where that model tied it to the embedding. Configs of multimodal models
+    contradict themselves on whether the head is tied.
+    """
+    architecture, methods = ARCHITECTURES[config.architecture], methods_of(checkpoint)
+    head = architecture.names.head
+    if architecture.multimodal and not methods:
+        return replace(config, tie_embeddings=f"{head}.weight" not in checkpoint)
+    if not methods:
+        return config
+    tied = config.tie_embeddings and method_of(checkpoint, head) is None
+    dtype = config.checkpoint_dtype if methods == {"fp8"} else "float16"
+    return replace(config, tie_embeddings=tied, checkpoint_dtype=dtype)
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model of `config` is made of, by its name in the checkpoint."""
+    names = ARCHITECTURES[config.architecture].names
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
+        **norm_shapes(config, names.final_norm),
+    }
+    if not config.tie_embeddings:
+        shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.layers):
+        prefix = names.layer.format(layer)
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _block_shapes(config, names, layer).items()}
+    return shapes
+
+
+def weights_bytes(
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto", *, halves: bool = False
+) -> dict[DeviceMemory, int]:
+    """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`, or kept as `halves`.
+    Of a tied head, its copy is counted where it is quantised."""
+    names = ARCHITECTURES[config.architecture].names
+    embedding = config.vocab_size * config.hidden_size
+    elements = dict.fromkeys(layout.memories, 0)
+    for layer, memory in enumerate(layout.by_layer):
+        elements[memory] += sum(map(math.prod, _block_shapes(config, names, layer).values()))
+    elements[layout.first] += embedding
+    elements[layout.last] += sum(map(math.prod, norm_shapes(config, names.final_norm).values()))
+    if weights == "auto" and (not config.tie_embeddings or layout.last is not layout.first):
+        elements[layout.last] += embedding
+    needed = {memory: dtype.itemsize * number for memory, number in elements.items()}
+    if weights != "auto":
+        needed[layout.last] += head_bytes(config)
+        for layer, memory in enumerate(layout.by_layer):
+            needed[memory] -= saved_bytes(config, layer, weights, dtype.itemsize)
+    if halves:
+        for layer, memory in enumerate(layout.by_layer):
+            needed[memory] -= fp16_saved_bytes(config, layer)
+        if not config.tie_embeddings:
+            needed[layout.last] -= fp16_saved_head_bytes(config)
+    return needed
+
+
+def head_copy_bytes(embedding: Tensor, head: Linear) -> int:
+    """What the `head` takes that is a copy of `embedding`."""
+    return HALF_BYTES * embedding.numel() if isinstance(head, Fp16Linear) else embedding.nbytes
+
+
+def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
+    traits, hidden, inner = config.traits, config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = _joined((names.q, queries), (names.k, keys), (names.v, keys))
+    gate_up = _joined((names.gate, inner), (names.up, inner))
+    linears = [
+        *((name, rows, hidden, traits.qkv_bias) for name, rows in qkv),
+        (names.o, hidden, queries, traits.o_bias),
+    ]
+    experts = traits.experts_of(layer)
+    if experts is not None:
+        found = expert_shapes(names.experts, experts, hidden)
+        linears += [(name, rows, columns, False) for name, (rows, columns) in found.items()]
+    else:
+        linears += [(name, rows, hidden, traits.mlp_bias) for name, rows in gate_up]
+        linears.append((names.down, hidden, inner, traits.mlp_bias))
+    shapes = block_norm_shapes(config, names)
+    for name, rows, columns, has_bias in linears:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    return shapes
+
+
+def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """Names and rows of tensors, what has no name being the last rows of the one before it."""
+    for index, (name, _) in enumerate(parts):
+        if name:
+            unnamed = itertools.takewhile(lambda part: not part[0], parts[index + 1 :])
+            yield name, parts[index][1] + sum(rows for _, rows in unnamed)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLoader:
+    """Builds a decoder of `config`, its weights of `dtype` laid out as `layout` says, from what `store` has; `reader`
+    reads what it has not.
+
+    native: the kernels that linear layers compute with, where there are any.  all_native: with them the head too, even
+    where a copy of the embedding for it is not worth its memory.  weights: what those of linear
+    layers are made into; anything but "auto" needs `native`.  halves: whether they are kept as float16 where that
+    loses nothing.
+    """
+
+    config: ModelConfig
+    reader: WeightReader
+    layout: Layout
+    dtype: torch.dtype
+    store: WeightStore
+    native: NativeLibrary | None = None
+    all_native: bool = False
+    weights: WeightsName = "auto"
+    halves: bool = False
+
+    def load(self) -> Decoder:
+        """Read everything, and enter it into the devices' accounts.
+
+        Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
+        """
+        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights, halves=self.halves)
+        with ExitStack() as rooms:
+            for memory, size_bytes in needed.items():
+                taken = 0 if self.store.complete and not memory.simulated else size_bytes
+                rooms.enter_context(memory.room_for(taken, "the weights"))
+            decoder = self._read()
+        for memory, size_bytes in needed.items():
+            memory.weights_bytes += size_bytes
+        return decoder
+
+    def _read(self) -> Decoder:
+        names = ARCHITECTURES[self.config.architecture].names
+        linears = {memory: self._factory(memory) for memory in self.layout.memories}
+        embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
+        stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
+        final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
+        head = self._head(embedding, names, linears[self.layout.last])
+        decoder = Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
+        return fused(decoder) if self.native is not None else decoder
+
+    def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
+        ropes = dict.fromkeys(self.config.rope_of(layer) for layer in span.layers)
+        rotaries = {
+            rope: RotaryEmbedding(rope, self.config.head_dim, span.device) if rope is not None else None
+            for rope in ropes
+        }
+        blocks = (
+            self._block(layer, names, span.device, linears, rotaries[self.config.rope_of(layer)])
+            for layer in span.layers
+        )
+        return Stage(first_layer=span.layers.start, blocks=tuple(blocks), device=span.device)
+
+    def _block(
+        self,
+        layer: int,
+        names: TensorNames,
+        device: torch.device,
+        linears: LinearFactory,
+        rotary: RotaryEmbedding | None,
+    ) -> Block:
+        traits, prefix = self.config.traits, names.layer.format(layer)
+
+        def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
+            def make(lent: bool) -> Linear:
+                weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, lent)
+                biases = joined(self._rows([f"{prefix}.{part}.bias" for part in parts], device, lent)) if bias else None
+                return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
+
+            return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
+
+        norms = self._norms(device, prefix)
+        mlp = self._mlp(layer, names, linear)
+        out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
+        sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [unchanged, unchanged]
+        return Block(
+            input_norm=norms.norm(names.input_norm),
+            qkv=linear(*names.qkv, bias=traits.qkv_bias),
+            qk_norm=norms.qk_norm(names),
+            o=linear(names.o, bias=traits.o_bias),
+            attention_out_norm=out_norms[0],
+            mlp_norm=norms.norm("" if traits.parallel else names.mlp_norm),
+            mlp=mlp,
+            mlp_out_norm=out_norms[1],
+            window=traits.windows[layer],
+            rotary=rotary,
+            sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
+        )
+
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
+        traits = self.config.traits
+        experts = traits.experts_of(layer)
+        gated = partial(GatedMlp, activation=self.config.activation)
+        if experts is not None:
+            return make_mixture(names.experts, experts, linear, gated)
+        gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
+        return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
+
+    def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
+        """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
+        memory = self.layout.last
+        bits = None if self.weights == "auto" else HEAD_BITS
+        if not self.config.tie_embeddings:
+            return self.store.linear(
+                names.head,
+                lambda lent: linears.make(self._rows([f"{names.head}.weight"], memory.device, lent), bits=bits),
+            )
+        if bits is not None:
+            return self.store.linear(f"{names.head} of the embedding", lambda _: linears.make(embedding, bits=bits))
+        elsewhere = memory is not self.layout.first
+        may_pack = self.all_native or (packing_pays(embedding) and embedding.nbytes <= MAX_HEAD_COPY_BYTES)
+        head = self.store.linear(
+            f"{names.head} of the embedding{' packed' if may_pack else ''}",
+            lambda _: linears.make(embedding.to(memory.device, copy=True) if elsewhere else embedding, pack=may_pack),
+        )
+        if not isinstance(head, PlainLinear) and not elsewhere and not memory.simulated:
+            memory.weights_bytes += head_copy_bytes(embedding, head)
+        return head
+
+    def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
+        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
+
+    def _tensor(self, name: str, device: torch.device, made: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
+        return self.store.tensor(name, lambda lent: made(joined(self._rows([name], device, lent))))
+
+    def _rows(self, names: Sequence[str], device: torch.device, lent: bool) -> Rows:
+        return self.reader.lend(*names, device=device) if lent else self.reader.read(*names, device=device)
+
+    def _factory(self, memory: DeviceMemory) -> LinearFactory:
+        return LinearFactory(memory.device, self.dtype, self.native, self.store.room, halves=self.halves)

@@ -1,0 +1,147 @@
+"""The tensors that a model is made of, wherever and however its checkpoint keeps them, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backends.base import LoadProgress
+from engine.backends.common.quant_config import Quantisation
+from engine.backends.torch_common.checkpoint import Checkpoint
+from engine.backends.torch_common.quantized_tensors import by
+from engine.backends.torch_common.quantized_weight import locate_quantised, method_of, stored_bias_shape
+from engine.errors import LoadCancelled, ModelLoadFailed
+
+_FLOATS = ("F32", "F16", "BF16")
+
+
+class StoredWeight(Protocol):
+    """One tensor of the model; stored_bytes is what reading it takes from the files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stored_bytes(self) -> int: ...
+    def read(self, device: torch.device) -> Tensor:
+        """The tensor in the floats that it is stored as, or that its quantisation computes with; on `device` or the
+        CPU. Raises ModelLoadFailed naming the tensor or file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A tensor stored as floats under its own name, of which the model may need the first rows alone."""
+
+    checkpoint: Checkpoint
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in its file."""
+        return self.checkpoint.info(self.name).stored_bytes
+
+    def read(self, device: torch.device) -> Tensor:
+        """The tensor on the CPU, from which it is copied to where it belongs."""
+        (tensor,) = self.checkpoint.read(self.name)
+        return tensor[: self.shape[0]]
+
+
+def locate(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], declared: Quantisation | None
+) -> dict[str, StoredWeight]:
+    """Where each tensor of `shapes` is to be read from: `key.weight` may be quantised, as `declared` says.
+
+    Judges by headers alone. Raises ModelLoadFailed for the first that is missing, of another shape or of a dtype that
+    is not read.
+    """
+    return {name: _locate(checkpoint, name, shapes, declared) for name in shapes}
+
+
+def _locate(
+    checkpoint: Checkpoint, name: str, shapes: Mapping[str, tuple[int, ...]], declared: Quantisation | None
+) -> StoredWeight:
+    key, _, kind = name.rpartition(".")
+    method = method_of(checkpoint, key)
+    match shapes[name]:
+        case (out_features, in_features) if method is not None and kind == "weight":
+            has_bias = f"{key}.bias" in shapes
+            return locate_quantised(
+                checkpoint, key, (out_features, in_features), method=method, declared=declared, has_bias=has_bias
+            )
+        case (out_features,) if kind == "bias":
+            return _locate_plain(checkpoint, name, (out_features,), stored_bias_shape(method, out_features))
+        case shape:
+            return _locate_plain(checkpoint, name, shape, shape)
+
+
+def _locate_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> PlainWeight:
+    info = checkpoint.info(name)
+    if info.shape != stored:
+        raise ModelLoadFailed(
+            f"the tensor {name} in {info.file.name} is {by(info.shape)}; config.json makes it {by(stored)}", tensor=name
+        )
+    if info.kind not in _FLOATS:
+        raise ModelLoadFailed(
+            f"the tensor {name} in {info.file.name} is stored as {info.kind}; "
+            f"the torch backend reads {', '.join(_FLOATS)}",
+            tensor=name,
+        )
+    return PlainWeight(checkpoint, name, shape)
+
+
+class WeightReader:
+    """Copies a model's tensors into memory of the wanted dtype, reporting bytes read of those stored.
+
+    Cancelling is checked before each tensor; LoadCancelled is raised then.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, StoredWeight],
+        *,
+        dtype: torch.dtype,
+        report: Callable[[LoadProgress], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._weights, self._done_bytes = weights, 0
+        self._total_bytes = sum(weight.stored_bytes for weight in weights.values())
+        self._dtype = dtype
+        self._report, self._cancelled = report, cancelled
+
+    def read(self, *names: str, device: torch.device) -> Tensor:
+        """The named tensors, joined along their first dimension into one new tensor on `device`."""
+        return self._joined(names, (self._stored(name, device) for name in names), device)
+
+    def lend(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
+        """The same in parts, where they lie if they are stored as wanted. A file may change: what is lent is to be
+        copied, and not kept."""
+        stored = tuple(self._stored(name, device) for name in names)
+        if all((each.dtype, each.device.type) == (self._dtype, device.type) for each in stored):
+            return tuple(each.contiguous() for each in stored)
+        return (self._joined(names, stored, device),)
+
+    def _joined(self, names: Sequence[str], parts: Iterable[Tensor], device: torch.device) -> Tensor:
+        shapes = [self._weights[name].shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        joined = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=device)
+        for part, room in zip(parts, joined.split(rows), strict=True):
+            room.copy_(part)
+        return joined
+
+    def _stored(self, name: str, device: torch.device) -> Tensor:
+        if self._cancelled():
+            raise LoadCancelled("loading was cancelled while reading the weights")
+        weight = self._weights[name]
+        tensor = weight.read(device)
+        self._done_bytes = min(self._done_bytes + weight.stored_bytes, self._total_bytes)
+        self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
+        return tensor
+
+    def finish(self) -> None:
+        """Say that all is there, where not everything had to be read."""
+        if self._done_bytes < self._total_bytes:
+            self._report(LoadProgress(phase="weights", done=self._total_bytes, total=self._total_bytes))

@@ -1,0 +1,142 @@
+"""A model folder's safetensors files: headers first, tensors when asked for; sharded or not, never pickles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.config import quote_value
+from engine.errors import ModelLoadFailed
+from engine.models.files import open_file
+from engine.models.headers import read_header, weight_files
+
+_STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "I16": 2}
+
+REOPEN_BYTES = 256 << 20
+"""How much is read of an open file before it is closed: until then, that counts as this process's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies and what it is; `kind` is its dtype in safetensors' words.
+
+    stored_as: its name in the file, where that is another.  at: the part of that tensor that it is, where not all.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+    stored_as: str = ""
+    at: tuple[int | slice, ...] = ()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its size in the file, for a dtype that is read."""
+        return math.prod(self.shape) * _STORED_BYTES.get(self.kind, 0)
+
+    def matrix(self, index: int, first: int, rows: int) -> TensorInfo:
+        """Of a tensor of matrices, `rows` rows from `first` on of the one at `index`."""
+        return replace(self, shape=(rows, self.shape[2]), at=(index, slice(first, first + rows)))
+
+
+class Checkpoint:
+    """The tensors of a model folder, known by their headers until they are read."""
+
+    def __init__(self, tensors: dict[str, TensorInfo]) -> None:
+        self._tensors = tensors
+        self._file = _LastFile()
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read the headers. Raises UnsafeWeights, UnsupportedModel or ModelLoadFailed, naming the file."""
+        try:
+            return cls(
+                {
+                    name: TensorInfo(file, header.shape, header.dtype)
+                    for file in weight_files(folder)
+                    for name, header in read_header(file).items()
+                }
+            )
+        except OSError as error:
+            raise ModelLoadFailed(f"the weights in {folder} cannot be read: {error.strerror}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """The tensors' names."""
+        return iter(self._tensors)
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that hold them."""
+        return frozenset(tensor.file for tensor in self._tensors.values())
+
+    def with_pieces(self, pieces: Mapping[str, TensorInfo]) -> Checkpoint:
+        """These tensors, and some of them or their parts under further names."""
+        return Checkpoint({**self._tensors, **pieces})
+
+    def info(self, name: str) -> TensorInfo:
+        """Header of a tensor. Raises ModelLoadFailed where there is none of that name."""
+        if name not in self._tensors:
+            raise ModelLoadFailed(f"the weights lack the tensor {name}", tensor=name)
+        return self._tensors[name]
+
+    def read(self, *names: str) -> list[Tensor]:
+        """The named tensors as they are stored, on the CPU.
+
+        Raises ModelLoadFailed naming the tensor that is missing or the file that cannot be read.
+        """
+        return [self._read(self.info(name), name) for name in names]
+
+    def _read(self, info: TensorInfo, name: str) -> Tensor:
+        stored_as = info.stored_as or name
+        try:
+            opened = self._file.open(info)
+            tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
+        except (SafetensorError, OSError, IndexError) as error:
+            raise _damaged(info.file, error) from None
+        # The file was opened anew. What computes with a tensor goes by its shape, the native kernels without looking.
+        if tensor.shape != info.shape or tensor.nbytes != info.stored_bytes:
+            raise ModelLoadFailed(
+                f"{quote_value(info.file.name)} in {info.file.parent} has changed while it was read: its tensor "
+                f"{quote_value(name)} is another one now",
+                file=quote_value(info.file.name),
+            )
+        return tensor
+
+
+class _LastFile:
+    """The file that was read last, open: parsing a header of thousands of experts for each of them would take longer
+    than reading them."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._opened: Any = None
+        self._read_bytes = 0
+
+    def open(self, info: TensorInfo) -> Any:
+        """The file that `info` lies in, to read that tensor from.
+
+        Raises SafetensorError, UnsupportedModel or OSError.
+        """
+        if info.file != self._path or self._read_bytes > REOPEN_BYTES:
+            self._path = self._opened = None
+            with open_file(info.file) as stream:
+                self._opened = safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
+            self._path, self._read_bytes = info.file, 0
+        self._read_bytes += info.stored_bytes
+        return self._opened
+
+
+def _damaged(file: Path, error: Exception) -> ModelLoadFailed:
+    return ModelLoadFailed(
+        f"{quote_value(file.name)} in {file.parent} is damaged or cut short: {quote_value(str(error), 200)}",
+        file=quote_value(file.name),
+    )

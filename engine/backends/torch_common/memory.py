@@ -1,0 +1,74 @@
+"""How much memory a device can still give, and refusing what would not fit."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.backends.torch_common.errors import is_out_of_memory
+from engine.errors import InsufficientMemory
+from engine.system.memory import read_ram
+
+# Workspaces of cuBLAS: up to 32 MiB for each stream that multiplied, which torch keeps until it is asked for them.
+
+
+def clear_workspaces() -> None:
+    """Give them back to torch's allocator; the next product on a stream takes a new one."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # only where torch is built for CUDA
+    if clear is not None:
+        clear()
+
+
+_MIB = 1 << 20
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that `device` can still give: the driver's number on CUDA, else RAM within the container's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return read_ram().free_bytes
+
+
+@contextmanager
+def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[None]:
+    """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers, before the block
+    where `device` has less free, and in place of torch's own error where an allocation still fails."""
+    available = free_bytes(device)
+    if needed_bytes > available:
+        raise insufficient(needed_bytes, available, str(device), purpose)
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
+
+
+def give_back(device: torch.device) -> None:
+    """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        clear_workspaces()
+        torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def insufficient(needed_bytes: int, available: int, device: str, purpose: str) -> InsufficientMemory:
+    """The refusal of `needed_bytes` for `purpose` on a device that has `available` bytes."""
+    short = max(0, needed_bytes - available)
+    return InsufficientMemory(
+        f"{purpose} need {-(-needed_bytes // _MIB)} MiB on {device}, which has {available // _MIB} MiB free"
+        + (f": short by {-(-short // _MIB)} MiB" if short else ", but not in one piece"),
+        device=device,
+        needed_bytes=needed_bytes,
+        free_bytes=available,
+        short_bytes=short,
+    )

@@ -1,0 +1,144 @@
+"""A quantised linear layer of a checkpoint, read as the plain weight that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.common.quant_config import FP8_KINDS, Method, Quantisation, method_of_words
+from engine.backends.torch_common import awq, exl2, gptq
+from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
+from engine.backends.torch_common.fp8 import Fp8Weight, locate_fp8
+from engine.backends.torch_common.quantized_tensors import malformed
+
+_MARKS: dict[Method, str] = {"exl2": "q_weight", "gptq": "qweight", "awq": "qweight", "fp8": "weight"}
+"""The tensor by which each method is known: the tensors decide, config.json may be silent."""
+
+_PARTS: dict[Method, tuple[str, ...]] = {"exl2": exl2.PARTS, "gptq": gptq.PARTS, "awq": awq.PARTS}
+_COLUMN_PACKED: dict[Method, tuple[str, ...]] = {
+    "exl2": ("q_scale",),
+    "gptq": ("qzeros",),
+    "awq": ("qweight", "qzeros"),
+}
+_COLUMNS_PER_WORD = 8
+_SLAB_COLUMNS = 4096
+"""Columns dequantised at a time: beside the weight itself, only a slab of it is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """The weight of layer `key`, [out, in], which is stored as the matrix [in, out] in words of small whole numbers;
+    `parts` are the tensors that it is made from, by their short names."""
+
+    checkpoint: Checkpoint
+    key: str
+    shape: tuple[int, int]
+    parts: Mapping[str, TensorInfo]
+    quantisation: Quantisation
+
+    @property
+    def stored_bytes(self) -> int:
+        """What its parts take in their files."""
+        return sum(info.stored_bytes for info in self.parts.values())
+
+    def read(self, device: torch.device) -> Tensor:
+        """Dequantise on `device`: float16. Raises ModelLoadFailed naming a tensor that is malformed."""
+        stored = self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts))
+        tensors = {part: tensor.to(device) for part, tensor in zip(self.parts, stored, strict=True)}
+        bias = tensors.pop("bias", None)
+        if bias is not None and bool(bias.any()):
+            raise malformed(self.key, "bias", "is not zero, and config.json gives its layer no bias")
+        weight = torch.empty(self.shape, dtype=torch.float16, device=device)
+        for first in range(0, len(weight), _SLAB_COLUMNS):
+            rows = weight[first : first + _SLAB_COLUMNS]
+            rows.copy_(self._matrix(self._columns(tensors, first), len(rows)).t())
+        return weight
+
+    def _matrix(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
+        match self.quantisation.method:
+            case "exl2":
+                return exl2.Exl2Linear(self.key, **tensors).dequantise(columns)
+            case "awq":
+                return awq.AwqLinear(self.key, **tensors).dequantise()
+            case _:
+                offset = self.quantisation.gptq_zero_offset
+                return gptq.GptqLinear(self.key, **tensors, zero_offset=offset).dequantise()
+
+    def _columns(self, tensors: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+        """A layer's tensors with at most _SLAB_COLUMNS of its columns, from `first` on; what has one dimension is of
+        its rows."""
+        found, packed = dict(tensors), _COLUMN_PACKED[self.quantisation.method]
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2:
+                per_word = _COLUMNS_PER_WORD if name in packed else 1
+                found[name] = tensor[:, first // per_word : (first + _SLAB_COLUMNS) // per_word]
+        return found
+
+
+def method_of(checkpoint: Checkpoint, key: str) -> Method | None:
+    """How the linear layer `key` is quantised, None where it is not."""
+    if f"{key}.q_weight" in checkpoint:
+        return "exl2"
+    if f"{key}.qweight" in checkpoint:
+        columns = _width(checkpoint, f"{key}.scales") or _COLUMNS_PER_WORD * _width(checkpoint, f"{key}.qzeros")
+        return method_of_words(_width(checkpoint, f"{key}.qweight"), columns)
+    weight = f"{key}.weight"
+    return "fp8" if weight in checkpoint and checkpoint.info(weight).kind in FP8_KINDS else None
+
+
+def methods_of(checkpoint: Checkpoint) -> frozenset[Method]:
+    """How any layers are."""
+    keys = {name.rpartition(".")[0] for name in checkpoint if name.rpartition(".")[2] in _MARKS.values()}
+    return frozenset(method for key in keys if (method := method_of(checkpoint, key)) is not None)
+
+
+def _width(checkpoint: Checkpoint, name: str) -> int:
+    """Last dimension of a tensor, 0 where it is missing or a scalar."""
+    shape = checkpoint.info(name).shape if name in checkpoint else ()
+    return shape[-1] if shape else 0
+
+
+def stored_bias_shape(method: Method | None, out_features: int) -> tuple[int]:
+    """A layer's bias as the checkpoint has it: EXL2 pads it like the matrix."""
+    return (exl2.padded(out_features) if method == "exl2" else out_features,)
+
+
+def locate_quantised(
+    checkpoint: Checkpoint,
+    key: str,
+    shape: tuple[int, int],
+    *,
+    method: Method,
+    declared: Quantisation | None,
+    has_bias: bool,
+) -> QuantisedWeight | Fp8Weight:
+    """The weight of layer `key`, which config.json makes [out, in] `shape`, judged by headers alone.
+
+    A bias is read along only where the model has none there (`has_bias`): it must be zero then. Raises
+    ModelLoadFailed naming the first tensor that does not fit, or that config.json's `declared` contradicts.
+    """
+    if declared is not None and declared.method != method:
+        raise malformed(key, _MARKS[method], f"is {method}; config.json says the weights are {declared.method}")
+    if method == "fp8":
+        return locate_fp8(checkpoint, key, shape, declared.fp8_block if declared else None)
+    wanted = [name for name in _PARTS[method] if not (name == "bias" and has_bias)]
+    parts = {name: checkpoint.info(f"{key}.{name}") for name in wanted if f"{key}.{name}" in checkpoint}
+    out_features, in_features = shape
+    if method == "exl2":
+        exl2.require_exl2(key, parts, in_features, exl2.padded(out_features))
+    else:
+        require = awq.require_awq if method == "awq" else gptq.require_gptq
+        require(key, parts, in_features, out_features)
+        _require_group_size(key, parts["scales"].shape[0], in_features, declared)
+    return QuantisedWeight(checkpoint, key, shape, parts, declared or Quantisation(method))
+
+
+def _require_group_size(key: str, groups: int, in_features: int, declared: Quantisation | None) -> None:
+    size = declared.group_size if declared else None
+    if size is not None and groups != -(-in_features // size):
+        raise malformed(
+            key, "scales", f"has {groups} groups; config.json's group_size of {size} makes {-(-in_features // size)}"
+        )

@@ -1,1 +1,0 @@
-"""The parts that `engine.dispatcher` decides with. Pure: no clock, no loop, nothing sent."""

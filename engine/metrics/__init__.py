@@ -1,0 +1,1 @@
+"""Metrics: counters and histograms, session and device statistics, and the snapshots made of them."""

@@ -1,0 +1,241 @@
+"""SnapshotPublisher: closes a second of history, looks after workers and publishes a Snapshot, over and over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from engine.config import DeviceShare
+from engine.devices import account
+from engine.devices.sampler import DeviceSampler
+from engine.metrics.insight import InsightCollector
+from engine.metrics.meter import E2E, ITL, TTFT, Metrics
+from engine.models.deployment import Deployment
+from engine.models.manager import ModelManager
+from engine.requests.tracker import RequestTracker
+from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
+from engine.system.log import LogRing
+from engine.workers.replica import Replica
+
+# Building a Snapshot out of the engine's parts: the one place where live objects become frozen values.
+
+
+def build_snapshot(
+    *,
+    at: float,
+    now: float,
+    started: float,
+    models: ModelManager,
+    desk: RequestTracker,
+    metrics: Metrics,
+    devices: Sequence[DeviceReading],
+    log_total: int,
+    insight: Insight,
+) -> Snapshot:
+    """The engine at unix time `at`, which is `now` on the loop's clock."""
+    config, replicas, first = models.config, models.replicas(), models.first
+    queued = models.queued
+    return Snapshot(
+        at=at,
+        uptime_s=now - started,
+        status=ModelStatus() if first is None else first.status(),
+        models=tuple(map(model_reading, models)),
+        target_workers=config.num_workers,
+        max_prompts=config.max_prompts,
+        max_queue=config.max_queue,
+        devices=account(devices, _shares(models), models.busy_time.shares(now)),
+        workers=tuple(
+            msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
+            for deployment in models
+            for replica in deployment.replicas()
+        ),
+        requests=(*_live_rows(desk, replicas, now), *reversed(desk.recent)),
+        queued=queued,
+        running=len(desk.live) - queued,
+        output_tokens_per_s=metrics.output_rate.per_second(now),
+        prompt_tokens_per_s=metrics.prompt_rate.per_second(now),
+        kv_usage=kv_usage(replicas),
+        prefix_hit_rate=prefix_hit_rate(replicas),
+        ttft=metrics.recent[TTFT],
+        itl=metrics.recent[ITL],
+        e2e=metrics.recent[E2E],
+        history=metrics.history,
+        marks=metrics.marks,
+        totals=metrics.totals(),
+        log_total=log_total,
+        insight=insight,
+    )
+
+
+def kv_usage(replicas: Iterable[Replica]) -> float:
+    """The share of all KV pages that live requests hold, 0..1."""
+    stats = [replica.stats for replica in replicas]
+    total = sum(each.pages_total for each in stats)
+    return 1 - sum(each.pages_free for each in stats) / total if total else 0.0
+
+
+def memory_usage(device: DeviceReading) -> float:
+    """The share of a device's memory that is in use, 0..1."""
+    return 1 - device.free_bytes / device.total_bytes if device.total_bytes else 0.0
+
+
+def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
+    """The share of prompt tokens that were found in the prefix cache; None before the first prompt."""
+    stats = [replica.stats for replica in replicas]
+    queried = sum(each.prefix_query_tokens for each in stats)
+    return sum(each.prefix_hit_tokens for each in stats) / queried if queried else None
+
+
+def _shares(models: ModelManager) -> dict[str, tuple[DeviceShare, ...]]:
+    """What each worker holds; weights that a model's CPU workers have in one mapping count for the first of them."""
+    shares: dict[str, tuple[DeviceShare, ...]] = {}
+    for deployment in models:
+        counted = 0
+        for replica in deployment.replicas():
+            held = replica.shares
+            shared = replica.model.shared_bytes if replica.model is not None else 0
+            if shared and len(held) == 1 and held[0].device.endswith("cpu"):
+                left = held[0].weights_bytes - min(shared, counted)
+                held, counted = (msgspec.structs.replace(held[0], weights_bytes=max(0, left)),), shared
+            shares[replica.id] = held
+    return shares
+
+
+def model_reading(deployment: Deployment) -> ModelReading:
+    """One model. What was planned and used is the first worker's that was loaded."""
+    replicas, config = deployment.replicas(), deployment.config
+    loaded = next((replica for replica in replicas if replica.model is not None), None)
+    return ModelReading(
+        key=deployment.key,
+        name=deployment.spec.name,
+        status=deployment.status(),
+        target_workers=config.num_workers,
+        max_prompts=config.max_prompts,
+        queued=deployment.lane.queued,
+        running=deployment.lane.running,
+        idle_unload_s=config.idle_unload_s,
+        adapters=deployment.adapters.readings(replicas),
+        planned=loaded.planned if loaded is not None else (),
+        used=loaded.used if loaded is not None else (),
+        longest_context_tokens=deployment.lane.longest_tokens,
+    )
+
+
+def _live_rows(desk: RequestTracker, replicas: Iterable[Replica], now: float) -> list[RequestRow]:
+    computed = {
+        sequence.request_id: sequence.computed_tokens for replica in replicas for sequence in replica.stats.sequences
+    }
+    return [request.row(now, computed.get(request.wire_id)) for request in desk.live.values()]
+
+
+_log = logging.getLogger("engine")
+_PUBLISH_HZ = 4.0
+_TICK_S = 1.0
+
+
+class SnapshotPublisher:
+    """Belongs to the loop that `start` ran on, but for `snapshot` and `publish_for`."""
+
+    def __init__(
+        self,
+        models: ModelManager,
+        desk: RequestTracker,
+        *,
+        metrics: Metrics,
+        sampler: DeviceSampler,
+        observer: InsightCollector,
+        log: LogRing,
+    ) -> None:
+        self._models = models
+        self._desk = desk
+        self._metrics = metrics
+        self._sampler = sampler
+        self._observer = observer
+        self._log = log
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = 0.0
+        self._disagreement = ""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.publish_s = 1 / _PUBLISH_HZ
+        config = models.config
+        self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
+
+    def start(self) -> None:
+        """Begin."""
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._tick()
+        self._publish_and_repeat()
+
+    def stop(self) -> None:
+        """Do it no more."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def snapshot(self) -> Snapshot:
+        """The engine now; from another thread the one published last, at most `publish_s` old."""
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                self.publish()
+        except RuntimeError:
+            pass  # another thread, with no loop
+        return self._published
+
+    @property
+    def published(self) -> Snapshot:
+        """The one published last, at most `publish_s` old; from any thread."""
+        return self._published
+
+    def publish_for(self, hertz: float) -> None:
+        """Publish as often as a screen shows it, and 4 times a second at least; from any thread."""
+        self.publish_s = 1 / max(_PUBLISH_HZ, hertz)
+
+    def publish(self) -> None:
+        """Make the engine as it is now what is shown."""
+        self._published = build_snapshot(
+            at=time.time(),
+            now=asyncio.get_running_loop().time(),
+            started=self._started,
+            models=self._models,
+            desk=self._desk,
+            metrics=self._metrics,
+            devices=self._sampler.latest,
+            log_total=self._log.total,
+            insight=self._observer.latest,
+        )
+
+    def _publish_and_repeat(self) -> None:
+        self.publish()
+        self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
+
+    def _prove(self) -> None:
+        """Prove the accounts while nothing runs: a defect is said before somebody waits for it."""
+        try:
+            self._models.check()
+        except AssertionError as error:
+            if str(error) != self._disagreement:
+                self._disagreement = str(error)
+                _log.error("the engine's accounts do not agree: %s", error)
+
+    def _tick(self) -> None:
+        loop, replicas = asyncio.get_running_loop(), self._models.replicas()
+        now = loop.time()
+        self._metrics.tick(
+            now,
+            time.time(),
+            running=len(self._desk.live) - self._models.queued,
+            queued=self._models.queued,
+            kv_usage=kv_usage(replicas),
+            device_utilisation=tuple(device.utilisation for device in self._published.devices),
+            device_memory=tuple(map(memory_usage, self._published.devices)),
+        )
+        if not self._desk.live:
+            self._prove()
+        self._observer.tick(now, time.time(), replicas)
+        self._models.tick(now)
+        self._sampler.poll(self._models.pids())
+        self._timers["tick"] = loop.call_later(_TICK_S, self._tick)

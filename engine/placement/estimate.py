@@ -1,0 +1,151 @@
+"""What loading a model would take of each device, and whether it fits: before anything is loaded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from engine.config import ModelSpec
+from engine.placement.costs import Correction, Workload
+from engine.placement.facts import ModelFacts
+from engine.placement.plan import Placement, Plan, Seat, plan
+from engine.snapshot import DeviceReading
+
+
+class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """One device with everything planned on it.
+
+    others_bytes: in use already, by whomever.  headroom_bytes: kept free.  free_bytes: left beyond that.
+    short_bytes: what is lacking; without it, the six others sum to total_bytes.
+    """
+
+    id: str
+    name: str
+    kind: Literal["cpu", "cuda", "simulated"]
+    total_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    working_bytes: int
+    others_bytes: int
+    headroom_bytes: int
+    free_bytes: int
+    short_bytes: int
+    node: str = ""
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What would become of a load.
+
+    weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
+    problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
+    verdict: one sentence.  warning: what will be slow though it fits, "" for nothing.  simulated: the devices are.
+    """
+
+    model: str
+    backend: str
+    dtype: str
+    weights: str
+    cache_bits: int
+    context_tokens: int
+    workers: int
+    max_prompts: int
+    weights_bytes: int
+    kv_token_bytes: int
+    devices: tuple[DeviceEstimate, ...]
+    placements: tuple[Placement, ...]
+    fits: bool
+    verdict: str
+    problem: str = ""
+    warning: str = ""
+    learned: Correction = Correction()
+    simulated: bool = False
+
+    @property
+    def can_load(self) -> bool:
+        """Whether a load would succeed, as far as can be foretold."""
+        return self.fits and not self.problem
+
+
+def estimate(
+    facts: ModelFacts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    *,
+    workers: int,
+    workload: Workload,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
+    problem: str = "",
+    cores: int = 0,
+    later: Sequence[DeviceReading] = (),
+) -> Estimate:
+    """The estimate for `workers` new workers on what `devices` have free now.
+
+    problem: what is wrong with the model or the settings apart from memory.  cores: CPU cores that this process may run
+    on, 0 where that is not known.  later: as in `engine.placement.plan.place`. Raises InvalidRequest for a device or a
+    split that cannot be.
+    """
+    found = plan(workers, facts, devices, spec, workload, correct=correct, later=later)
+    costs = found.costs
+    return Estimate(
+        model=spec.name,
+        backend=costs.backend,
+        dtype=costs.dtype,
+        weights=costs.weights,
+        cache_bits=costs.cache_bits,
+        context_tokens=costs.context_tokens,
+        workers=workers,
+        max_prompts=workload.max_prompts,
+        weights_bytes=costs.weights_bytes,
+        kv_token_bytes=costs.kv_token_bytes,
+        devices=tuple(map(_device, found.seats)),
+        placements=found.placements,
+        fits=found.fits,
+        verdict=_verdict(found, problem),
+        problem=problem,
+        warning=_warning(found, cores),
+        learned=costs.correction,
+        simulated=costs.kind == "simulated",
+    )
+
+
+def _device(seat: Seat) -> DeviceEstimate:
+    device = seat.device
+    return DeviceEstimate(
+        id=device.id,
+        name=device.name,
+        kind=device.kind,
+        total_bytes=device.total_bytes,
+        weights_bytes=seat.weights_bytes,
+        kv_bytes=seat.kv_bytes,
+        working_bytes=seat.working_bytes,
+        others_bytes=device.total_bytes - device.free_bytes,
+        headroom_bytes=min(seat.headroom_bytes, device.free_bytes),
+        free_bytes=max(0, device.free_bytes - seat.headroom_bytes - seat.used_bytes),
+        short_bytes=seat.short_bytes,
+        node=device.node,
+    )
+
+
+def _warning(found: Plan, cores: int) -> str:
+    computing = sum(not placement.node for placement in found.placements) if found.costs.kind != "cuda" else 0
+    if not cores or computing <= cores:
+        return ""
+    shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
+    return f"{computing} workers share {shared}: each computes only part of the time."
+
+
+def _verdict(found: Plan, problem: str) -> str:
+    if problem:
+        return f"It cannot be loaded: {problem}"
+    if not found.fits:
+        on_devices = any(seat.short_bytes for seat in found.seats if seat.device.kind == found.costs.kind)
+        where = "" if on_devices else " the RAM that simulated devices are kept in, though it fits the devices"
+        return f"It does not fit{where}: {found.shortage}."
+    tokens = sorted({placement.kv_tokens for placement in found.placements})
+    held = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    workers = len(found.placements)
+    short = "" if tokens[0] >= found.costs.context_tokens else ", less than the whole context"
+    whom = f"{workers} workers, each" if workers > 1 else "a worker"
+    return f"It fits: {whom} with KV pages for {held} tokens{short}."

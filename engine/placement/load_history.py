@@ -1,0 +1,199 @@
+"""What loads really used against what was planned, per model: it corrects the next plan.
+
+Weights are corrected both ways. Working memory only upwards: the warm-up after a load does not see the long contexts
+that the plan leaves room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.config import DeviceShare, EngineConfig, ModelSpec
+from engine.devices import computable
+from engine.errors import EngineError
+from engine.placement.costs import Correction, Workload, device_kind
+from engine.placement.facts import ModelFacts, read_facts
+from engine.placement.plan import Placement, place
+from engine.snapshot import DeviceReading
+from engine.system.files import replace_file
+
+MAX_MODELS = 64
+MAX_LOADS = 4
+_FACTORS = (0.5, 2.0)
+_MAX_WORKING_BYTES = 8 << 30
+_FILE = "loads.json"
+_log = logging.getLogger("engine")
+
+
+class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: bytes over all of its devices, planned as the files have them and really used.
+
+    devices: how many there were; each has working memory of its own.
+    """
+
+    planned_weights_bytes: int
+    used_weights_bytes: int
+    planned_working_bytes: int
+    used_working_bytes: int
+    devices: int = 1
+
+
+class LoadHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """The last loads of each model, the model that was loaded last at the end."""
+
+    loads: dict[str, tuple[MeasuredLoad, ...]] = {}
+
+    def with_load(self, identity: str, load: MeasuredLoad) -> LoadHistory:
+        """With one more; models beyond MAX_MODELS that were not loaded for longest are forgotten."""
+        kept = {key: loads for key, loads in self.loads.items() if key != identity}
+        kept[identity] = (*self.loads.get(identity, ()), load)[-MAX_LOADS:]
+        return LoadHistory(loads=dict(list(kept.items())[-MAX_MODELS:]))
+
+    def correction(self, identity: str) -> Correction:
+        """What the loads of that model teach: the most that any of the last ones took."""
+        loads = self.loads.get(identity, ())
+        factors = [
+            load.used_weights_bytes / load.planned_weights_bytes
+            for load in loads
+            if load.planned_weights_bytes and load.used_weights_bytes
+        ]
+        more = [(load.used_working_bytes - load.planned_working_bytes) // load.devices for load in loads]
+        low, high = _FACTORS
+        return Correction(
+            weights_factor=min(high, max(low, max(factors, default=1.0))),
+            working_bytes=min(_MAX_WORKING_BYTES, max(0, *more, 0)),
+            loads=len(loads),
+        )
+
+
+def with_resident(used: Sequence[DeviceShare], resident_bytes: int) -> tuple[DeviceShare, ...]:
+    """`used` as a worker's process shows it: on a CPU all that is resident is taken, 0 where that is not known."""
+    if len(used) != 1 or not resident_bytes or device_kind(used[0].device) != "cpu":
+        return tuple(used)
+    working = resident_bytes - used[0].weights_bytes - used[0].kv_bytes
+    return (msgspec.structs.replace(used[0], working_bytes=max(0, working)),)
+
+
+def measured_load(placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> MeasuredLoad:
+    """A load as the ledger keeps it. used: LoadedModel.shares.  resident_bytes: of the worker's process, which on a CPU
+    is all that it took; 0 where that is not known."""
+    by = placement.correction
+    weights = sum(share.weights_bytes for share in used)
+    model = weights + sum(share.kv_bytes for share in used)
+    working = sum(share.working_bytes + placement.unseen_bytes for share in used)
+    if resident_bytes and all(device_kind(share.device) == "cpu" for share in used):
+        working = resident_bytes - model
+    planned = placement.shares
+    return MeasuredLoad(
+        planned_weights_bytes=round(sum(share.weights_bytes for share in planned) / by.weights_factor),
+        used_weights_bytes=weights,
+        planned_working_bytes=sum(share.working_bytes for share in planned) - by.working_bytes * len(planned),
+        used_working_bytes=working,
+        devices=len(planned),
+    )
+
+
+class LoadHistoryFile:
+    """The ledger in a folder; every call reads or writes it, so that several engines may share one. Blocking."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / _FILE
+
+    def read(self) -> LoadHistory:
+        """The ledger; an empty one where there is none, or none that can be read."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=LoadHistory)
+        except FileNotFoundError:
+            return LoadHistory()
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            return LoadHistory()
+
+    def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> None:
+        """Remember a load. One that cannot be written is only logged: it corrects an estimate, no more."""
+        if not (placement.identity and used):
+            return
+        ledger = self.read().with_load(placement.identity, measured_load(placement, used, resident_bytes))
+        try:
+            replace_file(self._file, msgspec.json.encode(ledger))
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._file, error)
+
+
+# Fitting: where the workers of one model go, from what its folder says and what earlier loads of it took.
+
+
+class PlacementPlanner:
+    """Placements for one spec. ledger: what loads really used; None where that is kept nowhere."""
+
+    def __init__(self, spec: ModelSpec, ledger: LoadHistoryFile | None) -> None:
+        self._spec = spec
+        self._file = ledger
+        self._ledger = LoadHistory()
+        self._facts: ModelFacts | None = None
+
+    async def read(self) -> None:
+        """Read the folder and the ledger. Raises UnsupportedModel, UnsafeWeights or ModelLoadFailed."""
+        self._facts = await asyncio.to_thread(read_facts, self._spec)
+        await self._reread()
+
+    def place(
+        self,
+        workers: int,
+        config: EngineConfig,
+        devices: Sequence[DeviceReading],
+        *,
+        held: bool = False,
+        later: Sequence[DeviceReading] = (),
+    ) -> list[Placement]:
+        """Placements of so many new workers. held: others of the model run, whose weights they may share.  later: the
+        devices without the workers that they replace.
+
+        Raises InsufficientMemory with the numbers, InvalidRequest for a device or split that cannot be.
+        """
+        return place(
+            workers,
+            self._known,
+            computable(devices),
+            self._spec,
+            workload_of(config),
+            correct=self._ledger.correction,
+            held=held,
+            later=later,
+        )
+
+    def anew(self, spec: ModelSpec, config: EngineConfig, devices: Sequence[DeviceReading]) -> Placement | None:
+        """Where a worker goes whose devices are not there any more; None while they are, or where none has room."""
+        there = {device.id for device in devices}
+        if not devices or all(share.device in there for share in spec.shares):
+            return None
+        try:
+            return self.place(1, config, devices)[0]
+        except EngineError as error:
+            _log.error("%s: a worker cannot be placed anew: %s", spec.name, error.message)
+            return None
+
+    async def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
+        """Remember what a load took."""
+        if self._file is not None:
+            await asyncio.to_thread(self._file.note, placement, used, resident_bytes)
+            await self._reread()
+
+    @property
+    def _known(self) -> ModelFacts:
+        assert self._facts is not None, "read() comes first"
+        return self._facts
+
+    async def _reread(self) -> None:
+        if self._file is not None:
+            self._ledger = await asyncio.to_thread(self._file.read)
+
+
+def workload_of(config: EngineConfig) -> Workload:
+    """What a worker is to be able to do at once."""
+    return Workload(max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens)

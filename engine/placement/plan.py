@@ -1,0 +1,383 @@
+"""Where workers go, how many KV pages each gets, and what is lacking where they do not fit.
+
+Pure decisions: devices, what a model costs and settings in; placements or a refusal with numbers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.backends.common.kv_format import TYPICAL_TOKENS
+from engine.backends.common.native_kernels import prefers_bfloat16
+from engine.config import DeviceShare, ModelSpec
+from engine.errors import Detail, InsufficientMemory, InvalidRequest
+from engine.placement.costs import Correction, DeviceKind, ModelCosts, Workload, costs_of
+from engine.placement.facts import ModelFacts
+from engine.placement.layer_split import (
+    SplitProblem,
+    WorkerSegments,
+    automatic_split,
+    balanced_split,
+    split_by_weights,
+    tensor_parallel_split,
+)
+from engine.snapshot import DeviceReading
+
+# A plan of where workers go: what each device is to hold, and what it lacks, in numbers and in words.
+
+_MIB = 2**20
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker goes. shares: per device, in order of the layers.  kv_tokens: what its KV pages are to hold.
+
+    node: the machine, as in DeviceReading.node.  identity, unseen_bytes, correction: of its ModelCosts.
+    """
+
+    shares: tuple[DeviceShare, ...]
+    kv_tokens: int
+    node: str = ""
+    identity: str = ""
+    unseen_bytes: int = 0
+    correction: Correction = Correction()
+
+    @property
+    def device(self) -> str:
+        """As in ModelSpec.device: "auto" where it spans several."""
+        return self.shares[0].device if len(self.shares) == 1 else "auto"
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned for one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits."""
+
+    device: DeviceReading
+    headroom_bytes: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    working_bytes: int = 0
+    short_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """All that is planned."""
+        return self.weights_bytes + self.kv_bytes + self.working_bytes
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A placement per worker, whether it fits or not, and what that makes of each device that could be used."""
+
+    costs: ModelCosts
+    placements: tuple[Placement, ...]
+    seats: tuple[Seat, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks anything."""
+        return not any(seat.short_bytes for seat in self.seats)
+
+    @property
+    def shortage(self) -> str:
+        """What each device lacks, the worst first; "" where all fits."""
+        return "; ".join(
+            f"{_name(seat)}: needed {_mib(seat.used_bytes)} (weights {_mib(seat.weights_bytes)}, "
+            f"KV pages {_mib(seat.kv_bytes)}, working memory {_mib(seat.working_bytes)}) beside "
+            f"{_mib(seat.headroom_bytes)} kept free, and {_mib(seat.device.free_bytes, up=False)} are free: "
+            f"short by {_mib(seat.short_bytes)}"
+            for seat in self._lacking
+        )
+
+    def refusal(self) -> InsufficientMemory:
+        """The error of a plan that does not fit; in its details the numbers of the worst device and of each."""
+        worst, number = self._lacking[0], len(self.placements)
+        details: dict[str, Detail] = {}
+        for seat in self._lacking:
+            details |= {f"{_name(seat)}.{key}": value for key, value in _numbers(seat).items()}
+        whom = f"{number} workers with {self.costs.name} do" if number > 1 else f"a worker with {self.costs.name} does"
+        return InsufficientMemory(f"{whom} not fit: {self.shortage}", device=_name(worst), **_numbers(worst), **details)
+
+    @property
+    def _lacking(self) -> list[Seat]:
+        return sorted((seat for seat in self.seats if seat.short_bytes), key=lambda seat: -seat.short_bytes)
+
+
+def _numbers(seat: Seat) -> dict[str, Detail]:
+    return {
+        "needed_bytes": seat.used_bytes,
+        "free_bytes": seat.device.free_bytes,
+        "headroom_bytes": seat.headroom_bytes,
+        "short_bytes": seat.short_bytes,
+    }
+
+
+def _name(seat: Seat) -> str:
+    return f"{seat.device.node}/{seat.device.id}" if seat.device.node else seat.device.id
+
+
+def _mib(size_bytes: int, *, up: bool = True) -> str:
+    """Whole MiB, rounded up, or down for what there is."""
+    return f"{-(-size_bytes // _MIB) if up else size_bytes // _MIB} MiB"
+
+
+KV_SHARE: dict[DeviceKind, float] = {"cpu": 0.5, "cuda": 0.9, "simulated": 0.9}
+"""Of what all workers leave of a device, how much KV pages may take beyond the least. RAM is everybody's."""
+
+_HEADROOM: dict[DeviceKind, tuple[float, int]] = {
+    "cpu": (0.02, 256 * _MIB),
+    "cuda": (0.01, 192 * _MIB),
+    "simulated": (0.01, 64 * _MIB),
+}
+"""What stays free: a share of the device, for what grows with it (fragments, page tables), and a floor."""
+
+
+def place(
+    workers: int,
+    facts: ModelFacts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    workload: Workload | None = None,
+    *,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
+    held: bool = False,
+    later: Sequence[DeviceReading] = (),
+) -> list[Placement]:
+    """A placement for each of `workers` new workers of a model; what other workers hold is in `devices` already.
+
+    held: whether workers of the same model run there, whose weights new ones may share.
+    later: the devices without the workers that these replace, where there are such: of the devices that have room now,
+    those are preferred that will have the most.
+    Raises InsufficientMemory with the shortfall of each device, InvalidRequest for a device or split that cannot be.
+    """
+    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, held=held, later=later)
+    if not found.fits:
+        raise found.refusal()
+    return list(found.placements)
+
+
+def plan(
+    workers: int,
+    facts: ModelFacts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    correct: Callable[[str], Correction] = lambda identity: Correction(),
+    held: bool = False,
+    later: Sequence[DeviceReading] = (),
+) -> Plan:
+    """The same, whether it fits or not. Raises InvalidRequest alone."""
+    usable = candidates(devices, spec)
+    costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
+    return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held, later=later, hosts=devices)
+
+
+def plan_costs(
+    workers: int,
+    costs: ModelCosts,
+    devices: Sequence[DeviceReading],
+    spec: ModelSpec,
+    max_prompts: int,
+    *,
+    held: bool = False,
+    later: Sequence[DeviceReading] = (),
+    hosts: Sequence[DeviceReading] = (),
+) -> Plan:
+    """A plan over exactly these devices, all of one kind.
+
+    later: as for `place`.  hosts: among them are the CPUs of the devices' machines, whose RAM workers on simulated
+    devices take.
+    """
+    headroom = [_headroom_bytes(device, position, spec) for position, device in enumerate(devices)]
+    least, wanted = _pages(costs, spec, max_prompts)
+    free_later = {(device.node, device.id): device.free_bytes for device in later}
+    ground = SplitProblem(
+        costs=costs,
+        room=tuple(device.free_bytes - kept for device, kept in zip(devices, headroom, strict=True)),
+        groups=_machines(devices),
+        pages=least,
+        held=held,
+        later=tuple(
+            free_later.get((device.node, device.id), device.free_bytes) - kept
+            for device, kept in zip(devices, headroom, strict=True)
+        ),
+    )
+    arranged = _arrange(ground, workers, spec, devices)
+    short = ground.short(arranged)
+    nodes = [devices[worker[0].device].node for worker in arranged]
+    machines = [host for host in hosts if costs.host_process_bytes and host.kind == "cpu" and host.node in nodes]
+    pages = [least] * workers
+    on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
+    if not any(short) and not any(seat.short_bytes for seat in on_hosts):
+        pages = _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
+        for seat in on_hosts:
+            pages = _held_to_host(ground, seat, arranged, nodes, pages)
+        on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
+    placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
+    used = ground.needs_with(arranged, pages)
+    seats = map(_seat, devices, headroom, used, short, _by_device(arranged, placements, len(devices)))
+    return Plan(costs=costs, placements=placements, seats=(*seats, *on_hosts))
+
+
+def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:
+    """The devices that workers of `spec` may be put on: the one that it names, else every GPU or simulated one, else
+    the CPU. Raises InvalidRequest for one that is not there."""
+    if spec.device == "auto":
+        found = [device for device in devices if device.kind == "simulated"]
+        found = found or [device for device in devices if device.kind != "cpu"] or list(devices)
+    else:
+        name = "cuda:0" if spec.device == "cuda" else spec.device
+        found = [device for device in devices if device.id == name]
+    if not found:
+        raise InvalidRequest(
+            f"there is no device {spec.device} here; there are {', '.join(device.id for device in devices)}",
+            param="device",
+            value=spec.device,
+        )
+    return found
+
+
+def _arrange(
+    ground: SplitProblem, workers: int, spec: ModelSpec, devices: Sequence[DeviceReading]
+) -> list[WorkerSegments]:
+    if len(devices) > 1:
+        if spec.tensor_parallel:
+            return tensor_parallel_split(ground, workers)
+        if spec.gpu_split_gb:
+            return _as_given(ground, workers, spec, devices)
+        if spec.gpu_balance:
+            return balanced_split(ground, workers)
+    elif spec.gpu_split_gb and devices[0].kind != "cpu":
+        return _as_given(ground, workers, spec, devices)
+    return automatic_split(ground, workers)
+
+
+def _as_given(
+    ground: SplitProblem, workers: int, spec: ModelSpec, devices: Sequence[DeviceReading]
+) -> list[WorkerSegments]:
+    """Raises InvalidRequest where the split names more devices than there are, or cannot hold the weights."""
+    split, most = spec.gpu_split_gb, max(map(len, ground.groups))
+    if len(split) > most:
+        names = ", ".join(device.id for device in devices)
+        raise InvalidRequest(f"gpu_split names {len(split)} GPUs; there are {most}: {names}", param="gpu_split")
+    fitting = msgspec.structs.replace(
+        ground, groups=tuple(group for group in ground.groups if len(group) >= len(split))
+    )
+    arranged = split_by_weights(fitting, workers, [int(gigabytes * 2**30) for gigabytes in split])
+    if arranged is None:
+        raise InvalidRequest(
+            f"gpu_split gives {'+'.join(f'{gigabytes:g}' for gigabytes in split)} GB to the weights of {spec.name}, "
+            f"which take {ground.costs.weights_bytes / 2**30:.2f} GB in whole layers",
+            param="gpu_split",
+        )
+    return arranged
+
+
+def _pages(costs: ModelCosts, spec: ModelSpec, max_prompts: int) -> tuple[int, int]:
+    """KV pages that a worker has at the least, and that it should have: what was asked for; else one request of
+    TYPICAL_TOKENS, and max_prompts of them or one of the whole context."""
+    if spec.kv_cache_tokens is not None:
+        asked = max(1, costs.pages(spec.kv_cache_tokens))
+        return asked, asked
+    typical = min(costs.context_tokens, TYPICAL_TOKENS)
+    return costs.pages(typical), costs.pages(max(max_prompts * typical, costs.context_tokens))
+
+
+def _grown(ground: SplitProblem, workers: Sequence[WorkerSegments], wanted: int, share: float) -> list[int]:
+    """KV pages of each worker: up to `wanted`, as far as its fair part goes of `share` of what all leave on each of its
+    devices."""
+    spare = [room - need for room, need in zip(ground.room, ground.needs(workers), strict=True)]
+    each_more = msgspec.structs.replace(ground, pages=ground.pages + 1).needs(workers)
+    page_bytes = [more - now for more, now in zip(each_more, ground.needs(workers), strict=True)]
+    possible = [int(left * share) // size if size else wanted for left, size in zip(spare, page_bytes, strict=True)]
+    return [min(wanted, ground.pages + min(possible[segment.device] for segment in worker)) for worker in workers]
+
+
+def _host_seat(
+    ground: SplitProblem,
+    host: DeviceReading,
+    workers: Sequence[WorkerSegments],
+    nodes: Sequence[str],
+    pages: Sequence[int],
+    spec: ModelSpec,
+) -> Seat:
+    """What the workers of simulated devices take of the RAM of `host`. nodes, pages: of each worker."""
+    costs = ground.costs
+    here = [
+        [costs.share("", segment.start, segment.stop, held) for segment in worker]
+        for worker, node, held in zip(workers, nodes, pages, strict=True)
+        if node == host.node
+    ]
+    weights = [sum(share.weights_bytes for share in shares) for shares in here]
+    once = costs.host_shares_weights
+    seat = Seat(
+        device=host,
+        headroom_bytes=_headroom_bytes(host, 0, spec),
+        weights_bytes=(0 if ground.held else max(weights)) if once else sum(weights),
+        kv_bytes=sum(share.kv_bytes for shares in here for share in shares),
+        working_bytes=sum(share.working_bytes for shares in here for share in shares)
+        + len(here) * costs.host_process_bytes,
+    )
+    return msgspec.structs.replace(seat, short_bytes=max(0, seat.used_bytes + seat.headroom_bytes - host.free_bytes))
+
+
+def _held_to_host(
+    ground: SplitProblem, least: Seat, workers: Sequence[WorkerSegments], nodes: Sequence[str], pages: Sequence[int]
+) -> list[int]:
+    """The KV pages of each worker, as far as the RAM of its machine goes. least: what that holds with the least."""
+    spare = least.device.free_bytes - least.headroom_bytes - least.used_bytes
+    here = [worker for worker, node in zip(workers, nodes, strict=True) if node == least.device.node]
+    more = msgspec.structs.replace(ground, pages=ground.pages + 1)
+    page_bytes = sum(more.segment_bytes(each) - ground.segment_bytes(each) for worker in here for each in worker)
+    if not page_bytes:
+        return list(pages)
+    most = ground.pages + int(spare * KV_SHARE["cpu"]) // page_bytes
+    return [min(held, most) if node == least.device.node else held for held, node in zip(pages, nodes, strict=True)]
+
+
+def _placement(costs: ModelCosts, worker: WorkerSegments, pages: int, devices: Sequence[DeviceReading]) -> Placement:
+    return Placement(
+        shares=tuple(costs.share(devices[segment.device].id, segment.start, segment.stop, pages) for segment in worker),
+        kv_tokens=pages * costs.page_tokens,
+        node=devices[worker[0].device].node,
+        identity=costs.identity,
+        unseen_bytes=costs.unseen_bytes,
+        correction=costs.correction,
+    )
+
+
+def _by_device(
+    arranged: Sequence[WorkerSegments], placements: Sequence[Placement], devices: int
+) -> list[list[DeviceShare]]:
+    found: list[list[DeviceShare]] = [[] for _ in range(devices)]
+    for worker, placement in zip(arranged, placements, strict=True):
+        for segment, share in zip(worker, placement.shares, strict=True):
+            found[segment.device].append(share)
+    return found
+
+
+def _seat(device: DeviceReading, headroom: int, used: int, short: int, shares: Sequence[DeviceShare]) -> Seat:
+    """What workers hold once for all of them is missing in `used`, and is of the weights."""
+    kv, working = sum(share.kv_bytes for share in shares), sum(share.working_bytes for share in shares)
+    return Seat(
+        device=device,
+        headroom_bytes=headroom,
+        weights_bytes=used - kv - working,
+        kv_bytes=kv,
+        working_bytes=working,
+        short_bytes=short,
+    )
+
+
+def _machines(devices: Sequence[DeviceReading]) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the devices of each machine: no worker spans two."""
+    nodes = dict.fromkeys(device.node for device in devices)
+    return tuple(tuple(number for number, each in enumerate(devices) if each.node == node) for node in nodes)
+
+
+def _headroom_bytes(device: DeviceReading, position: int, spec: ModelSpec) -> int:
+    """As --gpu_reserve asks for this GPU, else the usual."""
+    if device.kind != "cpu" and position < len(spec.gpu_reserve_mib):
+        return spec.gpu_reserve_mib[position] * _MIB
+    share, floor = _HEADROOM[device.kind]
+    return int(device.total_bytes * share) + floor

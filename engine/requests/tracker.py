@@ -1,0 +1,289 @@
+"""RequestTracker: every live request from admission to its last delta, with deadlines, outputs and losses."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from engine.backends.base import BackendStats, FinishReason
+from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestNotFound, RequestTimeout, WorkerFailed
+from engine.metrics.meter import Ended, Metrics, UsageMeter
+from engine.metrics.session import SessionCounter
+from engine.requests.history import RequestDetail, RequestHistory, RequestText
+from engine.requests.request import Request
+from engine.scheduling.queue import ModelQueue, Slot
+from engine.snapshot import RequestRow
+from engine.worker.protocol import RequestOutput, StepBatch
+from engine.workers.replica import Replica
+
+_RECENT_REQUESTS = 50
+_MAX_RETRY_AFTER_S = 60
+
+
+class RequestTracker:
+    """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the lane of
+    the model that is to answer it.
+
+    on_left: called with each request that ended, so that whoever holds its worker can free the place.
+    text_of: what is to be kept of its text, None for nothing.  records: what is kept of those that ended.
+    session: what counts requests and steps for insight.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        on_left: Callable[[Request], None],
+        text_of: Callable[[Request], RequestText | None],
+        session: SessionCounter,
+    ) -> None:
+        self.live: dict[str, Request] = {}
+        self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
+        self._metrics = metrics
+        self._session = session
+        self._on_left = on_left
+        self._text_of = text_of
+        self.records = RequestHistory()
+
+    # -- in and out ---------------------------------------------------------------------------------------------
+
+    def check_room(self, request_id: str, client: str, lane: ModelQueue, max_queue: int, free: int) -> None:
+        """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers. Beyond
+        `max_queue` a client is taken that has less than its share of it: nobody can fill it for the others."""
+        if request_id in self.live:
+            raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
+        if lane.queued >= max_queue + free and not lane.has_share_left(client, max_queue):
+            raise QueueFull(
+                f"{lane.queued} requests are waiting, and {max_queue} may; try again later",
+                queued=lane.queued,
+                limit=max_queue,
+                retry_after_s=self.retry_after_s(),
+            )
+
+    def add(self, request: Request) -> None:
+        """Take an admitted request and start its clock; it is in no queue yet."""
+        self.live[request.id] = request
+        self._metrics.count("requests")
+        if request.timeout_s > 0:
+            request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
+
+    def assign(self, lane: ModelQueue, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
+        """The requests of a lane that go to a worker now, each with its worker's id."""
+        now = _now()
+        assigned = lane.assign(slots, now)
+        for request, worker in assigned:
+            request.timeline.taken(worker, now)
+            if request.dispatched is None:
+                request.dispatched = now
+                lane.usage.dispatched(now - request.created)
+        return assigned
+
+    def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
+        """See Engine.request_detail. texts: whether texts may be told."""
+        live = self.live.get(request_id)
+        if live is not None and order in (0, live.order):
+            detail = live.detail(live.row(_now()))
+            return msgspec.structs.replace(detail, text=self._text_of(live), texts=texts)
+        ended = self.records.detail(request_id, order, texts=texts)
+        if ended is None:
+            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
+        return ended
+
+    def cancel(self, request_id: str) -> bool:
+        """End a live request with finish "cancelled"; False if there is none of that id."""
+        request = self.live.get(request_id)
+        if request is not None:
+            self._finish(request, "cancelled")
+        return request is not None
+
+    def cancel_queued(self, lane: ModelQueue | None = None) -> int:
+        """End every request that waits for a worker, of one model or of all, as "cancelled"; how many."""
+        waiting = [each for each in self.live.values() if each.worker is None and lane in (None, each.lane)]
+        for request in waiting:
+            self._finish(request, "cancelled")
+        return len(waiting)
+
+    def end(self, requests: Iterable[Request], error: ErrorInfo) -> None:
+        """End these requests with this error."""
+        for request in requests:
+            self._finish(request, "error", error)
+
+    def cut(self, request: Request, error: ErrorInfo) -> None:
+        """End a request that has no room for another token: with finish "length", or `error` where it has none yet."""
+        self._finish(request, "length" if request.generated else "error", None if request.generated else error)
+
+    def retry_after_s(self) -> int:
+        """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
+        rate = self._metrics.finish_rate.per_second(_now())
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
+
+    # -- what workers report ------------------------------------------------------------------------------------
+
+    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, usage: UsageMeter) -> None:
+        """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped.
+
+        usage: what counts for the worker's model.
+        """
+        now = _now()
+        for counter in ("preemptions", "draft_tokens", "draft_accepted"):
+            self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
+        self._session.stepped(
+            replica.step_ended_at,
+            steps=batch.steps,
+            step_s=batch.step_s,
+            sequences=max(0, len(replica.active) - batch.stats.waiting),
+            stats=batch.stats,
+            before=before,
+        )
+        tokens = 0
+        gaps: Counter[float] = Counter()  # requests of one step mostly have the same
+        for output in batch.outputs:
+            request = replica.active.get(output.request_id)
+            if request is None:
+                continue
+            tokens += len(output.token_ids)
+            self._take(request, output, now, gaps)
+            if output.finish is not None:
+                del replica.active[output.request_id]
+                self._finish(request, output.finish, _error_of(output, replica.id))
+        for seconds, times in gaps.items():
+            self._metrics.gap(now, seconds, times)
+            usage.gap(seconds, times)
+        usage.stepped(batch.steps, tokens, batch.stats, before)
+        if tokens:
+            replica.rate.add(now, tokens)
+            self._metrics.produced(now, tokens)
+            self._session.produced(tokens)
+
+    def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
+        """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
+        now = _now()
+        for request in requests:
+            request.timeline.left(now, lost=True)
+            if request.given_up:
+                request.worker = None
+                failed = WorkerFailed(
+                    f"the request was given up: {request.deaths} workers died while they worked on it; "
+                    f"the last: {error.message}",
+                    worker=worker,
+                    deaths=request.deaths,
+                )
+                self._finish(request, "error", failed.info)
+            else:
+                self._metrics.count("requeued")
+                self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """A request has no worker any more and waits for another, with what it has so far."""
+        now = _now()
+        request.worker = None
+        request.timeline.left(now)
+        request.lane.enter(request, now)
+
+    def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
+        """Hand an output to its request; the times between its tokens are counted into `gaps`."""
+        between: Sequence[float] = ()
+        if output.token_ids:
+            begins = request.first_token is None
+            between = request.add_tokens(output.token_ids, output.gaps, now)
+            gaps.update(between)
+            if begins:
+                self._prompted(request, output, now)
+            request.timeline.came(now, len(output.token_ids))
+        elif output.finish is not None and output.error is None and not request.params.max_tokens:
+            self._prompted(request, output, now)
+        if output.prompt_logprobs or output.vector:
+            request.prompt_told = bool(output.prompt_logprobs)
+            request.stream.tell(output.prompt_logprobs, output.vector)
+        request.stream.push(
+            output.text,
+            output.token_ids,
+            output.logprobs,
+            gaps=between,
+            cached_tokens=request.cached_tokens,
+            ttft_s=request.ttft_s,
+            stop=output.stop,
+        )
+
+    def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:
+        """Its prompt is computed: its first token came, or it ended where none was to come."""
+        request.cached_tokens = output.cached_tokens or 0
+        self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        request.lane.usage.started(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _expire(self, request: Request) -> None:
+        """The deadline came: the answer ends with what it has. One that has nothing says why instead of being empty."""
+        waited = RequestTimeout(
+            f"the request did not get its first token within {request.timeout_s:g} s",
+            timeout_s=request.timeout_s,
+            output_tokens=0,
+        )
+        self._finish(request, "timeout", None if request.generated else waited.info)
+
+    def _finish(self, request: Request, reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        if request.finish is not None:
+            return
+        now = _now()
+        request.finish, request.error, request.finished = reason, error, now
+        self.live.pop(request.id, None)
+        request.lane.leave(request, now)
+        if request.deadline is not None:
+            request.deadline.cancel()
+        self._account(request, reason, now)
+        request.timeline.left(now)
+        row = request.row(now)
+        self._keep(request, row)
+        request.stream.end(reason, error, row, request.timeline.stays(request.created))
+        self._on_left(request)
+
+    def _account(self, request: Request, reason: FinishReason, now: float) -> None:
+        output_tokens, e2e_s = len(request.generated), now - request.created
+        ended = Ended(
+            reason=reason,
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=output_tokens,
+            queue_s=_between(request.created, request.dispatched),
+            prefill_s=_between(request.dispatched, request.first_token),
+            decode_s=_between(request.first_token, request.last_token),
+            ttft_s=request.ttft_s,
+            itl_s=request.itl_s,
+            e2e_s=e2e_s,
+            cached_tokens=request.cached_tokens,
+            max_tokens=request.params.max_tokens or 0,
+            choices=1 if request.choices is None else request.choices.count,
+            longest=output_tokens if request.choices is None else request.choices.ended(output_tokens),
+        )
+        request.lane.longest_tokens = max(request.lane.longest_tokens, ended.prompt_tokens + output_tokens)
+        self._session.ended(now, ended)
+        self._metrics.finished(now, reason, e2e_s)
+        request.lane.usage.ended(ended)
+
+    def _keep(self, request: Request, row: RequestRow) -> None:
+        self.recent.append(row)
+        self.records.ended(
+            row,
+            request.timeline,
+            request.created,
+            params=request.asked,
+            adapter=request.adapter,
+            text=self._text_of(request),
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    return None if began is None or ended is None else ended - began
+
+
+def _error_of(output: RequestOutput, worker: str) -> ErrorInfo | None:
+    if output.finish != "error":
+        return None
+    return output.error or WorkerFailed(f"worker {worker} failed the request without saying why", worker=worker).info

@@ -1,0 +1,550 @@
+"""Lane: one model's requests: those that wait for one of its workers, and all that are live."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Generic, TypeVar
+
+from engine.metrics.meter import UsageMeter
+from engine.requests.request import Request
+from engine.scheduling.routing import Fit, Router, Slot
+from engine.worker.protocol import StepBatch
+
+# A priority queue whose items may change their key or leave at any time.
+
+Key = TypeVar("Key", float, tuple[int, int])
+Item = TypeVar("Item", int, str)
+
+_SLACK = 16
+
+
+class MutableHeap(Generic[Key, Item]):
+    """Items by key, the smallest first, equal keys by item. Every operation is O(log n), amortised.
+
+    An item that changes or leaves is only forgotten; its old entry stays in the heap until it comes up or entries
+    outnumber items twice, when the heap is made anew.
+    """
+
+    __slots__ = ("_heap", "_keys")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, Item]] = []
+        self._keys: dict[Item, Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def put(self, item: Item, key: Key) -> None:
+        """Add an item, or change its key."""
+        if self._keys.get(item) != key:
+            self._keys[item] = key
+            heapq.heappush(self._heap, (key, item))
+            self._tidy()
+
+    def discard(self, item: Item) -> None:
+        """Take an item out, if it is in."""
+        if self._keys.pop(item, None) is not None:
+            self._tidy()
+
+    def first(self) -> Item | None:
+        """The item with the smallest key; None where there is none."""
+        while self._heap:
+            key, item = self._heap[0]
+            if self._keys.get(item) == key:
+                return item
+            heapq.heappop(self._heap)
+        return None
+
+    def leading(self, count: int) -> list[Item]:
+        """Up to `count` items with the smallest keys, in order; O(count log n)."""
+        found: dict[Item, Key] = {}
+        while len(found) < count and self.first() is not None:
+            key, item = heapq.heappop(self._heap)
+            found[item] = key  # one that left and came back with the same key has two entries
+        for item, key in found.items():
+            heapq.heappush(self._heap, (key, item))
+        return list(found)
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._keys) + _SLACK:
+            self._heap = [(key, item) for item, key in self._keys.items()]
+            heapq.heapify(self._heap)
+
+
+# Waiting requests in order of urgency.
+
+
+def urgency(request: Request, ageing_s: float) -> float:
+    """Smaller goes first: the moment of arrival, moved back by `ageing_s` for each priority.
+
+    The effective priority, priority + waited / ageing_s, grows equally fast for all who wait. So their order never
+    changes, one number given at arrival is enough to keep it, and whoever waits gets past any stream of requests that
+    are p priorities higher once it has waited p * ageing_s longer than they.
+    """
+    return request.created - request.priority * ageing_s
+
+
+class PriorityQueue:
+    """Requests by urgency, equal ones by order of arrival. Every operation is O(log n), amortised."""
+
+    __slots__ = ("_ageing_s", "_heap", "_requests")
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._heap: MutableHeap[float, int] = MutableHeap()
+        self._requests: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.order in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them, in no order."""
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Put it at its place."""
+        self._requests[request.order] = request
+        self._heap.put(request.order, urgency(request, self._ageing_s))
+
+    def remove(self, request: Request) -> None:
+        """Take it out, if it is in."""
+        if self._requests.pop(request.order, None) is not None:
+            self._heap.discard(request.order)
+
+    def first(self) -> Request | None:
+        """The most urgent one."""
+        order = self._heap.first()
+        return None if order is None else self._requests[order]
+
+    def leading(self, count: int) -> list[Request]:
+        """Up to `count` of the most urgent ones, in order."""
+        return [self._requests[order] for order in self._heap.leading(count)]
+
+    def take_all(self) -> list[Request]:
+        """Take all out, in order."""
+        requests = sorted(self._requests.values(), key=lambda each: (urgency(each, self._ageing_s), each.order))
+        self._heap = MutableHeap()
+        self._requests.clear()
+        return requests
+
+
+# Whose request is next: the places on the workers are shared fairly among the clients that want one.
+
+
+class _Client:
+    """One client's waiting requests, how many of its requests are worked on, and when it last had a place (a count of
+    such events, not a time)."""
+
+    __slots__ = ("running", "turn", "waiting")
+
+    def __init__(self, waiting: PriorityQueue, turn: int) -> None:
+        self.waiting = waiting
+        self.running = 0
+        self.turn = turn
+
+
+class FairQueue:
+    """A line of requests per client. The next request is that of the client with the fewest at work; among equals, of
+    the one that has gone longest without a place. Within a client it is the most urgent one.
+
+    What is shared is a worker's places, for as long as requests hold them, so that long answers count for more than
+    short ones: max-min fair sharing (one resource of Ghodsi et al., "Dominant Resource Fairness", 2011), with the
+    round of Nagle's fair queueing (RFC 970, 1985) among equals. Who comes new joins the round at its end, so neither
+    one client with many requests nor many clients with one each can lock anybody out. A client is remembered only
+    while it has a request here: nothing is saved up, nothing is owed.
+
+    Every operation is O(log n), amortised.
+    """
+
+    def __init__(self, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._clients: dict[str, _Client] = {}
+        self._next: MutableHeap[tuple[int, int], str] = MutableHeap()
+        self._turns = count()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every waiting request, in no particular order."""
+        return (request for client in self._clients.values() for request in client.waiting)
+
+    def check(self, running: Mapping[str, int]) -> None:
+        """Prove the accounts; running: requests at work of each client. Raises AssertionError."""
+        waiting = {name: len(client.waiting) for name, client in self._clients.items()}
+        assert self._waiting == sum(waiting.values()), f"{self._waiting} requests counted, {waiting} wait"
+        counted = {name: client.running for name, client in self._clients.items() if client.running}
+        assert counted == running, f"clients have {counted} requests at work, not {running}"
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        client = self._client(request.client)
+        self._waiting -= len(client.waiting)
+        client.waiting.add(request)
+        self._waiting += len(client.waiting)
+        self._rank(request.client, client)
+
+    def remove(self, request: Request) -> bool:
+        """Take a waiting request out; False where it is not in."""
+        client = self._clients.get(request.client)
+        if client is None or request not in client.waiting:
+            return False
+        client.waiting.remove(request)
+        self._waiting -= 1
+        self._rank(request.client, client)
+        return True
+
+    def first(self) -> Request | None:
+        """The next request; None where none waits."""
+        name = self._next.first()
+        return None if name is None else self._clients[name].waiting.first()
+
+    def leading(self, count: int) -> list[Request]:
+        """The next request and up to `count` - 1 that might as well be: those of clients with as few at work."""
+        requests: list[Request] = []
+        clients = [self._clients[name] for name in self._next.leading(count)]
+        for client in clients:
+            if client.running == clients[0].running:
+                requests += client.waiting.leading(count - len(requests))
+        return requests
+
+    def began(self, name: str) -> None:
+        """A request of this client got a place."""
+        client = self._client(name)
+        client.running += 1
+        client.turn = next(self._turns)
+        self._rank(name, client)
+
+    def ended(self, name: str) -> None:
+        """A request of this client, which had a place, has it no more."""
+        client = self._clients[name]
+        client.running -= 1
+        client.turn = next(self._turns)
+        self._rank(name, client)
+
+    def take_all(self) -> list[Request]:
+        """Take all waiting requests out, in the order in which they would get places if none ended."""
+        requests: list[Request] = []
+        while (request := self.first()) is not None:
+            self.remove(request)
+            self.began(request.client)
+            requests.append(request)
+        for request in requests:
+            self.ended(request.client)
+        return requests
+
+    def by_client(self) -> dict[str, int]:
+        """How many requests of each client wait, of those that have any."""
+        return {name: len(client.waiting) for name, client in self._clients.items() if len(client.waiting)}
+
+    def _client(self, name: str) -> _Client:
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client(PriorityQueue(self._ageing_s), next(self._turns))
+        return client
+
+    def _rank(self, name: str, client: _Client) -> None:
+        """Put a changed client at its place, or forget it."""
+        if len(client.waiting):
+            self._next.put(name, (client.running, client.turn))
+            return
+        self._next.discard(name)
+        if not client.running:
+            del self._clients[name]
+
+
+# Dispatcher: the one queue of a model, and which worker takes what. It decides; it has no clock and sends nothing.
+# Order: requests that lost their worker first, as their turn has come before; then clients share the places fairly
+# (`engine.scheduling.queue`), and a client's own requests go by priority, which grows with waiting
+# (`engine.scheduling.queue`). A request that lost several workers is a suspect and gets a worker to itself, so that
+# it can harm no other. Worker: the one where the request costs least (`engine.scheduling.routing`), given which
+# prefixes each holds, what each has yet to compute, and what its steps were measured to cost
+# (`engine.scheduling.routing`).
+
+__all__ = ["MAX_OVERTAKERS", "Dispatcher", "Slot"]
+
+MAX_OVERTAKERS = 16
+"""How many of its equals a request lets go first at most, for the sake of its prefix."""
+
+_MAX_PREFIX_WAITERS = 4096
+
+
+@dataclass(slots=True)
+class _PrefixWaiter:
+    """A request that would rather wait for a better place: the keys of its pages, and how many overtook it so far."""
+
+    keys: Sequence[bytes]
+    overtaken: int = 0
+
+
+class Dispatcher:
+    """The queue with its decisions. `len()` is how many wait. Every operation is O(log n), amortised, a step's report
+    O(requests in it), and a prompt's pages are hashed once.
+
+    ageing_s: waiting so long is worth one priority.  page_tokens, salt: how workers key the pages that they report
+    (LoadedModel.page_tokens, ModelSpec.prefix_salt); where they report none, any will do.
+    """
+
+    def __init__(self, *, ageing_s: float = 30.0, page_tokens: int = 16, salt: bytes = b"") -> None:
+        self._queue = FairQueue(ageing_s)
+        self._lost = PriorityQueue(ageing_s)
+        self._suspects = PriorityQueue(ageing_s)
+        self._patient: dict[int, _PrefixWaiter] = {}
+        self._workers = Router(page_tokens, salt)
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._lost) + len(self._suspects)
+
+    def queued_by_client(self) -> dict[str, int]:
+        """How many requests of each client wait."""
+        lost = Counter(request.client for line in (self._lost, self._suspects) for request in line)
+        return dict(lost + Counter(self._queue.by_client()))
+
+    def waiting(self) -> Iterator[Request]:
+        """Every request that waits, in no particular order."""
+        return chain(self._suspects, self._lost, self._queue)
+
+    def check(self, active: Mapping[str, Request]) -> None:
+        """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
+        running = {wire_id: request.worker for wire_id, request in active.items()}
+        assert self._workers.running == running, f"sent out {self._workers.running}, at work {running}"
+        self._queue.check(Counter(request.client for request in active.values()))
+
+    # -- in and out ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that had a worker goes to the head."""
+        had_worker = self._release(request) or request.dispatched is not None
+        if request.suspect:
+            self._suspects.add(request)
+        elif had_worker:
+            self._lost.add(request)
+        else:
+            self._queue.add(request)
+
+    def remove(self, request: Request) -> None:
+        """A request has ended, or goes elsewhere: forget it, whether it waits or a worker works on it."""
+        if not self._release(request):
+            self._take_out(request)
+
+    def take_all(self) -> list[Request]:
+        """Take out all that wait, in order."""
+        self._patient.clear()
+        return [*self._suspects.take_all(), *self._lost.take_all(), *self._queue.take_all()]
+
+    # -- who goes where -----------------------------------------------------------------------------------------
+
+    def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
+        """Take the next requests out of the queue, each with the worker that is to have it, until all slots are full
+        or none waits. Counts them into `slots`.
+
+        A place is never kept empty for the sake of a prefix. But while the worker that holds a request's prefix is
+        full, the request lets up to OVERTAKERS of its equals go first, if they fit better into the place there is
+        (delay scheduling, Zaharia et al. 2010, counted in requests instead of seconds).
+
+        One whose time is up at `now` is taken out and goes nowhere: whoever keeps its deadline is about to end it.
+        """
+        assigned: list[tuple[Request, str]] = []
+        others = self._place_suspects(slots, now, assigned)
+        while any(slot.free for slot in others) and (chosen := self._choose(others, now)) is not None:
+            request, fit = chosen
+            self._send(request, fit, assigned)
+        return assigned
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker reports a step; before `remove` is called for the requests that ended in it."""
+        self._workers.stepped(worker, batch)
+
+    def forget_worker(self, worker: str) -> None:
+        """The worker is gone, and its pages with it."""
+        self._workers.forget(worker)
+
+    def _place_suspects(self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]) -> Sequence[Slot]:
+        """Give suspects empty workers. Where one finds none, the least busy worker gets nothing more until it is empty;
+        the slots of the others are returned."""
+        while (request := self._suspects.first()) is not None:
+            if _expired(request, now):
+                self._take_out(request)
+                continue
+            empty = [slot for slot in slots if slot.free and not slot.active]
+            if not empty:
+                emptying = min(slots, key=lambda slot: slot.active, default=None)
+                return [slot for slot in slots if slot is not emptying]
+            fit = self._workers.fit(request, empty)
+            self._send(request, fit, assigned)
+            fit.slot.active = fit.slot.max_prompts
+        return slots
+
+    def _choose(self, slots: Sequence[Slot], now: float) -> tuple[Request, Fit] | None:
+        """The request that goes next, and where to; None where none waits. One slot at least is free."""
+        first: tuple[Request, Fit] | None = None
+        patient: list[_PrefixWaiter] = []
+        for request in self._candidates(now):
+            known = self._patient.get(request.order)
+            fit = self._workers.fit(request, slots, known.keys if known else None)
+            if not fit.may_wait or (known and known.overtaken >= MAX_OVERTAKERS):
+                for each in patient:
+                    each.overtaken += 1
+                return request, fit
+            patient.append(known or self._remember(request, fit))
+            first = first or (request, fit)
+        return first
+
+    def _remember(self, request: Request, fit: Fit) -> _PrefixWaiter:
+        if len(self._patient) >= _MAX_PREFIX_WAITERS:
+            self._patient.clear()
+        patient = self._patient[request.order] = _PrefixWaiter(fit.keys)
+        return patient
+
+    def _candidates(self, now: float) -> Iterator[Request]:
+        """The next request, and then its equals that may overtake it, in order."""
+        while (head := self._lost.first() or self._queue.first()) is not None:
+            if not _expired(head, now):
+                break
+            self._take_out(head)
+        if head is None:
+            return
+        yield head
+        equals = (self._lost if head in self._lost else self._queue).leading(MAX_OVERTAKERS + 1)
+        for request in equals:
+            if request is not head and request.priority >= head.priority and not _expired(request, now):
+                yield request
+
+    def _send(self, request: Request, fit: Fit, assigned: list[tuple[Request, str]]) -> None:
+        self._take_out(request)
+        self._workers.send(request, fit)
+        self._queue.began(request.client)
+        assigned.append((request, fit.slot.worker))
+
+    def _release(self, request: Request) -> bool:
+        """Count a request as running no more; False where it did not run."""
+        ran = self._workers.release(request)
+        if ran:
+            self._queue.ended(request.client)
+        return ran
+
+    def _take_out(self, request: Request) -> None:
+        """Take a request out of the line it waits in."""
+        self._patient.pop(request.order, None)
+        if not self._queue.remove(request):
+            self._lost.remove(request)
+            self._suspects.remove(request)
+
+
+def _expired(request: Request, now: float) -> bool:
+    return 0 < request.timeout_s <= now - request.created
+
+
+class ModelQueue:
+    """The queue of one model with its decisions, and how many of its requests live. Every call is told the time.
+
+    usage: what counts for the model.  longest_tokens: prompt and answer of the longest request that ended.
+    """
+
+    def __init__(self, queue: Dispatcher, usage: UsageMeter, now: float) -> None:
+        self.usage = usage
+        self.last_used = now
+        self.longest_tokens = 0
+        self._queue = queue
+        self._live: dict[str, Request] = {}
+        self._prepared: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._queue) + len(self._prepared)
+
+    def has_share_left(self, client: str, max_queue: int) -> bool:
+        """Return whether fewer requests of a client wait than its share of a queue of `max_queue`."""
+        waiting = Counter(self._queue.queued_by_client())
+        waiting.update(self._live[request_id].client for request_id in self._prepared)
+        return waiting[client] < max_queue // len(waiting.keys() | {client})
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker works on."""
+        return len(self._live) - self.queued
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is live."""
+        return not self._live
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every request that has not ended, in order of arrival here."""
+        return iter(self._live.values())
+
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """Those requests now, whatever becomes of them meanwhile."""
+        return tuple(self._live.values())
+
+    def places(self, active: Iterable[Request]) -> Iterator[tuple[str, Request]]:
+        """Every request of the model with the place where it is: "prepared", "queued", or its worker's id.
+
+        active: the requests that its workers have. Raises AssertionError where the accounts disagree.
+        """
+        at_work = {request.wire_id: request for request in active}
+        self._queue.check(at_work)
+        found = [("queued", request) for request in self._queue.waiting()]
+        found += [("prepared", self._live[request_id]) for request_id in self._prepared]
+        found += [(request.worker or "no worker", request) for request in at_work.values()]
+        assert {request.id for _, request in found} == self._live.keys(), f"{found} are not {list(self._live)}"
+        return iter(found)
+
+    def enter(self, request: Request, now: float) -> None:
+        """Queue a request, new here, prepared, or back from a worker that was lost."""
+        self._admit(request, now)
+        self._prepared.pop(request.id, None)
+        self._queue.add(request)
+
+    def prepare(self, request: Request, work: asyncio.Task[None], now: float) -> None:
+        """Keep a request until `work` is done with it, and queues it; `work` is cancelled where it leaves before."""
+        self._admit(request, now)
+        self._prepared[request.id] = work
+
+    def _admit(self, request: Request, now: float) -> None:
+        request.lane = self
+        self.last_used = now
+        self._live[request.id] = request
+
+    def leave(self, request: Request, now: float) -> None:
+        """A request ended, or goes to another lane."""
+        self.last_used = now
+        if (work := self._prepared.pop(request.id, None)) is not None:
+            work.cancel()
+        else:
+            self._queue.remove(request)
+        self._live.pop(request.id, None)
+
+    def take_waiting(self) -> list[Request]:
+        """Take out all that wait, in order; they are in no lane then."""
+        waiting = [*self._queue.take_all(), *(self._live[request_id] for request_id in self._prepared)]
+        for work in self._prepared.values():
+            work.cancel()
+        self._prepared.clear()
+        for request in waiting:
+            self._live.pop(request.id, None)
+        return waiting
+
+    def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
+        """The requests that go to a worker now, each with its worker's id."""
+        return self._queue.assign(slots, now)
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker reports a step."""
+        self._queue.stepped(worker, batch)
+
+    def forget_workers(self, workers: Iterable[str]) -> None:
+        """These workers' pages are gone."""
+        for worker in workers:
+            self._queue.forget_worker(worker)

@@ -1,0 +1,338 @@
+"""The workers as the dispatcher sees them, and where a request fits best."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.backends.base import BackendStats, PrefixChanges
+from engine.backends.common.page_keys import page_keys
+from engine.requests.request import Request
+from engine.worker.protocol import StepBatch
+
+# What a worker's step costs, learned from its steps.
+
+_MIN_STEPS = 8
+_NOISE = 0.3
+_DRIFT = 0.03
+_DOUBT = 10.0
+
+
+class StepPrice(msgspec.Struct, frozen=True):
+    """Seconds of a step: fixed_s, and so much more for each prompt token and for each answer that it goes on with."""
+
+    fixed_s: float = 0.01
+    prompt_token_s: float = 0.0005
+    answer_s: float = 0.001
+
+
+_INITIAL_PRICE = msgspec.structs.astuple(StepPrice())
+
+
+class StepCost:
+    """A Kalman filter over the three prices, each step being one measurement of their sum. What was never seen keeps
+    its price of `StepPrice()`, and what was seen long ago the one it had then.
+
+    Assumed: a step's time is off by 30%; prices drift by 3% a step; the first ones may be wrong by ten times.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._prices = list(_INITIAL_PRICE)
+        self._doubt = [[0.0] * 3 for _ in range(3)]
+        self._price: StepPrice | None = None
+        self._grow_doubt(_DOUBT)
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps were seen to believe the price."""
+        return self.steps >= _MIN_STEPS
+
+    @property
+    def price(self) -> StepPrice:
+        """The prices now; none is negative."""
+        if self._price is None:
+            self._price = StepPrice(*(max(0.0, price) for price in self._prices))
+        return self._price
+
+    def observe(self, step_s: float, prompt_tokens: float, answers: float) -> None:
+        """A step took `step_s` for so many prompt tokens and answers gone on with."""
+        features = (1.0, prompt_tokens, answers)
+        self._grow_doubt(_DRIFT)
+        expected_s = _dot(features, self._prices)
+        spread = [_dot(features, row) for row in self._doubt]
+        # between the two, so that neither a step that hung nor a worker that became slower counts for too much
+        typical_s2 = max(step_s, expected_s, 1e-6) * max(min(step_s, expected_s), 1e-6)
+        gain = [each / (_dot(features, spread) + _NOISE**2 * typical_s2) for each in spread]
+        for row in range(3):
+            self._prices[row] += gain[row] * (step_s - expected_s)
+            for column in range(3):
+                self._doubt[row][column] -= gain[row] * spread[column]
+        self.steps += 1
+        self._price = None
+
+    def _grow_doubt(self, share: float) -> None:
+        for index, (price, first) in enumerate(zip(self._prices, _INITIAL_PRICE, strict=True)):
+            self._doubt[index][index] += (share * max(price, first / 10)) ** 2
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    """Of three and three: written out, as it runs eight times in every step of every worker."""
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
+
+
+# Which prefixes a worker holds in its KV pages, as far as the engine knows.
+
+_REMEMBERED_PAGES = 65_536
+
+
+class PrefixMemory:
+    """Pages of one worker by their short keys: those that it reported, and those of prompts that were sent there, which
+    it will hold soon. Where a worker reports nothing, what was sent is all that is known.
+
+    It is a hint: a prompt that was cancelled before it was computed, or pages that a silent worker has reused, are
+    believed to be there until they are among the `capacity` used longest ago. The next request that comes for them
+    makes it true.
+    """
+
+    def __init__(self, capacity: int = _REMEMBERED_PAGES) -> None:
+        self._capacity = capacity
+        self._pages: OrderedDict[bytes, None] = OrderedDict()
+
+    def sent(self, keys: Sequence[bytes]) -> None:
+        """A prompt with these pages is computed there. Its last page counts as the one used longest ago, so that what
+        is forgotten first is what fewest prompts share."""
+        self._remember(reversed(keys))
+
+    def changed(self, changes: PrefixChanges) -> None:
+        """What the worker reported."""
+        for key in changes.dropped:
+            self._pages.pop(key, None)
+        self._remember(changes.added)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading pages it holds."""
+        pages = self._pages
+        if not keys or keys[0] not in pages:
+            return 0  # of most workers, most of the time
+        return next((index for index, key in enumerate(keys) if key not in pages), len(keys))
+
+    def _remember(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._pages[key] = None
+            self._pages.move_to_end(key)
+        while len(self._pages) > self._capacity:
+            self._pages.popitem(last=False)
+
+
+# Which worker a request goes to: where its prefix is cached, when that saves more than it waits.
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    """A worker that takes requests: how many it works on and how many it may."""
+
+    worker: str
+    active: int
+    max_prompts: int
+
+    @property
+    def free(self) -> int:
+        """Requests it can take now; 0 if it has more than it may."""
+        return max(0, self.max_prompts - self.active)
+
+
+class Offer(msgspec.Struct, frozen=True, gc=False):
+    """What a worker can do for a request; made for every worker and request, so cheaply. cached_tokens: of its prompt,
+    in the worker's pages; pending_tokens: of other prompts, which the worker computes first; price: what its steps
+    cost."""
+
+    slot: Slot
+    cached_tokens: int
+    pending_tokens: int
+    price: StepPrice
+
+
+def cost_s(offer: Offer, tokens: int, answer_tokens: float) -> float:
+    """Seconds that a request of `tokens` tokens, of which an answer of `answer_tokens` is expected, costs there:
+
+        waits     (pending + tokens - cached) * prompt_token_s            until its prompt is computed
+        delays    (tokens - cached) * prompt_token_s                      by which others get theirs later
+        answers   answer_tokens * (fixed_s + (active + 1) * answer_s)     its share of a crowded batch
+
+    So of two equally fast workers the one that holds s tokens more of the prompt gets it as long as
+
+        2 * s * prompt_token_s > (pending there - pending here) * prompt_token_s
+                                 + answer_tokens * (active there - active here) * answer_s
+    """
+    price = offer.price
+    own = tokens - offer.cached_tokens
+    waits_and_delays_s = (offer.pending_tokens + 2 * own) * price.prompt_token_s
+    return waits_and_delays_s + answer_tokens * (price.fixed_s + (offer.slot.active + 1) * price.answer_s)
+
+
+def choose_worker(offers: Sequence[Offer], tokens: int, answer_tokens: float) -> Offer:
+    """The cheapest of the offers, one at least; of equally cheap ones the least busy, then the first."""
+    return min(offers, key=lambda offer: (cost_s(offer, tokens, answer_tokens), offer.slot.active))
+
+
+def may_wait(offers: Sequence[Offer], chosen: Offer) -> bool:
+    """Whether a request had better let another one go before it: a worker without a free place holds so much more of
+    its prompt than the `chosen` one that computing it costs more than a step, the least that being overtaken takes."""
+    price = chosen.price
+    step_s = price.fixed_s + chosen.slot.active * price.answer_s
+    held = max(offer.cached_tokens for offer in offers if offer is chosen or not offer.slot.free)
+    return 2 * (held - chosen.cached_tokens) * price.prompt_token_s > step_s
+
+
+# What the dispatcher knows of one worker.
+
+
+class RoutingState:
+    """A worker as its reports and what was sent there show it."""
+
+    def __init__(self) -> None:
+        self.prefixes = PrefixMemory()
+        self.cost = StepCost()
+        self._missing: dict[str, int] = {}
+        self._prompt_tokens_computed = 0
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens of its requests that it has yet to compute."""
+        return sum(self._missing.values()) if self._missing else 0
+
+    def sent(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
+        """A request with these pages goes there; so many of its tokens are not cached."""
+        self.prefixes.sent(keys)
+        self._missing[request_id] = missing_tokens
+
+    def left(self, request_id: str) -> None:
+        """It does not work on this request any more."""
+        self._missing.pop(request_id, None)
+
+    def prompt_tokens(self, stats: BackendStats) -> int:
+        """Prompt tokens computed since the stats before these."""
+        before, self._prompt_tokens_computed = self._prompt_tokens_computed, stats.prompt_tokens_computed
+        return max(0, stats.prompt_tokens_computed - before)
+
+    def progressed(self, batch: StepBatch) -> None:
+        """Take in what a step brought: pages, and how far prompts are."""
+        self.prefixes.changed(batch.prefix)
+        for sequence in batch.stats.sequences if self._missing else ():
+            missing = self._missing.get(sequence.request_id)
+            if missing is not None:
+                self._missing[sequence.request_id] = min(missing, sequence.known_tokens - sequence.computed_tokens)
+        for output in batch.outputs if self._missing else ():
+            if output.token_ids or output.finish is not None:
+                self._missing.pop(output.request_id, None)
+
+
+_FIRST_ANSWER_TOKENS = 128.0
+_ANSWER_SHARE = 1 / 32
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that a worker works on."""
+
+    worker: str
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Where a request goes best now. keys: of its prompt's pages; missing_tokens: those not cached there; may_wait:
+    whether it had better let another one go first."""
+
+    slot: Slot
+    keys: Sequence[bytes]
+    missing_tokens: int
+    may_wait: bool
+
+
+class Router:
+    """What is known of each worker and of the requests that run there. page_tokens, salt: how workers key pages."""
+
+    def __init__(self, page_tokens: int, salt: bytes) -> None:
+        self._page_tokens = page_tokens
+        self._salt = salt
+        self._views: dict[str, RoutingState] = {}
+        self._running: dict[str, _Running] = {}
+        self._typical_cost = StepCost()
+        self._answer_tokens = _FIRST_ANSWER_TOKENS
+
+    @property
+    def running(self) -> dict[str, str]:
+        """The worker of each request that was sent to one, by wire id."""
+        return {wire_id: running.worker for wire_id, running in self._running.items()}
+
+    def fit(self, request: Request, slots: Sequence[Slot], keys: Sequence[bytes] | None = None) -> Fit:
+        """The best of the slots that are free, of which there is one at least; keys, where they are known already."""
+        if keys is None:
+            keys = page_keys(
+                self._salt,
+                request.prompt_ids,
+                self._page_tokens,
+                request.adapter_key,
+                request.cache_scope,
+                request.shared_tokens,
+            )
+        tokens = len(request.prompt_ids) + len(request.generated)
+        answer_tokens = self._answer_tokens
+        if request.params.max_tokens is not None:
+            answer_tokens = min(answer_tokens, request.params.max_tokens - len(request.generated))
+        offers = [self._offer(slot, keys, tokens) for slot in slots]
+        best = choose_worker([offer for offer in offers if offer.slot.free], tokens, answer_tokens)
+        return Fit(best.slot, keys, tokens - best.cached_tokens, may_wait(offers, best))
+
+    def send(self, request: Request, fit: Fit) -> None:
+        """Count a request as running where it fits."""
+        fit.slot.active += 1
+        self._views[fit.slot.worker].sent(request.wire_id, fit.keys, fit.missing_tokens)
+        self._running[request.wire_id] = _Running(fit.slot.worker, len(request.generated))
+
+    def release(self, request: Request) -> bool:
+        """Count a request as running no more; False where it did not run."""
+        running = self._running.pop(request.wire_id, None)
+        if running is None:
+            return False
+        if running.worker in self._views:
+            self._views[running.worker].left(request.wire_id)
+        return True
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get."""
+        view = self._views.get(worker)
+        if view is None:
+            return  # nothing was sent there yet, or it is forgotten
+        prompt_tokens = view.prompt_tokens(batch.stats)
+        if batch.step_s > 0:
+            for cost in (view.cost, self._typical_cost):
+                cost.observe(batch.step_s, prompt_tokens / batch.steps, batch.answers / batch.steps)
+        view.progressed(batch)
+        for output in batch.outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            running.answer_tokens += len(output.token_ids)
+            if output.finish is not None:
+                self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
+
+    def forget(self, worker: str) -> None:
+        """It is gone, and its pages with it."""
+        self._views.pop(worker, None)
+
+    def _offer(self, slot: Slot, keys: Sequence[bytes], tokens: int) -> Offer:
+        view = self._views.get(slot.worker)
+        if view is None:
+            view = self._views[slot.worker] = RoutingState()
+        held = view.prefixes.match(keys)
+        return Offer(
+            slot=slot,
+            cached_tokens=min(held * self._page_tokens, tokens - 1) if held else 0,
+            pending_tokens=view.pending_tokens,
+            price=(view.cost if view.cost.known else self._typical_cost).price,
+        )

@@ -1,0 +1,231 @@
+"""One request inside the loop: its text, the tokens that may still be taken back, and what a step brought for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob, TokenLogprobs, pack_logprobs
+from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
+from engine.text.grammar import GrammarMask, unusable
+from engine.text.stage import TextStage
+from engine.text.tokenizer import Tokenizer
+from engine.worker import protocol
+
+MAX_TRIES = 64
+"""Tokens that may be tried in one place of an answer before its banned strings leave no way on."""
+
+MAX_REWINDS = 1024
+"""How often an answer may go back before one of its tokens is settled again."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What the steps since the last message brought for one request so far.
+
+    gaps, stop: as in RequestOutput.  num_timed: tokens whose step is over.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    num_timed: int = 0
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop: str = ""
+    error: ErrorInfo | None = None
+    cached_tokens: int | None = None
+    prompt_logprobs: bytes = b""
+    vector: bytes = b""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.token_ids or self.text) and self.finish is None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for just this: an answer's first token, or its end."""
+        return self.finish is not None or self.cached_tokens is not None
+
+    def fail(self, error: ErrorInfo | str) -> Output:
+        """End the request with this error, or with WorkerFailed for a sentence."""
+        self.finish = "error"
+        self.error = WorkerFailed(error).info if isinstance(error, str) else error
+        return self
+
+    def message(self, request_id: str) -> protocol.RequestOutput:
+        """The output as it is sent."""
+        return protocol.RequestOutput(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            gaps=self.gaps,
+            text=self.text,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            stop=self.stop,
+            error=self.error,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            vector=self.vector,
+        )
+
+
+class RequestState:
+    """A live request. Tokens are told only once they are settled, with their text: what was told stays.
+
+    A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
+    the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
+    with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
+    where no token is left in a place, the one before it is ruled out, as long as that was not sent.
+
+    mask: what the backend has its tokens held to, None where nothing is, or it is not there yet.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
+        self.mask: GrammarMask | None = None
+        self._tokenizer = tokenizer
+        self._request = request
+        self._stage = TextStage(tokenizer, request)
+        self._known = list(request.generated)
+        self._unsettled: list[TokenEvent] = []
+        self._cached_tokens: int | None = None
+        self._prompt_logprobs = b""
+        self._begun = False
+        self._tried: dict[int, list[int]] = {}
+        self._rewind_to: int | None = None
+        self._rewinds = 0
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._request.id
+
+    @property
+    def adapter(self) -> str:
+        """The key of its adapter, "" for none."""
+        return self._request.adapter
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the answer was over before it began: its replayed tokens end it."""
+        return self._stage.finish
+
+    @property
+    def stop(self) -> str:
+        """The stop string among those tokens that ended it, "" for none."""
+        return self._stage.stop
+
+    @property
+    def rewinding(self) -> bool:
+        """Whether the backend has to go another way."""
+        return self._rewind_to is not None
+
+    def take(self, event: TokenEvent, output: Output) -> None:
+        """Take in one token or end of the backend's. The text stage's end goes before the backend's own, but for an
+        answer that its grammar ends with the last token it could have: that one is whole."""
+        if self._cached_tokens is None:
+            self._cached_tokens = event.cached_tokens
+        if event.prompt_logprobs:
+            self._note_prompt(event.prompt_logprobs)
+        if event.token_id is not None:
+            self._take_token(event, event.token_id, output)
+        if not self.rewinding and output.finish is None and event.finish is not None:
+            if event.finish == "error" and self._ruled_out and self._unsettled:
+                self._rewind_to = len(self._known) - 1
+                return
+            error = self._why_failed(event.message) if event.finish == "error" else None
+            self._settle(self._stage.flush(), output)
+            output.finish, output.vector = event.finish, event.vector
+            if error is not None:
+                output.fail(error.info)
+        if output.finish == "length" and event.finish == "stop":
+            output.finish = "stop"
+        if output.finish == "stop":
+            output.stop = self._stage.stop
+
+    def rewound(self) -> BackendRequest:
+        """What the backend goes on with; raises InvalidRequest where every way on was tried."""
+        assert self._rewind_to is not None, f"request {self.id} has nothing to take back"
+        start, self._rewind_to = self._rewind_to, None
+        tried = [*self._tried.get(start, ()), self._known[start]]
+        self._rewinds += 1
+        if len(tried) >= MAX_TRIES or self._rewinds > MAX_REWINDS:
+            raise self._no_way_on(start, f"each of {len(tried)} tokens tried there led into one of them")
+        self._tried = {place: ids for place, ids in self._tried.items() if place < start} | {start: tried}
+        del self._unsettled[len(self._unsettled) - (len(self._known) - start) :]
+        del self._known[start:]
+        request = msgspec.structs.replace(self._request, generated=list(self._known), banned_next=tuple(tried))
+        self._stage = TextStage(self._tokenizer, request)
+        return request
+
+    def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
+        if not self._unsettled and (text := self._stage.pass_on(token_id)) is not None:
+            output.text += text
+            self._tell(event, token_id, output)
+            self._begin(output)
+            return
+        shown = self._stage.push(token_id)
+        if self._request.params.banned_strings:
+            self._known.append(token_id)
+        self._unsettled.append(event)
+        self._rewind_to = shown.banned_from
+        if (
+            self._rewind_to is None
+            and self.mask is not None
+            and self._stage.ruled_out(self.mask.forced(len(self._known)))
+        ):
+            self._rewind_to = len(self._known) - 1
+        elif shown.settled:
+            self._settle(shown.text, output)
+            output.finish = shown.finish
+
+    def _settle(self, text: str, output: Output) -> None:
+        """Tell every token that was held, and their text."""
+        output.text += text
+        for event in self._unsettled:
+            if event.token_id is not None:
+                self._tell(event, event.token_id, output)
+        self._begin(output)
+        self._unsettled.clear()
+        self._tried.clear()
+        self._rewinds = 0
+
+    def _tell(self, event: TokenEvent, token_id: int, output: Output) -> None:
+        output.token_ids.append(token_id)
+        if event.logprob is not None:
+            output.logprobs.append(event.logprob)
+
+    def _note_prompt(self, logprobs: TokenLogprobs) -> None:
+        """Keep what is told of the prompt for the first output. Nobody computes it twice, whatever is taken back."""
+        self._prompt_logprobs = pack_logprobs(logprobs)
+        params = msgspec.structs.replace(self._request.params, prompt_logprobs=None)
+        self._request = msgspec.structs.replace(self._request, params=params)
+
+    def _begin(self, output: Output) -> None:
+        """Say with the first tokens how many of the prompt's were cached, and what is to be told of the prompt."""
+        if self._begun:
+            return
+        output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+        if self._prompt_logprobs:
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, b""
+
+    @property
+    def _ruled_out(self) -> bool:
+        """Whether tokens may not come next that would lead into a banned string."""
+        return len(self._known) in self._tried
+
+    def _why_failed(self, message: str) -> EngineError:
+        if self._ruled_out:
+            return self._no_way_on(len(self._known), "no other token may come there")
+        grammar = self._request.params.grammar
+        if grammar is not None and self.mask is not None and self.mask.error:
+            return unusable(grammar, self.mask.error)
+        return WorkerFailed(message or "the backend failed the request")
+
+    def _no_way_on(self, place: int, why: str) -> InvalidRequest:
+        """The error of an answer whose banned strings leave it no token at a place."""
+        grammar = self._request.params.grammar
+        strings = "banned_strings" if grammar is None else f"banned_strings and {grammar.param}"
+        return InvalidRequest(f"{strings} leave no way on from output token {place + 1}: {why}", param="banned_strings")

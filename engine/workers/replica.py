@@ -1,0 +1,443 @@
+"""Replica: one worker as the engine sees it. Its host, its state, the requests it works on, and its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+from engine.config import DeviceShare, ModelSpec
+from engine.errors import EngineError, ErrorInfo, WorkerFailed
+from engine.metrics.meter import Rate
+from engine.placement.load_history import with_resident
+from engine.requests.request import Request
+from engine.snapshot import WorkerReading, WorkerState
+from engine.worker import protocol
+from engine.worker.hosts import WorkerExit, WorkerHost
+from engine.worker.protocol import CancelLoad, Command, Event
+from engine.workers.desired_state import DesiredState
+from engine.workers.supervision import (
+    AwakeClock,
+    Backoff,
+    CrashCounter,
+    Heartbeat,
+    activity,
+    describe_exit,
+    describe_silence,
+)
+
+# Hosting: the hosts of one worker, one after the other. The next starts when nothing is left of the one before.
+
+STOP_PATIENCE_S = 5.0
+
+
+class HostListener(Protocol):
+    """Who hears of the host of the day; what an earlier one still says is dropped."""
+
+    def host_begins(self) -> None:
+        """It was started, which has its own limits: how long it may be silent counts from now on."""
+
+    def host_said(self, event: Event) -> None:
+        """An event of its worker's."""
+
+    def host_failed(self, error: ErrorInfo) -> None:
+        """It could not be started at all."""
+
+    def host_ended(self, exit_: WorkerExit, *, expected: bool) -> None:
+        """It ended; expected: nobody had a use for it any more."""
+
+
+class HostSupervisor:
+    """At most one host has the worker at any time. Lives on the loop that made it."""
+
+    def __init__(self, listener: HostListener) -> None:
+        self._listener = listener
+        self._host: WorkerHost | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._disposals: set[asyncio.Task[None]] = set()
+        self._live: list[WorkerHost] = []
+
+    @property
+    def occupied(self) -> bool:
+        """Whether there is a host of the day."""
+        return self._host is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The process it runs in, None for a thread of this one."""
+        return self._host.pid if self._host is not None else None
+
+    def start(self, host: WorkerHost) -> None:
+        """Start the worker in this host, in the background."""
+        self._host = host
+        self._starting = asyncio.get_running_loop().create_task(self._start(host))
+
+    def send(self, command: Command) -> None:
+        """Send the worker a command; nothing happens without one."""
+        if self._host is not None:
+            self._host.send(command)
+
+    def kill(self) -> None:
+        """End at once whatever still runs; who stops it, or waits for that, is done sooner."""
+        for host in self._live:
+            host.kill()
+
+    def let_go(self, *, kill: bool = False) -> None:
+        """Have done with the host: it is stopped in the background, and killed first if it would not hear of it."""
+        host, self._host = self._host, None
+        if host is None:
+            return
+        if kill:
+            host.kill()
+        task = asyncio.get_running_loop().create_task(self._dispose(host, self._starting))
+        self._disposals.add(task)
+        task.add_done_callback(self._disposals.discard)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop the worker; returns when nothing is left of any host."""
+        if self._starting is not None:
+            await asyncio.wait((self._starting,))
+        if self._host is not None:
+            self._host.send(CancelLoad())
+            await self._host.stop(timeout_s)
+            self._host = None
+        if self._disposals:
+            await asyncio.wait(self._disposals)
+
+    async def _start(self, host: WorkerHost) -> None:
+        while self._disposals and host is self._host:  # the one before may still hold the memory
+            await asyncio.wait(self._disposals)
+        if host is not self._host:
+            return
+        self._live.append(host)
+        try:
+            await host.start(partial(self._said, host), partial(self._ended, host))
+        except EngineError as error:
+            self._live.remove(host)
+            if host is self._host:
+                self._host = None
+                self._listener.host_failed(error.info)
+        else:
+            if host is self._host:
+                self._listener.host_begins()
+
+    async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
+        """Stop a host that may still be starting: it could not be stopped before it has started."""
+        if starting is not None:
+            await asyncio.wait((starting,))
+        await host.stop(STOP_PATIENCE_S)
+
+    def _said(self, host: WorkerHost, event: Event) -> None:
+        if host is self._host:
+            self._listener.host_said(event)
+
+    def _ended(self, host: WorkerHost, exit_: WorkerExit) -> None:
+        self._live.remove(host)
+        expected = host is not self._host
+        if not expected:
+            self._host = None
+        self._listener.host_ended(exit_, expected=expected)
+
+
+_log = logging.getLogger("engine")
+
+
+class ReplicaOwner(Protocol):
+    """Who is told what happens to a replica; called on the loop, from no deeper than an event."""
+
+    def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
+        """It is about to start with `spec`: that, or the same placed anew where its devices are not there any more."""
+
+    def replica_changed(self, replica: Replica) -> None:
+        """Its state or progress is another one now."""
+
+    def replica_stepped(self, replica: Replica, batch: protocol.StepBatch, before: BackendStats) -> None:
+        """It did a step; `before` are the stats before it."""
+
+    def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
+        """It died, and these requests have no worker now."""
+
+
+class Replica:
+    """One worker: starting -> loading -> ready, restarted with back-off when it dies after it was ready.
+
+    A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
+    until `restart`. `draining` ones finish what they have and take nothing new.
+    hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.supervision`); 0: never.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        load: protocol.Load,
+        *,
+        device: str,
+        new_host: Callable[[str, ModelSpec], WorkerHost],
+        owner: ReplicaOwner,
+        backoff: Backoff,
+        max_deaths: int = 5,
+        hang_s: float = 0.0,
+    ) -> None:
+        self.id = worker_id
+        self.device = device
+        self.state: WorkerState = "starting"
+        self.model: LoadedModel | None = None
+        self.progress: LoadProgress | None = None
+        self.stats = BackendStats()
+        self.active: dict[str, Request] = {}
+        self.restarts = 0
+        self.last_error: ErrorInfo | None = None
+        self.load_s: float | None = None
+        self._new_host = new_host
+        self._owner = owner
+        self._deaths = CrashCounter(backoff, max_deaths)
+        self._hang_s = hang_s
+        self._loop = asyncio.get_running_loop()
+        self._awake = AwakeClock(self._loop.time())
+        self._vitals = Heartbeat(self._awake)
+        self._hosting = HostSupervisor(self)
+        self.orders = DesiredState(load, self._hosting.send)
+        self._retry: asyncio.TimerHandle | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._told: ErrorInfo | None = None
+        self._log_tail: tuple[str, ...] = ()
+        self.rate = Rate()
+
+    # -- what the engine asks for -------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int | None:
+        """The process it runs in, None for a thread of this one."""
+        return self._hosting.pid
+
+    @property
+    def planned(self) -> tuple[DeviceShare, ...]:
+        """What placement gave it of each device."""
+        return self.orders.load.spec.shares
+
+    @property
+    def shares(self) -> tuple[DeviceShare, ...]:
+        """What it takes of each device: as its load said, or as planned before that."""
+        return (self.model.shares if self.model is not None else ()) or self.planned
+
+    @property
+    def used(self) -> tuple[DeviceShare, ...]:
+        """What it really took of each device, of a CPU with all of its process; () before its load said so."""
+        resident_bytes = self._vitals.rss_bytes if self.pid is not None else 0
+        return with_resident(self.model.shares, resident_bytes) if self.model is not None else ()
+
+    @property
+    def step_ended_at(self) -> float:
+        """When the steps of its last report ended, by the loop's clock, however late that arrived."""
+        return self._vitals.step_ended_at
+
+    @property
+    def guarded(self) -> bool:
+        """Whether it works on a request that may kill it, and so must not get others."""
+        return any(request.suspect for request in self.active.values())
+
+    def places(self, max_prompts: int) -> int:
+        """Requests it can work on at once: fewer than max_prompts where its memory has been found not to allow them."""
+        return min(max_prompts, self.stats.prompts_limit or max_prompts)
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it has ever held the model."""
+        return self.model is not None
+
+    def start(self) -> None:
+        """Start the worker in the background."""
+        self._retry = None
+        spec = self._owner.placed(self, self.orders.load.spec)
+        self.orders.move(spec)
+        self.device = spec.device
+        self._hosting.start(self._new_host(self.id, spec))
+        self._set_state("starting")
+
+    def restart(self) -> None:
+        """Start it anew, whatever it does, and forget its deaths: one left dead is revived, one at work gives its
+        requests back. One that is to leave does so."""
+        if self.state in ("draining", "stopping"):
+            return
+        if self._retry is not None:
+            self._retry.cancel()
+        self._deaths.forget()
+        self.restarts += 1
+        lost = self._let_go(kill=True)
+        self.start()
+        if lost:
+            by_order = WorkerFailed(f"worker {self.id} is restarted, as was asked for", worker=self.id)
+            self._owner.replica_lost(self, lost, by_order.info)
+
+    def check(self, now: float) -> None:
+        """Replace the worker if it is hung; to be called every `health.CHECK_S`, with the loop's clock."""
+        self._awake.turn(now)
+        doing = activity(self.state, self.progress, len(self.active))
+        silent_s = self._vitals.hung_s(now, doing, self._hang_s)
+        if silent_s is not None and self.state != "stopping":
+            reason = describe_silence(self.id, silent_s, doing, len(self.active))
+            self._died(WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)).info, kill=True)
+
+    def submit(self, request: Request) -> None:
+        """Give it a request; only while ready."""
+        request.worker = self.id
+        request.taken = None
+        self.active[request.wire_id] = request
+        self._hosting.send(protocol.Submit(request=request.for_backend()))
+
+    def forget(self, request: Request) -> None:
+        """Stop working on a request."""
+        if self.active.pop(request.wire_id, None) is not None:
+            self._hosting.send(protocol.Cancel(request_id=request.wire_id))
+
+    def drain(self) -> None:
+        """Take nothing new; `undrain` takes it back."""
+        self._set_state("draining")
+
+    def undrain(self) -> None:
+        """Take requests again."""
+        self._set_state("ready")
+
+    def stop(self, timeout_s: float = STOP_PATIENCE_S) -> asyncio.Task[None]:
+        """End the worker for good; the task is done when nothing of it is left. Idempotent."""
+        if self._stopping is None:
+            self.state = "stopping"
+            self._stopping = self._loop.create_task(self._stop(timeout_s))
+            self._give_back(WorkerFailed(f"worker {self.id} is stopped", worker=self.id).info)
+            self._owner.replica_changed(self)
+        return self._stopping
+
+    def kill(self) -> None:
+        """End its process at once, for who cannot wait for `stop`."""
+        self._hosting.kill()
+
+    def reading(self, now: float, max_prompts: int) -> WorkerReading:
+        """How it is doing at `now` (the loop's clock)."""
+        return WorkerReading(
+            id=self.id,
+            state=self.state,
+            devices=self.model.devices if self.model else (self.device,),
+            pid=self.pid,
+            active=len(self.active),
+            max_prompts=max_prompts,
+            tokens_per_s=self.rate.per_second(now),
+            progress=self.progress,
+            stats=self.stats,
+            kv_tokens=self.model.kv_tokens if self.model else 0,
+            step_s=self._vitals.step_s,
+            rss_bytes=self._vitals.rss_bytes,
+            load_s=self.load_s,
+            restarts=self.restarts,
+            last_error=self.last_error,
+            last_step_age_s=None if self._vitals.step_at is None else now - self._vitals.step_at,
+            deaths_in_a_row=self._deaths.in_a_row,
+            retry_in_s=max(0.0, self._retry.when() - now) if self._retry is not None else None,
+            log_tail=self._log_tail,
+            planned=self.planned,
+            used=self.used,
+            node=(self.shares[0].device if self.shares else self.device).rpartition("/")[0],
+        )
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def _set_state(self, state: WorkerState) -> None:
+        if self.state != "stopping":
+            self.state = state
+            self._owner.replica_changed(self)
+
+    def host_begins(self) -> None:
+        """HostListener: silence counts from now on."""
+        self._vitals.begin(self._loop.time())
+
+    def host_said(self, event: protocol.Event) -> None:
+        """HostListener: an event of the worker's."""
+        now = self._loop.time()
+        self._vitals.sign(event, now)
+        match event:
+            case protocol.Hello():
+                self._set_state("loading")
+                self._hosting.send(self.orders.load)
+            case protocol.Progress(progress=progress):
+                self._vitals.progressed(progress, now)
+                self.progress = progress
+                self._owner.replica_changed(self)
+            case protocol.Loaded(model=model, load_s=load_s):
+                self._vitals.ready(now, model.step_s)
+                self.model, self.load_s, self.progress = model, load_s, None
+                self._set_state("ready")
+            case protocol.RequestStarted(request_id=request_id):
+                if request_id in self.active:
+                    self.active[request_id].taken = len(self.active[request_id].generated)
+            case protocol.LoadFailed(error=error):
+                self._died(error)
+            case protocol.Attached():
+                self.orders.attached[event.key] = event
+                self._owner.replica_changed(self)
+            case protocol.StepBatch():
+                self._stepped(event)
+            case protocol.WorkerError(error=error):
+                self._told = error
+            case protocol.LogLine(level=level, message=message):
+                if self.pid is not None:  # a thread's records are in this process's log already
+                    _log.log(level, "%s", message, extra={"source": self.id})
+
+    def _stepped(self, batch: protocol.StepBatch) -> None:
+        before, self.stats = self.stats, batch.stats
+        self._owner.replica_stepped(self, batch, before)
+
+    def host_failed(self, error: ErrorInfo) -> None:
+        """HostListener: the worker could not be started."""
+        self._died(error)
+
+    def host_ended(self, exit_: WorkerExit, *, expected: bool) -> None:
+        """HostListener: the worker ended, of itself or because it was let go."""
+        told, self._told = self._told, None
+        if self.state != "stopping":
+            self._log_tail = tuple(exit_.log_tail.splitlines())
+        if not expected:
+            how = WorkerFailed(describe_exit(self.id, exit_), worker=self.id, code=exit_.code, signal=exit_.signal)
+            self._died(told or how.info)
+
+    def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
+        """The worker is no use any more: give its requests back, and start another one if it ever worked."""
+        worked_s = self._vitals.worked_s
+        if self.state == "stopping":
+            self._let_go(kill=kill)
+            return
+        lost = self._let_go(kill=kill)
+        self.last_error = error
+        for request in lost:
+            request.worker_died()
+        retry_s = self._deaths.add(worked_s, given_up=any(request.given_up for request in lost))
+        if self.state != "draining":
+            if not self.was_ready:
+                self.state = "failed"
+            elif retry_s is None:
+                self.state, self.last_error = "failed", self._deaths.left_dead(self.id, error)
+            else:
+                self.state, self.restarts = "restarting", self.restarts + 1
+                self._retry = self._loop.call_later(retry_s, self.start)
+        self._owner.replica_lost(self, lost, self.last_error)
+        self._owner.replica_changed(self)
+
+    def _let_go(self, *, kill: bool) -> list[Request]:
+        """Have done with the host, and take its requests from it."""
+        self._hosting.let_go(kill=kill)
+        self.progress, self.stats, self._vitals = None, BackendStats(), Heartbeat(self._awake)
+        self.orders.attached.clear()
+        lost = list(self.active.values())
+        self.active.clear()
+        return lost
+
+    def _give_back(self, reason: ErrorInfo) -> None:
+        lost, self.active = list(self.active.values()), {}
+        if lost:
+            self._owner.replica_lost(self, lost, reason)
+
+    async def _stop(self, timeout_s: float) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        await self._hosting.stop(timeout_s)
