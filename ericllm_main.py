@@ -24,11 +24,17 @@ def main() -> int:
         return _refuse(problem, _FAILURE)
     if problem := _use_home():
         return _refuse(problem, _USAGE_ERROR)
-    from console.cli.main import main as run
+    try:
+        from console.cli.main import main as run
 
-    if interruptible:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run()
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing in PACKAGES:
+            raise
+        return _refuse(f"The package '{missing}', which ericllm needs, is missing; reinstall ericllm", _FAILURE)
 
 
 def foreign_package() -> str:

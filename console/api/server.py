@@ -177,13 +177,10 @@ class ApiServer:
         it listens where it did, then.
         """
         async with self._changing:
-            wanted = Address(host.strip(), port)
-            if not wanted.host:
-                raise InvalidRequest("An address to listen on is needed, as 127.0.0.1 or 0.0.0.0", param="host")
             try:
-                checked_host(wanted.host)
+                wanted = Address(checked_host(host), port)
             except ValueError as error:
-                raise InvalidRequest(f"Cannot listen there: {error}", param="host") from None
+                raise InvalidRequest(f"Cannot listen on {host.strip() or 'nothing'}: {error}", param="host") from None
             if self._listener is None:
                 self._wanted = wanted
                 return

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from console.api.http.errors import Unprotected
 from console.link.recording.recorder import recording
@@ -18,6 +19,7 @@ from console.runtime.runtime import Runtime
 from console.settings.schema import APP_NAME, Settings, state_dir
 from console.settings.sources import Sources
 from engine.errors import EngineError
+from engine.models.files import is_file
 from engine.system.runtime import reduce_gc_pauses, run_detached
 from engine.text.printable import printable
 
@@ -107,7 +109,8 @@ async def _reload(runtime: Runtime) -> None:
         if names:
             _say(f"{runtime.saved.path()} was read again; {how}: {', '.join(names)}")
     if not used and not later:
-        _say(f"{runtime.saved.path()} was read again; nothing has changed")
+        has_file = is_file(Path(runtime.saved.path()))
+        _say(f"{runtime.saved.path()} {'was read again' if has_file else 'is not there'}; nothing has changed")
 
 
 class _Stop:

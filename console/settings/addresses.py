@@ -6,10 +6,15 @@ Besides host names and IP addresses: "unix:PATH" is a socket in the file system,
 from __future__ import annotations
 
 import ipaddress
+import os
 from functools import lru_cache
+
+from engine.models.files import home_expanded
 
 EVERYWHERE = "*"
 _UNIX = "unix:"
+_MAX_PATH_BYTES = 107
+"""Of Linux; macOS takes three fewer, and says so itself."""
 
 
 def unix_path(host: str) -> str:
@@ -18,10 +23,29 @@ def unix_path(host: str) -> str:
 
 
 def checked_host(host: str) -> str:
-    """The address as it stands; raises ValueError for one that cannot be listened on."""
+    """The address as it is listened on: without blanks, and without the brackets that an IPv6 address has in a URL.
+    Raises ValueError for what is none."""
+    host = host.strip()
     if host == _UNIX:
         raise ValueError("a socket needs a path, as unix:/run/ericllm/http.sock")
-    return host
+    if path := unix_path(host):
+        if len(os.fsencode(home_expanded(path))) > _MAX_PATH_BYTES:
+            raise ValueError(f"the path of a socket may have {_MAX_PATH_BYTES} bytes")
+        return host
+    if not host:
+        raise ValueError("an address is needed, as 127.0.0.1 or 0.0.0.0")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        if "/" in host:
+            raise ValueError("an address alone is needed, without a scheme or a path") from None
+        if ":" in host:
+            raise ValueError("an address alone is needed; the port has a setting of its own") from None
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return bare
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from aiohttp import web
 from console.api.http.errors import CannotListen, Unprotected
 from console.api.http.listening import Address, Listener
 from console.api.server import ApiSettings
+from console.settings.sources import load_settings
 from engine.errors import InvalidRequest
 from tests.api.harness import PATIENCE_S, PROMPT, Served, bearer, serving, told
 
@@ -164,7 +165,6 @@ async def test_a_socket_that_a_dead_server_left_is_replaced_and_nothing_else(api
             "file": "a file of that name is there, which is no socket",
             "link": "a file of that name is there, which is no socket",
             "none/x.sock": f"there is no folder {tmp_path}/none",
-            "x" * 200: "AF_UNIX path too long",
         }.items():
             with pytest.raises(
                 CannotListen, match=rf"^Cannot listen on unix:\S+: {reason}( with --host)?\. It goes on listening"
@@ -243,9 +243,29 @@ async def test_a_folder_that_another_program_has_locked_is_not_waited_for_for_ev
         os.close(folder)
 
 
-async def test_a_socket_needs_a_path(api: Served) -> None:
-    with pytest.raises(InvalidRequest, match="a socket needs a path"):
-        await api.server.listen("unix:", 0)
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("unix:", "a socket needs a path"),
+        ("unix:/" + "x" * 107, "the path of a socket may have 107 bytes"),
+        ("127.0.0.1:8000", "the port has a setting of its own"),
+        ("http://127.0.0.1", "without a scheme or a path"),
+        (" ", "an address is needed"),
+    ],
+)
+async def test_what_is_no_address_is_refused_by_what_it_lacks(api: Served, host: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        await api.server.listen(host, 0)
+    with pytest.raises(InvalidRequest, match=f"--host.*{reason}"):
+        load_settings({"host": host})
+
+
+@pytest.mark.parametrize(
+    ("typed", "taken"),
+    [("[::1]", "::1"), (" localhost ", "localhost"), ("::ffff:127.0.0.1", "127.0.0.1"), ("[::]", "::"), ("*", "*")],
+)
+def test_an_address_is_taken_as_it_is_written_in_a_url(typed: str, taken: str) -> None:
+    assert load_settings({"host": typed}).host == taken
 
 
 async def test_a_socket_whose_server_takes_no_more_connections_is_in_use_and_not_waited_for(

@@ -193,6 +193,10 @@ def test_without_a_terminal_a_hang_up_has_the_settings_read_again(
     reload("max_prompts = 'many'\n", f"the settings stay as they are: 'max_prompts' in {config} many: ")
     reload("max_prompts = [\n", f"the settings stay as they are: {config} cannot be read: ")
     reload("max_prompts = 4\n", "max_prompts 5 -> 4")
+    reload("", "used now: max_prompts$")
+    config.unlink()
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(f"{config} is not there; nothing has changed")
     assert server.end() == 0
 
 

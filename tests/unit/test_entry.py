@@ -116,6 +116,20 @@ def test_next_to_nothing_is_imported_before_a_stop_is_without_a_traceback() -> N
     assert ericllm(program=watching).stdout == "['ericllm_main']\n"
 
 
+@pytest.mark.parametrize("missing", ["pydantic", "aiohttp"])
+def test_a_package_that_is_missing_is_one_sentence(missing: str, tmp_path: Path) -> None:
+    hiding = (
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {missing!r}: raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    done = ericllm("--headless", "--port", "0", program=hiding + RUN)
+    said = f"ericllm: The package '{missing}', which ericllm needs, is missing; reinstall ericllm\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_a_stop_that_whoever_started_it_ignores_is_ignored() -> None:
     stopping = (
         "import os, signal, sys\n"
