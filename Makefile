@@ -29,10 +29,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes the machine for itself, for most of an hour; ARGS as `python -m benchmarks --help` tells. The docs are written where
+# Takes the machine for itself, for most of an hour; ARGS as `python -m tools.benchmarks --help` tells. The docs are written where
 # nothing lacks: --quick, which takes minutes, leaves them as they are.
 bench-cpu bench-peers: $(VENV)/.dev
-	$(BIN)/python -m benchmarks $@ $(ARGS)
+	$(BIN)/python -m tools.benchmarks $@ $(ARGS)
 
 # With the kernels compiled in, for machines without a C++ compiler; `pip wheel .` makes one for any machine.
 wheel: $(VENV)/.made

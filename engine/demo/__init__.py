@@ -1,4 +1,4 @@
-"""The built-in demo model and how it is made: facts -> corpus -> tokenizer -> training -> a model folder."""
+"""The built-in demo model. How it is made: `tools/demo_model`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tools.docs_pages.commands import parsers
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 COMMAND = re.compile(r"ericllm(?=$| )[^#|&;\n]*")
-SCRIPTS = ("benchmarks", "engine", "tests")
+SCRIPTS = ("engine", "tests", "tools")
 OTHERS: Mapping[str, frozenset[str]] = {
     "apt-get": frozenset({"--no-install-recommends"}),
     "lm_eval": frozenset({"--model-args", "--tasks"}),

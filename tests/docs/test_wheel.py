@@ -129,7 +129,7 @@ def test_the_wheel_has_what_is_no_python_too(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sdist_has_all_that_the_checkout_has(installed: Path) -> None:
-    folders = (".ci", "benchmarks", "console", "docs", "engine", "tests", "themes")
+    folders = (".ci", "console", "docs", "engine", "tests", "themes", "tools")
     files = {file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()}
     files |= {ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt")}
     (sdist,) = installed.glob("*.tar.gz")

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from engine.demo import model_path
-from engine.demo.corpus import make_corpus, normalise
-from engine.demo.model import DemoModel, Shape
-from engine.demo.recipe import Recipe
+from tools.demo_model.corpus import make_corpus, normalise
+from tools.demo_model.model import DemoModel, Shape
+from tools.demo_model.recipe import Recipe
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -9,9 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.convert.llama_tensors import as_float32, bfloat16_tensors, gguf_name, laid_out, permuted
-from benchmarks.rows import AMX, ROWS, chosen
 from engine.models.synthetic import synthetic_config, tensor_shapes
+from tools.benchmarks.convert.llama_tensors import (
+    as_float32,
+    bfloat16_tensors,
+    gguf_name,
+    laid_out,
+    permuted,
+)
+from tools.benchmarks.rows import AMX, ROWS, chosen
 
 
 def test_every_tensor_of_a_llama_has_a_name_of_its_own_there() -> None:

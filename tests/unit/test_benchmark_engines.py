@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.engine_process import EngineFailed, EngineProcess
-from benchmarks.places import NotPrepared, Places, last_words
-from benchmarks.protocol import Given
-from benchmarks.rows import Row
-from benchmarks.work import work_of
+from tools.benchmarks.engine_process import EngineFailed, EngineProcess
+from tools.benchmarks.places import NotPrepared, Places, last_words
+from tools.benchmarks.protocol import Given
+from tools.benchmarks.rows import Row
+from tools.benchmarks.work import work_of
 
 Start = Callable[..., EngineProcess]
 
 RUNNER = """
 from contextlib import contextmanager
-from benchmarks.protocol import Ready, serve
+from tools.benchmarks.protocol import Ready, serve
 
 @contextmanager
 def loaded(given):
@@ -89,7 +89,7 @@ def test_what_an_installer_said_last_about_an_error_is_kept(tmp_path: Path) -> N
 
 
 def test_a_conversion_that_fails_names_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.places.make_synthetic", lambda shape, folder: folder)
+    monkeypatch.setattr("tools.benchmarks.places.make_synthetic", lambda shape, folder: folder)
     row = Row("x", "X", "int8", convert="int8")
     with pytest.raises(NotPrepared, match=r"benchmarks\.convert\.ours"):
         Places(tmp_path).model("135m", row)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from benchmarks.machine import Machine
-from benchmarks.precisions import of_compute_type, of_dtype, of_linear_layers, of_openvino
-from benchmarks.report import markdown, precisions, rates_table
-from benchmarks.results import Cell, Results
-from benchmarks.rows import ROWS
+from tools.benchmarks.machine import Machine
+from tools.benchmarks.precisions import of_compute_type, of_dtype, of_linear_layers, of_openvino
+from tools.benchmarks.report import markdown, precisions, rates_table
+from tools.benchmarks.results import Cell, Results
+from tools.benchmarks.rows import ROWS
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def results() -> Results:
     return Results(
         machine=Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11"),
         date="2030-01-02",
-        command="python -m benchmarks bench-cpu",
+        command="python -m tools.benchmarks bench-cpu",
         minutes=3.2,
         cells=tuple(Cell("135m", key, 1, (50.0,)) for key in ("ours", "ours-torch", "openvino", "llamacpp-q4")),
         precisions={"ours": "bf16", "ours-torch": "f32", "openvino": "f32", "llamacpp-q4": "int8"},

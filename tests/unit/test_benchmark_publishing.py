@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` takes, and when it writes the docs: a run that is complete, or one that is asked to."""
+"""What `python -m tools.benchmarks` takes, and when it writes the docs: a complete run, or one that is asked to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import __main__ as command
-from benchmarks.arguments import Asked, asked
-from benchmarks.complete import CLIENTS, SHAPES, lacking
-from benchmarks.driver import all_turns
-from benchmarks.machine import Machine
-from benchmarks.results import Cell, Failure, Goal, Results, Spread
-from benchmarks.rows import ROWS, chosen
+from tools.benchmarks import __main__ as command
+from tools.benchmarks.arguments import Asked, asked
+from tools.benchmarks.complete import CLIENTS, SHAPES, lacking
+from tools.benchmarks.driver import all_turns
+from tools.benchmarks.machine import Machine
+from tools.benchmarks.results import Cell, Failure, Goal, Results, Spread
+from tools.benchmarks.rows import ROWS, chosen
 
 BEFORE = "# Page\n\nbefore\n"
 MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")
@@ -27,7 +27,7 @@ def run_of(*, rounds: int = 3, goals_only: bool = False, shapes: tuple[str, ...]
     return Results(
         machine=MACHINE,
         date="2030-01-02",
-        command="python -m benchmarks bench-peers",
+        command="python -m tools.benchmarks bench-peers",
         minutes=40.0,
         cells=tuple(
             Cell(shape, row.key, count, (50.0,) * rounds)
@@ -173,7 +173,7 @@ def test_what_makes_no_sense_is_told_in_one_sentence(
         command.main(["bench-cpu", *arguments])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("python -m benchmarks: error: ")
+    assert last.startswith("python -m tools.benchmarks: error: ")
     assert said in last
 
 

@@ -7,11 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.goals import linear_flops
-from benchmarks.machine import Machine, this_machine
-from benchmarks.page import with_section, write_section
-from benchmarks.report import behind, failures, goals_table, markdown, rates_table, ratios_table, slower
-from benchmarks.results import Cell, Failure, Goal, Results, Spread
+from tools.benchmarks.goals import linear_flops
+from tools.benchmarks.machine import Machine, this_machine
+from tools.benchmarks.page import with_section, write_section
+from tools.benchmarks.report import (
+    behind,
+    failures,
+    goals_table,
+    markdown,
+    rates_table,
+    ratios_table,
+    slower,
+)
+from tools.benchmarks.results import Cell, Failure, Goal, Results, Spread
 
 MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")
 
@@ -21,7 +29,7 @@ def results() -> Results:
     return Results(
         machine=MACHINE,
         date="2030-01-02",
-        command="python -m benchmarks bench-cpu",
+        command="python -m tools.benchmarks bench-cpu",
         minutes=3.2,
         cells=(
             Cell("135m", "ours", 1, (84.0, 90.0, 87.0)),

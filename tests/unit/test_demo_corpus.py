@@ -7,12 +7,12 @@ from random import Random
 import pytest
 from tokenizers import Tokenizer
 
-from engine.demo.corpus import Conversation, Exchange, make_corpus, normalise
-from engine.demo.examples import IGNORED, batches, encode
-from engine.demo.facts import load_knowledge
-from engine.demo.grammar import Grammar, GrammarError
-from engine.demo.noise import roughen
-from engine.demo.tokenizer import BOS, END, PAD, ROLES, token_id, train_tokenizer
+from tools.demo_model.corpus import Conversation, Exchange, make_corpus, normalise
+from tools.demo_model.examples import IGNORED, batches, encode
+from tools.demo_model.facts import load_knowledge
+from tools.demo_model.grammar import Grammar, GrammarError
+from tools.demo_model.noise import roughen
+from tools.demo_model.tokenizer import BOS, END, PAD, ROLES, token_id, train_tokenizer
 
 SMALL = 2000
 

@@ -22,7 +22,7 @@ from engine.demo import model_path
 from engine.errors import InvalidRequest, ModelLoadFailed
 from tests.fakes.quantised_folders import edit_weights, make_twins
 from tests.fakes.tiny_models import make_tiny_model
-from tests.performance.perplexity import held_out, outcome, with_pages
+from tools.performance.perplexity import held_out, outcome, with_pages
 
 PROMPT = [3 + 7 * number for number in range(20)]
 WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")

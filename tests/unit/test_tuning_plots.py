@@ -12,7 +12,7 @@ from console.bench.result import BenchResult, Row, TargetInfo, encoded, read_res
 from console.bench.run import these_versions, this_machine
 from console.settings.schema import Settings
 from console.settings.sources import changed, load_settings
-from tests.performance.tuning_plots import DOCS, Sweep, Turn, drawn, joined, shortened, sweeps
+from tools.performance.tuning_plots import DOCS, Sweep, Turn, drawn, joined, shortened, sweeps
 
 SWEEPS = sweeps()
 TURNED = {name: sweep for name, sweep in SWEEPS.items() if sweep.turns}

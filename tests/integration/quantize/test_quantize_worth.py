@@ -20,9 +20,9 @@ from engine.backends.torch.quant.quantize import quantize_folder
 from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from engine.demo import model_path
-from engine.demo.corpus import make_corpus
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.oracle import PAGE_TOKENS, ignore_progress, load_runner, never
+from tools.demo_model.corpus import make_corpus
 
 QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "demo_questions.toml"
 HELD_OUT_SEED = 987_654_321

@@ -1,1 +1,0 @@
-"""This engine and others: the same model, work and machine, in turns. `python -m benchmarks --help`"""

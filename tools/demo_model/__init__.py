@@ -1,0 +1,1 @@
+"""How the demo model is made: facts -> corpus -> tokenizer -> training -> a model folder."""

@@ -1,0 +1,1 @@
+"""What is measured by hand: steps, throughput, latency, perplexity, speculation, autotune."""
