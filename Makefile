@@ -1,4 +1,4 @@
-# `make run` opens the console on the demo model, `make test` runs the tests, `make test-all` also those that take minutes.
+# `make run` opens the console on the demo model, `make test` runs what protects daily work, `make test-all` everything.
 PYTHON ?= python3
 # Which torch, by a folder of PyTorch's index: `make run TORCH=cpu`, cu126, ... Without, pip's own choice.
 TORCH :=
@@ -7,6 +7,11 @@ TORCH_KIND := $(or $(if $(TORCH),,$(firstword $(wildcard $(VENV)/.torch-*))),$(V
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Parts and contracts, HTTP and screens over fakes, and one round each over HTTP and through the terminal.
+DAILY := tests/unit tests/contract tests/api tests/ui tests/docs \
+	tests/integration/test_headless.py::test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind \
+	tests/integration/test_console_in_a_terminal.py::test_an_operators_round
+
 .PHONY: run test test-all lint format clean wheel bench-cpu bench-peers
 
 run: $(VENV)/.run
@@ -14,7 +19,7 @@ run: $(VENV)/.run
 	@command -v ericllm >/dev/null || echo "The command is in $(BIN): \`. $(BIN)/activate\`, then \`ericllm --help\`. README.md goes on from there."
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-m "not long" -n 3 --dist loadfile --no-loadscope-reorder)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-m "not long" $(DAILY) -n 3 --dist loadfile --no-loadscope-reorder)
 
 test-all: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

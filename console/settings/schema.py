@@ -87,8 +87,8 @@ class ServedSettings(BaseModel):
     host: Annotated[
         str,
         Flag("API", "ADDRESS"),
-        AfterValidator(checked_host),
         Field(min_length=1, description="Address to listen on; *: all, IPv6 too; unix:PATH: a socket in a folder"),
+        AfterValidator(checked_host),
     ] = "127.0.0.1"
     port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
         8000

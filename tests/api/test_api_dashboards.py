@@ -28,6 +28,8 @@ from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
 from tests.fakes.ports import free_port
 
+pytestmark = pytest.mark.long
+
 DASHBOARDS = sorted((Path(__file__).parents[2] / "docs" / "grafana").glob("*.json"))
 ALERTS = DASHBOARDS[0].with_name("alerts.yaml")
 OPENMETRICS = "application/openmetrics-text"

@@ -18,6 +18,8 @@ from tests.api.test_api_streams import echo
 from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.model import fake_spec
 
+pytestmark = pytest.mark.long
+
 BRIEF_S = 0.2
 
 

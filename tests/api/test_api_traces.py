@@ -31,6 +31,8 @@ from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate
 from tests.fakes.engines import DyingBackend
 
+pytestmark = pytest.mark.long
+
 TRACED = ApiSettings(port=0, otlp_traces_endpoint="http://127.0.0.1:9")
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

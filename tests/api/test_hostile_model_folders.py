@@ -6,9 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.api.harness import serving
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model import write_fake_model
+
+pytestmark = pytest.mark.long
 
 SECRET = "sk-of-the-operator"
 

@@ -18,6 +18,8 @@ from tests.api.operators import FolderOperator
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 
+pytestmark = pytest.mark.long
+
 Operation = dict[str, Any]
 
 

@@ -23,6 +23,8 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.tiny_models import make_tiny_model
 from tests.fakes.tool_templates import HERMES, write_tool_model
 
+pytestmark = pytest.mark.long
+
 PAGE = 16
 SECRET = list(range(3, 3 + 172))
 """A prompt of ten full pages and a part of one."""

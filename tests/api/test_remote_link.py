@@ -34,6 +34,8 @@ from tests.api.operators import FolderOperator
 from tests.fakes import bench_scenes, request_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
 
+pytestmark = pytest.mark.long
+
 HI = [ChatMessage(role="user", content="hi")]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "engine.load": {"model": "demo"},

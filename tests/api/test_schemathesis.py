@@ -19,6 +19,8 @@ from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend, saying
 from tests.fakes.model import fake_spec, write_fake_model
 
+pytestmark = pytest.mark.long
+
 FEWEST_CASES = 2000
 FEWEST_ACCEPTED = 400
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,response_headers_conformance"

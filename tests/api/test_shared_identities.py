@@ -16,6 +16,8 @@ from engine.text.chat_template import ChatTemplate
 from tests.api.harness import Served, bearer, serving
 from tests.fakes.backend import FakeBackend, Gate
 
+pytestmark = pytest.mark.long
+
 MINE, OTHERS = {"User-Agent": "SillyTavern/1.12"}, {"User-Agent": "curl/8.5"}
 BODY = {"prompt": "Once", "max_length": 50}
 

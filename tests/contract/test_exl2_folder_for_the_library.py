@@ -12,6 +12,8 @@ from engine.backends.torch.quant.quantize import quantize_folder
 from tests.fakes.exllamav2_wheel import wheel_folder
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
 
+pytestmark = pytest.mark.long
+
 LAYERS, LINEARS = 2, 7
 
 LOOK = """

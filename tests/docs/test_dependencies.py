@@ -12,6 +12,8 @@ from packaging.utils import canonicalize_name
 
 from tests.docs.declared import ROOT, declared, imports_of, installed_with
 
+pytestmark = pytest.mark.long
+
 OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
     "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker/factory.py"}),

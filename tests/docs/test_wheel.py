@@ -25,7 +25,7 @@ from tests.fakes.kernel_cache import share_kernels
 ROOT = Path(__file__).parents[2]
 MAKE_WHEEL = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w")
 """What builds it is here already: nothing is fetched."""
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def run(*command: str, cwd: Path) -> str:

@@ -210,18 +210,20 @@ async def test_a_request_names_an_adapter_that_is_there(tmp_path: Path) -> None:
 
 async def test_an_adapter_replaced_under_its_name_changes_no_answer_under_way(tmp_path: Path) -> None:
     gate, later = Gate(), FakeBackend(gate=Gate())
-    dying = DyingBackend(dies_at=8, gate=gate, reply=saying("a bad end"))
+    dying = DyingBackend(dies_at=48, gate=gate, reply=saying("." * 40 + "a bad end"))
     async with started(Backends(dying, later)) as engine:
         await engine.load(named(tmp_path, "a"))
         await engine.attach(AdapterSpec(name="polite", path=tmp_path / "one"))
         [first] = dying.adapters
-        params = SamplingParams(max_tokens=9, banned_strings=("bad",))
+        params = SamplingParams(max_tokens=49, banned_strings=("bad",))
         old = engine.submit(ask("x", params=params, adapter="polite"))
         reading = asyncio.create_task(read(old))
         await asyncio.to_thread(gate.wait_until_reached)
         replacing = asyncio.create_task(engine.attach(AdapterSpec(name="polite", path=tmp_path / "two")))
         await until(lambda: any(len(each.orders.load.adapters) == 2 for each in engine._models.replicas()))
-        gate.allow()
+        while not replacing.done():  # the worker hears of it between two steps
+            gate.allow()
+            await asyncio.to_thread(gate.wait_until_reached)
         await replacing
         gate.open()
         await until(lambda: bool(later.submitted))

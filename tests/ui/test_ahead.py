@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from textual.pilot import Pilot
 
 from console.tui import modes
 from console.tui.app import EricApp
 from tests.fakes.link import FakeLink
 from tests.ui.seen import foretold, screen_text, until
+
+pytestmark = pytest.mark.long
 
 NAMES = [mode.name for mode in modes.MODES]
 

@@ -18,6 +18,8 @@ from tests.fakes.elsewhere import FakeRemote
 from tests.ui.benching import app_with, formed, link_of, opened, shown
 from tests.ui.seen import screen_text, until
 
+pytestmark = pytest.mark.long
+
 URL = "http://127.0.0.1:8080"
 SIZES = [(80, 24), (140, 40)]
 TO_SERVE = ["down"] * 4

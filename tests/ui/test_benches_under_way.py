@@ -20,6 +20,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.benching import SIZES, app_with, formed, link_of, opened, shown
 from tests.ui.seen import screen_text, until
 
+pytestmark = pytest.mark.long
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes, questions
 from tests.ui.seen import rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 
 async def test_an_edited_question_is_asked_beside_the_old_one(tmp_path: Path) -> None:
     chats = tmp_path / "chats.db"

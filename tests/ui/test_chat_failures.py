@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from textual.pilot import Pilot
 
 from console.tui.screens.chat.input import ChatInput
@@ -13,6 +14,8 @@ from engine.errors import ContextLengthExceeded, QueueFull
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, questions
 from tests.ui.seen import until
+
+pytestmark = pytest.mark.long
 
 FAILED = "The queue is full: 64 of 64"
 

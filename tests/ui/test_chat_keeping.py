@@ -26,6 +26,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, fill, last_turn, opened, panes, questions
 from tests.ui.seen import rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 CODE = "Look:\n\n```py\nfirst()\n```\n\nand\n\n```py\nif x:\n    second()\n```\n"
 
 

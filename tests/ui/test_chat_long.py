@@ -23,6 +23,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, console, ended, opened, panes
 from tests.ui.seen import until
 
+pytestmark = pytest.mark.long
+
 TURNS = 500
 WORDS = 400
 MOST_WIDGETS = 400

@@ -16,6 +16,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, asked, console, ended, fill, opened
 from tests.ui.seen import screen_text, until
 
+pytestmark = pytest.mark.long
+
 ANSWER = """A worker computes its requests **in one batch**. More prompts in it means more tokens per second, \
 because the weights are read once for all of them.
 

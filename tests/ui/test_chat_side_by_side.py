@@ -15,6 +15,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes
 from tests.ui.seen import until
 
+pytestmark = pytest.mark.long
+
 
 async def split(pilot: Pilot[None], *, model: str = "", temperature: str = "") -> None:
     """Open a second pane that asks otherwise."""

@@ -22,6 +22,8 @@ from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.colours import as_deuteranope, contrast, distance
 
+pytestmark = pytest.mark.long
+
 THEMES = {theme.name: theme for theme in load_themes([builtin_folder()]).themes}
 TEXT, GRAPHICS = {"ericllm-contrast": 7.0}, 3.0
 NORMAL = 4.5

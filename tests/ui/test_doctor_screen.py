@@ -16,6 +16,8 @@ from tests.fakes import machines
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text
 
+pytestmark = pytest.mark.long
+
 BROKEN_FLASH = Package(installed=True, version="2.8.3", error="undefined symbol: _ZNK3c106SymInt")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from console.link.protocol import LoadSettings
 from console.tui.app import EricApp
@@ -12,6 +13,8 @@ from engine.placement.costs import Correction
 from tests.fakes import estimates, scenes
 from tests.fakes.link import MODELS, FakeLink
 from tests.ui.seen import foretold, listed, screen_text, selected, until
+
+pytestmark = pytest.mark.long
 
 
 async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> None:

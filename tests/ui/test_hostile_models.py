@@ -18,6 +18,8 @@ from tests.fakes.link import MODELS, FakeLink
 from tests.fakes.model_folders import write_model
 from tests.ui.seen import cells, screen_text, until
 
+pytestmark = pytest.mark.long
+
 
 async def test_every_hostile_folder_is_a_row_whose_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,8 @@ from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, asked, fill
 from tests.ui.seen import until
 
+pytestmark = pytest.mark.long
+
 OWN = re.compile(r"\x1b\[[?>=]?[0-9;]*[A-Za-ln-z]|\x1b\[[0-9;]*m|\x1b\]22;[a-z-]*\x07|\n|\x1b\]52;c;[\w+/]{12,}=*\x07")
 """What is written on purpose: modes, the cursor, colours, the shape of the mouse's pointer, the ends of lines, a copy
 that was asked for."""

@@ -18,6 +18,8 @@ from tests.fakes import insight_scenes, scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 WIDE, SMALL = (120, 40), (80, 24)
 
 

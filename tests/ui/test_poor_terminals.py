@@ -17,6 +17,8 @@ from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until
 
+pytestmark = pytest.mark.long
+
 MODES = [mode.name for mode in modes.MODES]
 
 

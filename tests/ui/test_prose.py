@@ -19,6 +19,8 @@ from console.tui.theme import variable_defaults
 from tests.fakes.bounds import within_bounds
 from tests.ui.seen import screen_text
 
+pytestmark = pytest.mark.long
+
 TEXT = """The **queue** holds what waits, and `max_prompts` says how many requests a worker works on at once.
 
 * **One worker** is best where memory is short.

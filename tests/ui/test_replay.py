@@ -12,6 +12,8 @@ from tests.fakes import scenes
 from tests.fakes.elsewhere import RECORDED_S, recording_of, replay_of
 from tests.ui.seen import rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Path:

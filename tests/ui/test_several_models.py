@@ -17,6 +17,8 @@ from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
 from tests.ui.seen import cells, foretold, listed, rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 # -- the model in view ------------------------------------------------------------------------------------------------
 
 

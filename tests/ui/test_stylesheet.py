@@ -16,6 +16,8 @@ from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import until
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def css_parsed_once() -> None:

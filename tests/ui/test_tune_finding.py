@@ -19,6 +19,8 @@ from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
 
+pytestmark = pytest.mark.long
+
 SIZES = [(80, 24), (120, 40), (160, 50)]
 
 

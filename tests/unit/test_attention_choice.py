@@ -21,6 +21,8 @@ from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, Rotate
 from engine.backends.torch.native.library import Kernels, NativeLibrary
 from engine.errors import InvalidRequest
 
+pytestmark = pytest.mark.long
+
 AMPERE = AttentionFacts(capability=(8, 6), torch=(2, 13, 0), triton=(3, 7, 1), flash=(2, 8, 3))
 TURING = replace(AMPERE, capability=(7, 5))
 BARE = replace(AMPERE, flash=None)

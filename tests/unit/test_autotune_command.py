@@ -24,6 +24,8 @@ from console.tuning.profiles import TunedProfiles
 from engine.models.resolve import resolve_local
 from tests.fakes import tune_scenes
 
+pytestmark = pytest.mark.long
+
 DONE = tune_scenes.found("done")
 
 

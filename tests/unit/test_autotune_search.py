@@ -11,6 +11,8 @@ from console.tuning.autotune.search import Search
 from console.tuning.autotune.space import Setting, Space
 from tests.fakes.simulated_tuning import DEVICES, Device, Noise, knobs, run
 
+pytestmark = pytest.mark.long
+
 RUNS = 10
 NEAR = 0.95
 TELLABLE = 0.02

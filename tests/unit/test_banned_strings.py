@@ -26,6 +26,8 @@ from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
 from tests.fakes.worker import Probe, submit_command
 
+pytestmark = pytest.mark.long
+
 StartWorker = Callable[[FakeBackend], Awaitable[Probe]]
 
 

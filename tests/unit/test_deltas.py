@@ -17,6 +17,8 @@ from engine.config import ModelSpec
 from engine.errors import ErrorInfo
 from engine.snapshot import DeviceReading, Mark, ModelStatus, RequestRow, Second, Snapshot, Totals, WorkerReading
 
+pytestmark = pytest.mark.long
+
 numbers = st.floats(-(2.0**63), 2.0**63, width=32)
 counts = st.integers(0, 5)
 names = st.sampled_from(["a", "b", "c", "d"])

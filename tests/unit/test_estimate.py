@@ -27,6 +27,8 @@ from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
 from tests.unit.test_cli import ericllm
 
+pytestmark = pytest.mark.long
+
 MIB = 2**20
 DEMO = resolve("demo", ())
 

@@ -22,6 +22,8 @@ from tests.gpu.report import Machine, Report, Row
 from tests.gpu.runner import Part, chosen, run_parts
 from tests.gpu.toolchain import build_environment
 
+pytestmark = pytest.mark.long
+
 _LIMIT_S = 100.0
 _HANGS_S = 2.0
 

@@ -26,6 +26,8 @@ from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.hostile_folders import FOLDERS, HEADERS, Spoil, bytes_of, many
 from tests.fakes.model_folders import write_model
 
+pytestmark = pytest.mark.long
+
 SECRET = "sk-of-the-operator"
 
 

@@ -22,6 +22,8 @@ from console.text import MAX_TIME
 from engine.snapshot import LogEntry, RequestRow, Snapshot
 from tests.fakes.bounds import outcome, within_bounds
 
+pytestmark = pytest.mark.long
+
 BEGAN = 1_780_000_000.0
 MIB = 2**20
 

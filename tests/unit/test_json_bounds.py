@@ -13,6 +13,8 @@ from console.api.http.json_bounds import MAX_ITEMS, MAX_VALUES, JsonBounds
 from engine.errors import InvalidRequest
 from tests.fakes.bounds import outcome
 
+pytestmark = pytest.mark.long
+
 MIB = 2**20
 DOCUMENTS = st.recursive(
     st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)

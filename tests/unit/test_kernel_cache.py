@@ -26,6 +26,8 @@ from engine.backends.paged_attention.interface import implementation
 from tests.fakes.native_libraries import SETS
 from tests.fakes.owners import belongs_to_another
 
+pytestmark = pytest.mark.long
+
 SECRET = "s3cret-that-no-compiler-needs"
 MADE = b"what our compiler made"
 

@@ -31,6 +31,7 @@ SHAPES = {
 CUTS: tuple[Sequence[int], ...] = ([1] * 9 + [291], [2, 30, 100, 3, 165], [150] + [1] * 150, [127, 1, 1, 127, 44])
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.usefixtures("two_threads"),
     pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"]),
 ]

@@ -26,6 +26,8 @@ from tests.fakes.native_libraries import native
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 MODELS = ("llama", "qwen2", "gemma2", "gemma3", "olmo2", "granite")
 """Plain, with biases, normed after products too, by head, nowhere before them, and with scales of its own."""

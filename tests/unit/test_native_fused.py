@@ -16,6 +16,8 @@ from engine.backends.torch.native.layer import Fused, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from tests.fakes.native_libraries import LIBRARIES, native
 
+pytestmark = pytest.mark.long
+
 DTYPES = (torch.bfloat16, torch.float32)
 ROWS = (1, 3, 5, 12, 13, 33, 70, 200)
 SHAPES = ((64, 64), (70, 33), (34, 1030))  # outputs and inputs; half of the outputs is 32, 35 and 17

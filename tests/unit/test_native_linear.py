@@ -35,6 +35,8 @@ from engine.backends.torch.native.library import NativeLibrary, find_kernels, na
 from engine.errors import LoadCancelled, ModelLoadFailed
 from tests.fakes.native_libraries import LIBRARIES, native
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 64, 70, 200, 401)
 SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))

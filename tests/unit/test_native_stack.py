@@ -18,6 +18,8 @@ from tests.fakes.families import make_family
 from tests.fakes.oracle import load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 PAGE_TOKENS = 16
 
 

@@ -19,6 +19,8 @@ from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.paged_attention.interface import implementation
 from tests.fakes.paged import Call, Case, same_bits
 
+pytestmark = pytest.mark.long
+
 EDGES = (0, 1, 255, 256, 257)
 CASES = [
     Case("decode at the edges of large pages", EDGES, page_tokens=256),

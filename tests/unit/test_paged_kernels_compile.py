@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
 

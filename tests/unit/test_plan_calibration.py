@@ -12,6 +12,8 @@ from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
 
+pytestmark = pytest.mark.long
+
 CLUSTER = Cluster(
     costs=StepCosts(fixed_s=0.002, decode_s=1e-4, prompt_token_s=2e-5),
     kv_tokens=16_384,

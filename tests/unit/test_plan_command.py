@@ -20,6 +20,8 @@ from engine.simulation.outcome import Slo, Window
 from engine.simulation.questions import Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
 
+pytestmark = pytest.mark.long
+
 COSTS = StepCosts(fixed_s=16e-3, decode_s=1e-3, context_token_s=1e-7, prompt_token_s=1e-4)
 MIX = Mix(prompt=uniform(50, 150), output=uniform(20, 60))
 GOAL = Goal(slo=Slo(ttft_s=0.3, itl_s=0.1), window=Window(since_s=2.0, until_s=8.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,8 @@ from engine.backends.common.page_keys import SHORT_BYTES, PageHash, page_keys, s
 from engine.backends.torch.scheduler.page_pool import PagePool
 from engine.backends.torch.scheduler.scheduler import Scheduler
 from engine.backends.torch.scheduler.sequences import Sequence
+
+pytestmark = pytest.mark.long
 
 SALT = b"salt"
 tokens = st.lists(st.integers(0, 2**31), max_size=40)

@@ -20,6 +20,8 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.tool_templates import write_tool_model
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>")

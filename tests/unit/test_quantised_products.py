@@ -14,6 +14,8 @@ from engine.backends.torch.native.library import NativeLibrary
 from tests.fakes.native_libraries import SETS, native_set
 from tests.fakes.quantised_weights import rounded, weight_of
 
+pytestmark = pytest.mark.long
+
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 48, 70, 200, 401)
 SHAPES = ((64, 64), (48, 96), (1, 1), (17, 33), (100, 71), (35, 1024), (576, 130), (80, 2050))
 BITS: tuple[Bits, ...] = (8, 4)

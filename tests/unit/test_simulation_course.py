@@ -15,6 +15,8 @@ from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts, StepSample, StepShape
 
+pytestmark = pytest.mark.long
+
 COSTS = StepCosts(fixed_s=0.002, decode_s=1e-4, prompt_token_s=2e-5)
 CLUSTER = Cluster(costs=COSTS, max_prompts=8, kv_tokens=8192, max_model_len=1024)
 SHAPE = StepShape(decodes=4, context_tokens=100)

@@ -28,6 +28,8 @@ from tests.fakes.allocations import peak_bytes
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 PAGE_TOKENS, PAGES = 16, 1500
 PARAMS = SamplingParams(top_p=0.9, seed=0, logprobs=5, repetition_penalty=1.2, logit_bias={3: 1.0})
 MODELS: dict[str, dict[str, Any]] = {

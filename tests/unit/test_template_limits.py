@@ -29,6 +29,8 @@ from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model import write_fake_model
 from tests.fakes.renderers import renderers
 
+pytestmark = pytest.mark.long
+
 HELLO = [{"role": "user", "content": "hello"}]
 DOUBLE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x|length }}"
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}"

@@ -18,6 +18,8 @@ from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.fakes.model import EOS_ID
 from tests.fakes.tool_templates import write_tool_model
 
+pytestmark = pytest.mark.long
+
 CITIES = ["Paris", 'Oslo "N" ::= x']
 WEATHER = Tool(
     name="get_weather",

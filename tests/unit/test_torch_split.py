@@ -17,6 +17,8 @@ from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import NUM_PAGES, PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
 
+pytestmark = pytest.mark.long
+
 LAYERS = 3
 MIB = 1 << 20
 MODELS: dict[str, dict[str, Any]] = {

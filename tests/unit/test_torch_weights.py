@@ -17,6 +17,8 @@ from engine.errors import LoadCancelled, ModelLoadFailed, UnsafeWeights, Unsuppo
 from tests.fakes.adapters import make_adapter
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 SINGLE = "model.safetensors"
 
 

@@ -26,6 +26,8 @@ from engine.errors import UnsupportedModel
 from tests.fakes.exllamav2_wheel import wheel_folder
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 LAYERS = 2
 

@@ -14,6 +14,8 @@ from tests.fakes.exllama_loads import edit_config, load, write_adapter
 from tests.fakes.exllama_model import GIB, FakeGpus
 from tests.fakes.model_folders import write_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("changes", "reason"),

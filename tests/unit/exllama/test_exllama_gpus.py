@@ -20,6 +20,8 @@ from tests.fakes.exllama_model import GIB, MIB, FakeCache, FakeGpus, fake_librar
 from tests.fakes.model_folders import write_model
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 def test_automatic_split_moves_on_where_a_gpu_is_full_and_leaves_the_reserve(folder: Path) -> None:
     gpus = FakeGpus((100 + 256) * MIB + 200_000, 8 * GIB, 8 * GIB)

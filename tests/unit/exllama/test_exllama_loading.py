@@ -26,6 +26,8 @@ from tests.fakes.exllama_settings import FakeConfig
 from tests.fakes.model_folders import write_model
 from tests.fakes.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
 def test_progress_is_in_bytes_and_ends_at_the_size_of_the_files(folder: Path, gpus: FakeGpus, device: str) -> None:

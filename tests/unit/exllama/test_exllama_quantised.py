@@ -20,6 +20,8 @@ from tests.fakes.gptq_tensors import random_gptq
 from tests.fakes.hostile_folders import header, tensor
 from tests.fakes.quantised_folders import edit_weights, make_twins
 
+pytestmark = pytest.mark.long
+
 KEY = "model.layers.0.self_attn.q_proj"
 LAYERS = {
     "exl2": random_exl2([(6, 32), (4, 32)], 64),
