@@ -15,9 +15,10 @@ from engine.metrics.meter import ITL, ModelUsage
 from engine.snapshot import DeviceWork, Histogram, Insight, ModelState, Snapshot, WorkerReading
 from engine.text.printable import printable
 
-# What vLLM's metrics tell, under its names, with its labels and buckets, so that its dashboards and tools work as
-# they are. What we cannot measure is left out. engine: vLLM's label for who schedules; all workers of a model share
-# one queue, so each model is one engine, "0".
+# What vLLM's metrics tell, under its names, with its labels and buckets, so that its dashboards and tools work as they
+# are. What we cannot measure is left out.
+#
+# engine: vLLM's label for who schedules; all workers of a model share one queue, so each model is one engine, "0".
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"

@@ -145,9 +145,10 @@ def _single_tokens(tokenizer: Tokenizer) -> list[str]:
     return found
 
 
-# Conversations of people, as ShareGPT exports them: what was asked, and how long the answer was. The format is a JSON
-# array of {"conversations": [{"from": "human" | "user" | "gpt" | ..., "value": text}, ...]}; the first turn is the
-# prompt, the second the answer whose length is asked for again.
+# Conversations of people, as ShareGPT exports them: what was asked, and how long the answer was.
+#
+# The format is a JSON array of {"conversations": [{"from": "human" | "user" | "gpt" | ..., "value": text}, ...]}; the
+# first turn is the prompt, the second the answer whose length is asked for again.
 
 LEAST_TOKENS = 4
 _ASKING = ("human", "user")

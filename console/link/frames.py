@@ -13,11 +13,18 @@ from console.link.bounded_decode import MAX_ITEMS, MAX_VALUES, num_values
 from console.link.protocol import ApiStatus
 from engine.snapshot import Snapshot
 
-# What changed from one struct to the next, as small JSON-able values; and putting it back together. Pure. A change of
-# a value is one of [value] it is this now {field: change, ...} these fields changed; null: the field is gone [0,
-# spans] a list, put together from spans of the old one, in order: [start, count] `count` items of the old list from
-# `start` on, as they were [index, change] the old item at `index`, changed [value] a new item so that a history that
-# moves on by a second costs one second, and a table one row for each row that changed.
+# What changed from one struct to the next, as small JSON-able values; and putting it back together. Pure.
+#
+# A change of a value is one of
+#
+#     [value] it is this now
+#     {field: change, ...} these fields changed; null: the field is gone
+#     [0, spans] a list, put together from spans of the old one, in order:
+#         [start, count] `count` items of the old list from `start` on, as they were
+#         [index, change] the old item at `index`, changed
+#         [value] a new item
+#
+# so that a history that moves on by a second costs one second, and a table one row for each row that changed.
 
 T = TypeVar("T")
 Change = list[Any] | dict[str, Any]

@@ -210,12 +210,14 @@ async def _answer(engine: Engine, ask: Ask, prompt: list[int], began_s: float) -
 
 
 # What the engine's loop costs beside steps, found by putting small probes to the real engine and to the simulator.
+#
 # Steps are measured in a worker that has the machine to itself. In an engine, what it tells wakes another process on
 # the same cores, and a request waits for that process to get one. How long, depends on the machine and on who else is
-# there, so it is measured in the same minutes as the steps: by some answers with requests in their midst, and by
-# twice as many answers as there are places, all asked for at once. None of these is a load that the simulator is
-# judged by. No probe waits for an idle machine: cores that sleep wake up so slowly that a first token takes half as
-# long again, and under load they do not sleep.
+# there, so it is measured in the same minutes as the steps: by some answers with requests in their midst, and by twice
+# as many answers as there are places, all asked for at once. None of these is a load that the simulator is judged by.
+#
+# No probe waits for an idle machine: cores that sleep wake up so slowly that a first token takes half as long again,
+# and under load they do not sleep.
 
 _STREAMS, _STREAM_EVERY_S = 12, 0.25
 _AMID = 3

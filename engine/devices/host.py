@@ -14,8 +14,9 @@ import psutil
 from engine.snapshot import DeviceReading
 from engine.system.memory import read_ram
 
-# What the processor draws, by the energy counters of its packages (RAPL, as Linux shows them in powercap). Since 2020
-# only root may read them on most machines; then it is not known.
+# What the processor draws, by the energy counters of its packages (RAPL, as Linux shows them in powercap).
+#
+# Since 2020 only root may read them on most machines; then it is not known.
 
 FOLDER = Path("/sys/class/powercap")
 

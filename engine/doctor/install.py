@@ -7,8 +7,9 @@ from typing import Literal
 from engine.doctor.facts import PackageManager, Version
 from engine.system.install_command import pip_install
 
-# The prebuilt wheels of exllamav2 0.3.2: one per Python, torch and CUDA, for Linux on x86_64. Source: the build
-# matrix of the project's release workflow, and the files of release v0.3.2.
+# The prebuilt wheels of exllamav2 0.3.2: one per Python, torch and CUDA, for Linux on x86_64.
+#
+# Source: the build matrix of the project's release workflow, and the files of release v0.3.2.
 
 RELEASE = "https://github.com/turboderp-org/exllamav2/releases/download/v0.3.2"
 PYTHONS = ((3, 11), (3, 12), (3, 13))

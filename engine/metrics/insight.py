@@ -108,10 +108,11 @@ class EnergyFile:
         return kept
 
 
-# What models ask of their devices: floating-point operations and bytes read, per second. Pure. Operations: 2 per
-# active parameter and token, as a multiplication and an addition (Kaplan et al. 2020, section 2.1); attention over
-# the context comes on top and is left out. Bytes: in every step the weights are read once, and the keys and values of
-# what its requests have computed.
+# What models ask of their devices: floating-point operations and bytes read, per second. Pure.
+#
+# Operations: 2 per active parameter and token, as a multiplication and an addition (Kaplan et al. 2020, section 2.1);
+# attention over the context comes on top and is left out. Bytes: in every step the weights are read once, and the keys
+# and values of what its requests have computed.
 
 WINDOW_S = 4.0
 

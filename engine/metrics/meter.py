@@ -18,8 +18,9 @@ from engine.backends.base import BackendStats, DraftPosition, FinishReason
 from engine.snapshot import Histogram, Mark, Percentiles, Second, Totals
 
 # What each model was used for since the engine started, as /metrics tells it: counters and cumulative histograms.
-# Pure. Names and bucket bounds are those of vLLM's metrics, so that dashboards made for it read right. The numbers of
-# a model go on where it is replaced by itself, loaded again or has lost a worker.
+#
+# Pure. Names and bucket bounds are those of vLLM's metrics, so that dashboards made for it read right. The numbers of a
+# model go on where it is replaced by itself, loaded again or has lost a worker.
 
 # fmt: off
 TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,

@@ -23,9 +23,10 @@ from engine.models.files import open_file, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_header
 
 # Which of an adapter's patterns a module's name matches: PEFT's `rank_pattern` and `alpha_pattern`, in linear time.
-# PEFT takes each for a regular expression of Python, which can take time with the power of a name's length, and
-# matches it against the end of a name from a dot on. Most patterns are names, or ends of names, and are looked up.
-# Any other is matched by Rust's regex engine, which knows no expression that it would take long for.
+#
+# PEFT takes each for a regular expression of Python, which can take time with the power of a name's length, and matches
+# it against the end of a name from a dot on. Most patterns are names, or ends of names, and are looked up. Any other is
+# matched by Rust's regex engine, which knows no expression that it would take long for.
 
 MAX_EXPRESSIONS = 64
 """Patterns that are more than a name, in one adapter. Hand-written ones are a handful."""

@@ -139,9 +139,10 @@ def _is_usable(name: str) -> bool:
     )
 
 
-# One file from the hub into its cache, going on where an earlier try ended, whoever ended it. What has come is kept
-# in a file of our own, "<commit>.<name>.part" among the cache's blobs; once it is whole, and its content is what the
-# hub's digest says, it becomes the blob that huggingface_hub would have written.
+# One file from the hub into its cache, going on where an earlier try ended, whoever ended it.
+#
+# What has come is kept in a file of our own, "<commit>.<name>.part" among the cache's blobs; once it is whole, and its
+# content is what the hub's digest says, it becomes the blob that huggingface_hub would have written.
 
 MAX_TRIES = 5
 """In a row without a byte that is new."""

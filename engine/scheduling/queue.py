@@ -263,12 +263,14 @@ class FairQueue:
 
 
 # Dispatcher: the one queue of a model, and which worker takes what. It decides; it has no clock and sends nothing.
+#
 # Order: requests that lost their worker first, as their turn has come before; then clients share the places fairly
 # (`engine.scheduling.queue`), and a client's own requests go by priority, which grows with waiting
-# (`engine.scheduling.queue`). A request that lost several workers is a suspect and gets a worker to itself, so that
-# it can harm no other. Worker: the one where the request costs least (`engine.scheduling.routing`), given which
-# prefixes each holds, what each has yet to compute, and what its steps were measured to cost
-# (`engine.scheduling.routing`).
+# (`engine.scheduling.queue`). A request that lost several workers is a suspect and gets a worker to itself, so that it
+# can harm no other.
+#
+# Worker: the one where the request costs least (`engine.scheduling.routing`), given which prefixes each holds, what
+# each has yet to compute, and what its steps were measured to cost (`engine.scheduling.routing`).
 
 __all__ = ["MAX_OVERTAKERS", "Dispatcher", "Slot"]
 

@@ -89,6 +89,7 @@ class _Call(Generic[T]):
 
 
 # What each token adds to a text, as bytes: the ground of streaming text, logprob bytes and token-level grammars.
+#
 # `tokenizers` decodes whole lists. For the decoders that causal language models use, the text of a list is the UTF-8
 # reading of its tokens' bytes in a row, where only the first token may differ (a leading space is stripped). So a
 # token's bytes are looked up once and kept, and adding a token to a text costs the same however long the text is.

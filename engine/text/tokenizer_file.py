@@ -22,8 +22,9 @@ from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
 
-# Regular expressions of a tokenizer.json, which anybody may have written: which of them are surely quick. The library
-# matches them by backtracking. One of twenty characters can take the fourth power of a text's length.
+# Regular expressions of a tokenizer.json, which anybody may have written: which of them are surely quick.
+#
+# The library matches them by backtracking. One of twenty characters can take the fourth power of a text's length.
 
 _ATOM = r"(?:\\[pP]\{\^?\w+\}|\\u[\da-fA-F]{4}|\\[sSdDwWhHrntfv]|\\\W|\[\^?(?:\\.|[^\[\]\\])+\]|[^\\\[\](){}|*+?^$])"
 _MAYBE = rf"(?:{_ATOM}(?:(?:\?|\{{\d(?:,\d)?\}})\+?)?)?"

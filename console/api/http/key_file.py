@@ -21,9 +21,10 @@ from engine.errors import EngineError
 from engine.system.files import make_private_folder
 
 # How keys are kept: as scrypt of what they consist of, so that a file that was read by others is of no use to them.
-# scrypt is slow and takes memory on purpose. So each kept key has a tag, a few bits of a digest that is keyed with
-# the file's secret: what is given is put through scrypt only where its tag is a kept one's, which that of a wrong key
-# is once in four thousand million times.
+#
+# scrypt is slow and takes memory on purpose. So each kept key has a tag, a few bits of a digest that is keyed with the
+# file's secret: what is given is put through scrypt only where its tag is a kept one's, which that of a wrong key is
+# once in four thousand million times.
 
 _COST, _BLOCK, _PARALLEL = 2**14, 8, 1
 """16 MiB and some 50 ms (RFC 7914). The keys are random: it is not their guessing that has to be made dear."""

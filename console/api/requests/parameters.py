@@ -272,8 +272,9 @@ OLLAMA_OPTIONS_INERT = frozenset(
 )
 
 
-# Which parameters are brought to what there is room for, or to what means the same here, and how. A client that sends
-# one is not refused; /openapi.json and docs/api/parameters.md say what becomes of it.
+# Which parameters are brought to what there is room for, or to what means the same here, and how.
+#
+# A client that sends one is not refused; /openapi.json and docs/api/parameters.md say what becomes of it.
 
 _ROOM = "to the room that the prompt leaves in the context"
 _NO_DEFAULT_LENGTH = f"{_ROOM}; left out, it is that, or --max-output-len"

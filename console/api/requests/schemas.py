@@ -15,8 +15,9 @@ from console.api.requests.parameters import Refusal
 from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, MAX_STOP_STRINGS, TINY
 
 # What an endpoint takes and gives, said right at it: /openapi.json is made of that and of nothing else.
-# @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion) async def _post(self,
-# request: web.Request) -> web.StreamResponse: ...
+#
+# @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion)
+# async def _post(self, request: web.Request) -> web.StreamResponse: ...
 
 _ATTRIBUTE = "__described__"
 

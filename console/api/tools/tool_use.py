@@ -21,6 +21,7 @@ from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 # Answers held to calls: a grammar, in llguidance's Lark syntax, of the model's own format around the tools' schemas.
+#
 # Two demands make one: that there is a call (tool_choice required, or a tool's name), and that the arguments fit the
 # schema (strict). Control tokens stand in it by their ids, for they are no text to the grammar.
 

@@ -14,14 +14,16 @@ import msgspec
 
 from console.tuning.autotune.space import Setting
 
-# What measurements say and how sure that is: means over batches, percentiles over sections. Pure. * A rate is
-# measured in slices of a window, one after the other; its mean has the standard error of the slices' mean (batch
-# means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts in as so
-# many more (moderated t, Smyth 2004). * Each window may be off as a whole, since a machine has others to serve: by
-# `DRIFT`, or by what windows of the same settings showed to lie between them. * A percentile is taken over
-# everything, and its standard error is that of the percentiles of the slices (sectioning, Asmussen and Glynn 2007,
-# III.5): gaps of one step are as long for all who are in it, so their number says nothing. * Intervals are Student's
-# t, two-sided with `CONFIDENCE`.
+# What measurements say and how sure that is: means over batches, percentiles over sections. Pure.
+#
+# * A rate is measured in slices of a window, one after the other; its mean has the standard error of the slices' mean
+#   (batch means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts
+# in   as so many more (moderated t, Smyth 2004).
+# * Each window may be off as a whole, since a machine has others to serve: by `DRIFT`, or by what windows of the same
+#   settings showed to lie between them.
+# * A percentile is taken over everything, and its standard error is that of the percentiles of the slices (sectioning,
+#   Asmussen and Glynn 2007, III.5): gaps of one step are as long for all who are in it, so their number says nothing.
+# * Intervals are Student's t, two-sided with `CONFIDENCE`.
 
 CONFIDENCE = 0.95
 DRIFT = 0.015

@@ -16,11 +16,12 @@ from engine.backends.common.exllamav2_memory import PAGE_TOKENS
 from engine.backends.exllamav2.library_types import Library
 from engine.backends.exllamav2.sampling import ChosenToken, RandomDraws, TokenBias, TokenSampler, settings_of, uses_xtc
 
-# The scope of a job in the library's prefix cache: whose pages it may find, and who may find its own. The library
-# knows a full page by a hash of its tokens and of the page before it, and where no full page fits, it copies what
-# begins alike from any page that has the same one before it. No page comes before the first, and there the library
-# has None, for everybody. Here a first page comes after the `root` of its scope instead: so its hash is another in
-# every scope, and with it those of all pages after it, and no page is copied from another scope.
+# The scope of a job in the library's prefix cache: whose pages it may find, and who may find its own.
+#
+# The library knows a full page by a hash of its tokens and of the page before it, and where no full page fits, it
+# copies what begins alike from any page that has the same one before it. No page comes before the first, and there the
+# library has None, for everybody. Here a first page comes after the `root` of its scope instead: so its hash is another
+# in every scope, and with it those of all pages after it, and no page is copied from another scope.
 
 PageHash = Callable[[Tensor, bytes | None], bytes]
 """(ids [1, PAGE_TOKENS], hash of the page before) -> hash of the page, as the library makes it."""

@@ -36,8 +36,9 @@ from engine.errors import BackendUnavailable, LoadCancelled
 from engine.system.files import claim_folder, make_private_folder
 from engine.system.memory import read_ram
 
-# Compiling the library's CUDA kernels, which its first import does: where, with which headers, and how far it is. The
-# library hands its sources to `torch.utils.cpp_extension.load`, which compiles into TORCH_EXTENSIONS_DIR and guards
+# Compiling the library's CUDA kernels, which its first import does: where, with which headers, and how far it is.
+#
+# The library hands its sources to `torch.utils.cpp_extension.load`, which compiles into TORCH_EXTENSIONS_DIR and guards
 # that folder with a file named "lock" that outlives a killed process. Ours is a folder per combination of versions
 # under the user's cache, guarded by a lock of the system, which does not.
 

@@ -179,8 +179,9 @@ def masked_bias(mask: TokenMask, bias: Tensor | None, width: int) -> Tensor:
 
 
 # What is added to the logits of one request's next token: penalties on its output, DRY, logit_bias and masks. Pure.
-# The library adds its `token_bias` after the repetition penalty and after classifier-free guidance, which is where
-# all of these belong, so one tensor made anew for each position says them exactly, also for positions guessed ahead.
+#
+# The library adds its `token_bias` after the repetition penalty and after classifier-free guidance, which is where all
+# of these belong, so one tensor made anew for each position says them exactly, also for positions guessed ahead.
 
 LONGEST_REPEAT = 64
 """Repeats are measured up to this many tokens: with any base above 1 their penalty is prohibitive long before."""
@@ -279,14 +280,15 @@ def _repeats_of_the_end(known: Tensor, breakers: Tensor) -> tuple[Tensor, Tensor
     return ends, lengths
 
 
-# How a job of ours chooses each token: around the library's sampler, never instead of it. `TokenSampler` takes the
-# place of a job's `receive_logits`, which the library calls once for every token that an answer gets, also for those
-# guessed ahead, in order. Standing there, it mends what the library gets wrong: * its penalties and masks write into
-# the logits it would return: log-probabilities are read before; * it holds tokens back while their text has a stray
-# "\ufffd": tokens are taken here, and that text is emptied; * logits that are not finite crash its greedy path: they
-# end the request instead; * tiny temperatures underflow to no probabilities at all: their limit, the most likely
-# token, is taken then; * its XTC compares neighbours in memory: here a left-out token is drawn again, which is the
-# same distribution.
+# How a job of ours chooses each token: around the library's sampler, never instead of it.
+#
+# `TokenSampler` takes the place of a job's `receive_logits`, which the library calls once for every token that an
+# answer gets, also for those guessed ahead, in order. Standing there, it mends what the library gets wrong:
+# * its penalties and masks write into the logits it would return: log-probabilities are read before;
+# * it holds tokens back while their text has a stray "\ufffd": tokens are taken here, and that text is emptied;
+# * logits that are not finite crash its greedy path: they end the request instead;
+# * tiny temperatures underflow to no probabilities at all: their limit, the most likely token, is taken then;
+# * its XTC compares neighbours in memory: here a left-out token is drawn again, which is the same distribution.
 
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor, bool]
 """What the library's `receive_logits` returns: token [1, 1], top tokens and their probabilities [1, 1, k] or meta

@@ -23,8 +23,9 @@ from console.tui.screens.chat.markdown import Block, Code, blocks, lay_out
 from console.tui.widgets.glyphs import fitted
 from engine.text.printable import printable_lines
 
-# Code in the colours of its language, at a cost that is bounded: a model says what the code is, and what language. A
-# lexer is regular expressions, whose time may grow with the square of what they read, and of a rare language faster;
+# Code in the colours of its language, at a cost that is bounded: a model says what the code is, and what language.
+#
+# A lexer is regular expressions, whose time may grow with the square of what they read, and of a rare language faster;
 # nothing interrupts them, and no other thread runs meanwhile. So code is coloured in parts, each by itself: a string
 # that goes on in the next part loses its colour there.
 

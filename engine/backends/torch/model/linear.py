@@ -20,9 +20,10 @@ from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_
 from engine.backends.torch.native.library import NativeLibrary, Room, Rows, aligned, joined, shape_of
 from engine.errors import ModelLoadFailed
 
-# Linear layers that compute in float32 over weights kept as float16, by FBGEMM, which torch brings along. For a CPU
-# that multiplies no bfloat16 and has none of our kernels: a step reads half of what float32 weights would be. Of a
-# weight that was stored in bfloat16, float16 keeps all bits from 2**-17 to 65504; what is smaller is rounded to a
+# Linear layers that compute in float32 over weights kept as float16, by FBGEMM, which torch brings along.
+#
+# For a CPU that multiplies no bfloat16 and has none of our kernels: a step reads half of what float32 weights would be.
+# Of a weight that was stored in bfloat16, float16 keeps all bits from 2**-17 to 65504; what is smaller is rounded to a
 # multiple of 2**-24.
 
 _LARGEST = float(torch.finfo(torch.float16).max)

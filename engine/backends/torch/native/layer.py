@@ -134,10 +134,11 @@ class Fused:
         return out
 
 
-# Linear layers whose weights are made into 8 or 4 bits as they are loaded, and that multiply by them as they are. A
-# weight is a code times the scale that it shares with its group: 64 inputs of one output for int8, 32 for int4, whose
-# codes are sixteen values that suit normally distributed weights. A row of x is rounded to 8 bits too, group by
-# group, so that a group is summed in whole numbers.
+# Linear layers whose weights are made into 8 or 4 bits as they are loaded, and that multiply by them as they are.
+#
+# A weight is a code times the scale that it shares with its group: 64 inputs of one output for int8, 32 for int4, whose
+# codes are sixteen values that suit normally distributed weights. A row of x is rounded to 8 bits too, group by group,
+# so that a group is summed in whole numbers.
 
 INTEGER_SETS: Mapping[InstructionSet, str] = MappingProxyType(
     {"amx-bf16": "avx512-vnni", "avx512-bf16": "avx512-vnni", "avx512": "avx512-vnni", "avx2": "avx2"}

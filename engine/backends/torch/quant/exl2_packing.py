@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 from engine.backends.torch.quant.bit_allocation import ROW_STEP, WIDTHS, MatrixErrors, MatrixShape
 from engine.backends.torch_common.bit_packing import WORD_BITS
 
-# Rounding groups of rows to EXL2's values: the scales that lose least, and the nearest value at those scales. A
-# group's value is (q - 2**(bits - 1)) * scale with q in 0 .. 2**bits - 1, and the scale of a column is s**2 * m in
-# half precision, s in 1 .. 16 per column and m per group.
+# Rounding groups of rows to EXL2's values: the scales that lose least, and the nearest value at those scales.
+#
+# A group's value is (q - 2**(bits - 1)) * scale with q in 0 .. 2**bits - 1, and the scale of a column is
+# s**2 * m in half precision, s in 1 .. 16 per column and m per group.
 
 LARGEST_CODE = 16
 SCALE_STEPS = LARGEST_CODE**2

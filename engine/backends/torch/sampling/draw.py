@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine.backends.torch.sampling.sampling_tensors import OFF, SamplingTensors
 
-# Filters that need all that is left of a distribution: [R, W] probabilities, best first, 0 where left out. They need
-# not add up to 1, neither before nor after.
+# Filters that need all that is left of a distribution: [R, W] probabilities, best first, 0 where left out.
+#
+# They need not add up to 1, neither before nor after.
 
 _TINY = 1e-300  # a temperature at which the best token alone is left, yet nothing is divided by 0
 

@@ -171,10 +171,11 @@ def penalise(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParam
     logits[where] = value - frequency * uses - presence * used
 
 
-# DRY, "don't repeat yourself": a penalty on the token that would carry on a repeat of earlier text. The sampler of
-# p-e-w (text-generation-webui, pull request 5677, 2024). Where the last L tokens stand earlier in the text too, the
-# token that followed them there loses multiplier * base ** (L - allowed_length), for the longest such L of at least
-# allowed_length. No repeat reaches over a breaker, and no breaker loses anything.
+# DRY, "don't repeat yourself": a penalty on the token that would carry on a repeat of earlier text.
+#
+# The sampler of p-e-w (text-generation-webui, pull request 5677, 2024). Where the last L tokens stand earlier in the
+# text too, the token that followed them there loses multiplier * base ** (L - allowed_length), for the longest such L
+# of at least allowed_length. No repeat reaches over a breaker, and no breaker loses anything.
 
 _LARGEST = 1e30  # finite, so that a row keeps a distribution however long its repeats are
 

@@ -164,10 +164,12 @@ def allot(
     return taken
 
 
-# Whether looking for guesses is worth the looking. No torch. What there is to guess is looked for in every step, on
-# the host: next to nothing beside the step of a large model, and a tenth of that of a small one that many requests
-# share. So it is paid for out of what guesses save. Where they save less, nothing is looked for during some steps,
-# more of them each time, and then it is tried again. A worker begins with the time of a few steps to spend.
+# Whether looking for guesses is worth the looking. No torch.
+#
+# What there is to guess is looked for in every step, on the host: next to nothing beside the step of a large model, and
+# a tenth of that of a small one that many requests share. So it is paid for out of what guesses save. Where they save
+# less, nothing is looked for during some steps, more of them each time, and then it is tried again. A worker begins
+# with the time of a few steps to spend.
 
 FREE_SHARE = 0.01
 """Of a step's time: what looking may cost that saves nothing."""

@@ -40,9 +40,10 @@ from engine.backends.torch.weights.store import Made, Make, OwnWeights, WeightSt
 from engine.config import WeightsName
 
 # Memory that one process fills and others map: nameless files in RAM, found through /proc, sealed once complete.
+#
 # Nothing of it is on any disk, so nothing is left behind however its users end: the kernel frees such a file with the
-# last process that has it open or mapped. A seal makes it unchangeable for everybody, its writer included, and is
-# what tells a complete file from one whose writer is still at it or was killed. Linux alone has them.
+# last process that has it open or mapped. A seal makes it unchangeable for everybody, its writer included, and is what
+# tells a complete file from one whose writer is still at it or was killed. Linux alone has them.
 
 _PROCESSES = Path("/proc")
 _WINDOW_BYTES = 1 << 30
