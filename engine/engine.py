@@ -33,16 +33,16 @@ from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
 from engine.worker.hosts import BackendFactory, NewHost
 
-# Entrance: what is asked becomes a request of the model that is to answer it, or is refused.
+# Admission: what is asked becomes a request of the model that is to answer it, or is refused.
 
 
 class RequestAdmission:
     """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
 
-    def __init__(self, models: ModelManager, desk: RequestTracker) -> None:
+    def __init__(self, models: ModelManager, tracker: RequestTracker) -> None:
         self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
         self._models = models
-        self._desk = desk
+        self._tracker = tracker
         self._orders = count(1)
 
     def admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
@@ -65,7 +65,7 @@ class RequestAdmission:
             params = embedding_params(params, model)
         timeout_s = resolve_timeout(asked.timeout_s, config.timeout_s)
         free = sum(slot.free for slot in deployment.slots())
-        self._desk.check_room(request_id, asked.client, deployment.lane, config.max_queue, free)
+        self._tracker.check_room(request_id, asked.client, deployment.model_queue, config.max_queue, free)
         request = Request(
             id=request_id,
             source=asked.source,
@@ -79,7 +79,7 @@ class RequestAdmission:
             timeout_s=timeout_s,
             created=asyncio.get_running_loop().time(),
             stream=RequestStream(request_id, len(asked.prompt_ids), lambda: self._cancel(request_id)),
-            lane=deployment.lane,
+            model_queue=deployment.model_queue,
             model=asked.model,
             adapter=asked.adapter,
             adapter_key=deployment.adapters.key(asked.adapter),
@@ -100,7 +100,7 @@ class RequestAdmission:
         return f"{len(tenant)}:{tenant}{asked.cache_salt}"
 
     def _cancel(self, request_id: str) -> None:
-        self._desk.cancel(request_id)
+        self._tracker.cancel(request_id)
 
     def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Path | None]:
         """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
@@ -139,20 +139,20 @@ class Engine:
         self._metrics = Metrics()
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
         self._observer = InsightCollector(config, self._sampler)
-        self._desk = RequestTracker(self._metrics, self._left, self._text_of, self._observer.session)
+        self._tracker = RequestTracker(self._metrics, self._left, self._text_of, self._observer.session)
         self._models = ModelManager(
             config.validate(),
             backend_factory=backend_factory,
             new_host=new_host,
-            desk=self._desk,
+            tracker=self._tracker,
             metrics=self._metrics,
             sampler=self._sampler,
             on_change=self._changed,
         )
-        self._entrance = RequestAdmission(self._models, self._desk)
+        self._entrance = RequestAdmission(self._models, self._tracker)
         self._pulse = SnapshotPublisher(
             self._models,
-            self._desk,
+            self._tracker,
             metrics=self._metrics,
             sampler=self._sampler,
             observer=self._observer,
@@ -182,7 +182,7 @@ class Engine:
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(drain_s))
         elif drain_s <= 0:
-            self._desk.end(tuple(self._desk.live.values()), _shut_down().info)
+            self._tracker.end(tuple(self._tracker.live.values()), _shut_down().info)
         await asyncio.shield(self._closing)
 
     # -- models -------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Engine:
         except EngineError:
             self._metrics.count("rejected")
             raise
-        self._desk.add(admitted)
+        self._tracker.add(admitted)
         deployment.take(admitted)
         deployment.dispatch()
         return admitted.stream
@@ -341,27 +341,27 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""
-        return self._desk.cancel(request_id)
+        return self._tracker.cancel(request_id)
 
     def cancel_queued(self, model: str = "") -> int:
         """End every request that waits for a worker, of one model or of all; how many. Raises ModelNotFound."""
-        lane = self._models.named(model)[0].lane if model else None
-        return self._desk.cancel_queued(lane)
+        model_queue = self._models.named(model)[0].model_queue if model else None
+        return self._tracker.cancel_queued(model_queue)
 
     def finished_requests(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
         """See Records.finished. From any thread."""
-        return self._desk.records.finished(after)
+        return self._tracker.records.finished(after)
 
     def request_detail(self, request_id: str, order: int = 0) -> RequestDetail:
         """All about a request, live or ended; of several of that id the newest unless `order` is given. Its text where
         the settings allow to keep it. Raises RequestNotFound."""
-        return self._desk.detail(request_id, order, texts=self.config.show_prompts)
+        return self._tracker.detail(request_id, order, texts=self.config.show_prompts)
 
     def _text_of(self, request: Request) -> RequestText | None:
         """What may be told of its text: nothing, unless the settings allow it."""
         if not self.config.show_prompts:
             return None
-        deployment = self._models.of_lane(request.lane)
+        deployment = self._models.of_lane(request.model_queue)
         tokenizer = deployment.tokenizer if deployment is not None else None
         return text_of(tokenizer, request.prompt_ids, request.generated) if tokenizer is not None else None
 
@@ -395,7 +395,7 @@ class Engine:
         Raises EngineBusy while requests are live, EngineError where it cannot be told, EngineClosed.
         """
         self._refuse_if_closed()
-        await self._observer.measure(len(self._desk.live))
+        await self._observer.measure(len(self._tracker.live))
 
     def check(self) -> None:
         """Prove the accounts of models, workers and requests; raises AssertionError with what disagrees."""

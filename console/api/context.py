@@ -30,7 +30,7 @@ from engine.config import SamplingParams, format_number
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
 
-# Watchers: who is told of every request, as the settings say.
+# RequestObservers: who is told of every request, as the settings say.
 
 
 class RequestObservers(Collector):

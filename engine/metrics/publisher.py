@@ -30,7 +30,7 @@ def build_snapshot(
     now: float,
     started: float,
     models: ModelManager,
-    desk: RequestTracker,
+    tracker: RequestTracker,
     metrics: Metrics,
     devices: Sequence[DeviceReading],
     log_total: int,
@@ -53,9 +53,9 @@ def build_snapshot(
             for deployment in models
             for replica in deployment.replicas()
         ),
-        requests=(*_live_rows(desk, replicas, now), *reversed(desk.recent)),
+        requests=(*_live_rows(tracker, replicas, now), *reversed(tracker.recent)),
         queued=queued,
-        running=len(desk.live) - queued,
+        running=len(tracker.live) - queued,
         output_tokens_per_s=metrics.output_rate.per_second(now),
         prompt_tokens_per_s=metrics.prompt_rate.per_second(now),
         kv_usage=kv_usage(replicas),
@@ -115,21 +115,21 @@ def model_reading(deployment: Deployment) -> ModelReading:
         status=deployment.status(),
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
-        queued=deployment.lane.queued,
-        running=deployment.lane.running,
+        queued=deployment.model_queue.queued,
+        running=deployment.model_queue.running,
         idle_unload_s=config.idle_unload_s,
         adapters=deployment.adapters.readings(replicas),
         planned=loaded.planned if loaded is not None else (),
         used=loaded.used if loaded is not None else (),
-        longest_context_tokens=deployment.lane.longest_tokens,
+        longest_context_tokens=deployment.model_queue.longest_tokens,
     )
 
 
-def _live_rows(desk: RequestTracker, replicas: Iterable[Replica], now: float) -> list[RequestRow]:
+def _live_rows(tracker: RequestTracker, replicas: Iterable[Replica], now: float) -> list[RequestRow]:
     computed = {
         sequence.request_id: sequence.computed_tokens for replica in replicas for sequence in replica.stats.sequences
     }
-    return [request.row(now, computed.get(request.wire_id)) for request in desk.live.values()]
+    return [request.row(now, computed.get(request.wire_id)) for request in tracker.live.values()]
 
 
 _log = logging.getLogger("engine")
@@ -143,7 +143,7 @@ class SnapshotPublisher:
     def __init__(
         self,
         models: ModelManager,
-        desk: RequestTracker,
+        tracker: RequestTracker,
         *,
         metrics: Metrics,
         sampler: DeviceSampler,
@@ -151,7 +151,7 @@ class SnapshotPublisher:
         log: LogRing,
     ) -> None:
         self._models = models
-        self._desk = desk
+        self._tracker = tracker
         self._metrics = metrics
         self._sampler = sampler
         self._observer = observer
@@ -201,7 +201,7 @@ class SnapshotPublisher:
             now=asyncio.get_running_loop().time(),
             started=self._started,
             models=self._models,
-            desk=self._desk,
+            tracker=self._tracker,
             metrics=self._metrics,
             devices=self._sampler.latest,
             log_total=self._log.total,
@@ -227,13 +227,13 @@ class SnapshotPublisher:
         self._metrics.tick(
             now,
             time.time(),
-            running=len(self._desk.live) - self._models.queued,
+            running=len(self._tracker.live) - self._models.queued,
             queued=self._models.queued,
             kv_usage=kv_usage(replicas),
             device_utilisation=tuple(device.utilisation for device in self._published.devices),
             device_memory=tuple(map(memory_usage, self._published.devices)),
         )
-        if not self._desk.live:
+        if not self._tracker.live:
             self._prove()
         self._observer.tick(now, time.time(), replicas)
         self._models.tick(now)

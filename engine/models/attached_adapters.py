@@ -1,4 +1,4 @@
-"""Attachments: the LoRA adapters of one model, and how far its workers are with them."""
+"""ModelAdapters: the LoRA adapters of one model, and how far its workers are with them."""
 
 from __future__ import annotations
 

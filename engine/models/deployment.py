@@ -86,7 +86,7 @@ class Deployment:
         self.tokenizer: Tokenizer | None = None
         self._salt = secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
-        self.lane = ModelQueue(queue, context.metrics.meter(spec.name), _now())
+        self.model_queue = ModelQueue(queue, context.metrics.meter(spec.name), _now())
         self.adapters = ModelAdapters()
         self.gone = asyncio.Event()
         self.handover: Handover | None = None
@@ -162,7 +162,7 @@ class Deployment:
 
     def idle_s(self, now: float) -> float:
         """Seconds since a request last came or ended; 0 while any is live."""
-        return 0.0 if not self.lane.idle else now - self.lane.last_used
+        return 0.0 if not self.model_queue.idle else now - self.model_queue.last_used
 
     @property
     def asleep(self) -> bool:
@@ -183,8 +183,8 @@ class Deployment:
         return self._work is not None and not self._work.done()
 
     def places(self) -> Iterator[tuple[str, Request]]:
-        """See Lane.places."""
-        return self.lane.places(request for replica in self.replicas() for request in replica.active.values())
+        """See ModelQueue.places."""
+        return self.model_queue.places(request for replica in self.replicas() for request in replica.active.values())
 
     # -- what others want ---------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Deployment:
         elif state == "ready" and desired == "gone":
             self._go("draining")
         elif state == "ready" and desired == "asleep":
-            if self.lane.idle:
+            if self.model_queue.idle:
                 await self._unload("idle")
             else:
                 self._desired = "serving"
@@ -291,7 +291,7 @@ class Deployment:
 
     async def _next_signal(self) -> None:
         """Wait until something happened that may call for a transition."""
-        deadline = self._leave_at if self.state == "draining" and not self.lane.idle else None
+        deadline = self._leave_at if self.state == "draining" and not self.model_queue.idle else None
         try:
             async with asyncio.timeout_at(deadline):
                 await self._signal.wait()
@@ -299,7 +299,7 @@ class Deployment:
             if self.retired_by is not None:
                 self.retired_by.expire()
             else:
-                self._context.desk.end(self.lane.live, self._leave_error.info)
+                self._context.tracker.end(self.model_queue.live, self._leave_error.info)
             self._signal.set()
 
     def _settle(self) -> None:
@@ -403,7 +403,7 @@ class Deployment:
 
     async def _unload(self, state: ModelState) -> None:
         """unloading, then `state`: "unloaded" or "idle"."""
-        self._context.desk.end(self.lane.live, self._leave_error.info)
+        self._context.tracker.end(self.model_queue.live, self._leave_error.info)
         self._go("unloading")
         await self._stop_workers()
         await self._close_tokenizer()
@@ -434,7 +434,7 @@ class Deployment:
         """No request is left, and none of those that another model was to take may come back."""
         handover = self.handover
         returning = handover is not None and handover.old is self and handover is not self.retired_by and handover.held
-        return self.lane.idle and not returning
+        return self.model_queue.idle and not returning
 
     def _all_dead(self) -> ErrorInfo | None:
         return self._pool.all_dead() if self._pool is not None else None
@@ -453,7 +453,7 @@ class Deployment:
         """Change the state, log it and show it. model: the result of a load, kept until the memory is given back."""
         self._allow(state)
         if model is not None:
-            self.lane.usage.loaded(model.max_model_len)
+            self.model_queue.usage.loaded(model.max_model_len)
         if state == "unloaded":
             self.tokenizer = None
         kept = self.model if state in ("ready", "draining", "unloading") else None
@@ -471,7 +471,7 @@ class Deployment:
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
             handover.rescue()
-        self._context.desk.end(self.lane.live, error)
+        self._context.tracker.end(self.model_queue.live, error)
         self._context.changed()
 
     def _allow(self, state: ModelState) -> None:
@@ -482,8 +482,8 @@ class Deployment:
 
     def dispatch(self) -> None:
         """Give waiting requests to workers with a free place."""
-        if self.lane.queued and self._pool is not None:
-            for request, worker in self._context.desk.assign(self.lane, self.slots()):
+        if self.model_queue.queued and self._pool is not None:
+            for request, worker in self._context.tracker.assign(self.model_queue, self.slots()):
                 self._pool[worker].submit(request)
 
     def take(self, request: Request) -> None:
@@ -492,10 +492,10 @@ class Deployment:
         Where that cannot be, the request ends with the reason.
         """
         if request.prompt_of == self.spec.path or request.encode is None:
-            request.lane = self.lane
-            self._context.desk.requeue(request)
+            request.model_queue = self.model_queue
+            self._context.tracker.requeue(request)
         else:
-            self.lane.prepare(request, run_detached(self._prepare(request, request.encode)), _now())
+            self.model_queue.prepare(request, run_detached(self._prepare(request, request.encode)), _now())
 
     async def _prepare(self, request: Request, encode: Encode) -> None:
         """Make its prompt with this model's tokenizer. Cancelled where the request ends or goes elsewhere."""
@@ -507,15 +507,15 @@ class Deployment:
             request.stream.prompt_tokens = len(request.prompt_ids)
             self.fit(request)
         except ContextLengthExceeded as error:
-            self._context.desk.cut(request, error.info)
+            self._context.tracker.cut(request, error.info)
         except EngineError as error:
-            self._context.desk.end((request,), error.info)
+            self._context.tracker.end((request,), error.info)
         except Exception as error:
             _log.exception("request %s could not be moved to %s", request.id, name)
             why = f"the request could not be moved to {name}: {type(error).__name__}: {error}"
-            self._context.desk.end((request,), EngineError(why).info)
+            self._context.tracker.end((request,), EngineError(why).info)
         else:
-            self._context.desk.requeue(request)
+            self._context.tracker.requeue(request)
             self.dispatch()
 
     def fit(self, request: Request) -> None:
@@ -541,9 +541,9 @@ class Deployment:
 
     def take_running(self) -> None:
         """Take every request from its worker; they wait again, with what they have so far."""
-        for request in [each for each in self.lane.live if each.worker is not None]:
+        for request in [each for each in self.model_queue.live if each.worker is not None]:
             self._release(request)
-            self._context.desk.requeue(request)
+            self._context.tracker.requeue(request)
 
     def _release(self, request: Request) -> None:
         if self._pool is not None and request.worker is not None:
@@ -580,7 +580,7 @@ class Deployment:
 
     def _adapter_users(self) -> Iterator[Request]:
         """Its requests, with those that a handover holds: they may come back, or take their adapters along."""
-        yield from self.lane
+        yield from self.model_queue
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
             yield from handover.held
@@ -689,8 +689,8 @@ class Deployment:
             place_anew=self._place_anew,
             new_id=self._context.new_worker_id,
             count=self._context.num_workers,
-            lane=self.lane,
-            desk=self._context.desk,
+            model_queue=self.model_queue,
+            tracker=self._context.tracker,
             metrics=self._context.metrics,
             busy=self._context.busy,
             on_loaded=self._loaded,

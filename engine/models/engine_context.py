@@ -30,7 +30,7 @@ class EngineContext:
     load_lock: held by the one model that loads, from before its placement until a worker is ready.
     """
 
-    desk: RequestTracker
+    tracker: RequestTracker
     metrics: Metrics
     busy: BusyTime
     ledger: LoadHistoryFile | None

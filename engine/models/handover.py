@@ -24,9 +24,9 @@ class Handover:
     """From `old` to `new`, from the order to load until `complete` or `abandon`. `held` waits for the new model and is
     in no queue."""
 
-    def __init__(self, old: Deployment, new: Deployment, desk: RequestTracker) -> None:
+    def __init__(self, old: Deployment, new: Deployment, tracker: RequestTracker) -> None:
         self.old, self.new = old, new
-        self._desk = desk
+        self._tracker = tracker
         self._held: list[Request] = []
         self.same_model = old.spec.path == new.spec.path
         if self.same_model:
@@ -72,17 +72,17 @@ class Handover:
             self.old.wake_owner()
             self.old.dispatch()
         else:
-            self._desk.end(held, error.info)
+            self._tracker.end(held, error.info)
 
     def expire(self) -> None:
         """The old model's time is up: what it still has moves where it can, and ends where it cannot."""
         if self.same_model:
             self.old.take_running()
-            self._held += self.old.lane.take_waiting()
+            self._held += self.old.model_queue.take_waiting()
             if self.old.successor is not None:
                 self._deliver()
         else:
-            self._desk.end(self.old.lane.live, self._gone().info)
+            self._tracker.end(self.old.model_queue.live, self._gone().info)
 
     def rescue(self) -> None:
         """The old model cannot answer any more: what it had and can move waits for the new one."""
@@ -98,7 +98,7 @@ class Handover:
                     self.old.adapters.keep(request.adapter_key, other.old.adapters)
                 self._held.append(request)
             else:
-                self._desk.end((request,), self._gone().info)
+                self._tracker.end((request,), self._gone().info)
 
     def _detach(self) -> None:
         self.old.handover = self.new.handover = None
@@ -112,7 +112,7 @@ class Handover:
 
     def _hold(self) -> None:
         """Take what waits and can move out of the old queue."""
-        for request in self.old.lane.take_waiting():
+        for request in self.old.model_queue.take_waiting():
             if self._may_move(request, self.new):
                 self._held.append(request)
             else:
@@ -139,9 +139,9 @@ class Handover:
                 if request.adapter_key:
                     heir.adapters.keep(request.adapter_key, self.old.adapters)
             except ContextLengthExceeded as error:
-                self._desk.cut(request, error.info)
+                self._tracker.cut(request, error.info)
             except EngineError as error:
-                self._desk.end((request,), error.info)
+                self._tracker.end((request,), error.info)
             else:
                 heir.take(request)
         heir.dispatch()

@@ -77,7 +77,7 @@ class ModelManager:
         *,
         backend_factory: BackendFactory | None,
         new_host: NewHost | None = None,
-        desk: RequestTracker,
+        tracker: RequestTracker,
         metrics: Metrics,
         sampler: DeviceSampler,
         on_change: Callable[[], None],
@@ -88,7 +88,7 @@ class ModelManager:
         self._deployments: list[Deployment] = []
         self._ever: WeakSet[Deployment] = WeakSet()
         self._numbers = count(1)
-        self._desk = desk
+        self._tracker = tracker
         self._metrics = metrics
         self._sampler = sampler
         self._on_change = on_change
@@ -96,7 +96,7 @@ class ModelManager:
         self._waiting = 0
         self._closed = False
         self._context = EngineContext(
-            desk=desk,
+            tracker=tracker,
             metrics=metrics,
             busy=self.busy_time,
             ledger=LoadHistoryFile(config.state_dir) if config.state_dir is not None else None,
@@ -146,9 +146,9 @@ class ModelManager:
         """The deployment of that key, where it still is."""
         return next((deployment for deployment in self if deployment.key == key), None)
 
-    def of_lane(self, lane: ModelQueue) -> Deployment | None:
+    def of_lane(self, model_queue: ModelQueue) -> Deployment | None:
         """The deployment whose queue this is."""
-        return next((deployment for deployment in self if deployment.lane is lane), None)
+        return next((deployment for deployment in self if deployment.model_queue is model_queue), None)
 
     # -- workers and devices ------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class ModelManager:
     def queued(self) -> int:
         """Requests that wait for a worker, or for the model that is to answer them."""
         held = sum(len(handover.held) for handover in self._handovers())
-        return sum(deployment.lane.queued for deployment in self) + held
+        return sum(deployment.model_queue.queued for deployment in self) + held
 
     @property
     def waiting(self) -> int:
@@ -239,7 +239,7 @@ class ModelManager:
 
     def left(self, request: Request) -> None:
         """A request ended: it leaves its worker, and others may take its place."""
-        deployment = self.of_lane(request.lane)
+        deployment = self.of_lane(request.model_queue)
         if deployment is not None:
             deployment.left(request)
         self.dispatch()
@@ -265,7 +265,7 @@ class ModelManager:
         if self.first is None or self.first in failed:
             self.first = new
         if old is not None:
-            Handover(old, new, self._desk)
+            Handover(old, new, self._tracker)
         return await asyncio.shield(new.serve(failed))
 
     async def cancel_load(self) -> None:
@@ -446,7 +446,7 @@ class ModelManager:
         Each live request is in exactly one place: a queue, one worker, or a handover. Each model that is listed has its
         owner, and one that is not has no workers.
         """
-        places: dict[int, list[str]] = {id(request): [] for request in self._desk.live.values()}
+        places: dict[int, list[str]] = {id(request): [] for request in self._tracker.live.values()}
         for each in self:
             _require(each.owner is not None and not each.owner.done(), f"{each.key} has no owner")
             _require(each.state != "unloaded", f"{each.key} is listed and unloaded")
@@ -460,7 +460,7 @@ class ModelManager:
             for request in handover.held:
                 _require(id(request) in places, f"{request.id} (held) is not live")
                 places[id(request)].append("held")
-        for request in self._desk.live.values():
+        for request in self._tracker.live.values():
             found = places[id(request)]
             _require(len(found) == 1, f"{request.id} is in {found or 'no place'}")
         _require(
@@ -470,7 +470,7 @@ class ModelManager:
 
 def _serving(deployment: Deployment, adapter: str) -> Serving:
     model, tokenizer = deployment.require_ready()
-    deployment.lane.last_used = asyncio.get_running_loop().time()
+    deployment.model_queue.last_used = asyncio.get_running_loop().time()
     return Serving(
         key=deployment.key,
         name=deployment.spec.name,

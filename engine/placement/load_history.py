@@ -125,7 +125,7 @@ class LoadHistoryFile:
             _log.warning("%s cannot be written: %s", self._file, error)
 
 
-# Fitting: where the workers of one model go, from what its folder says and what earlier loads of it took.
+# PlacementPlanner: where the workers of one model go, from what its folder says and what earlier loads of it took.
 
 
 class PlacementPlanner:

@@ -80,7 +80,7 @@ class Request:
     prompt_ids: compact, as thousands may wait.  prompt_of: folder of the model whose tokenizer made them; None where
     that model is gone.
     asked, params: the sampling as it was asked for, and resolved (seed and max_tokens set).
-    lane: of the model that is to answer it.
+    model_queue: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
     the queue.  generated: every id that reached the engine so far.
     adapter_key: of the version of its adapter that it is computed with to its end, as in AdapterSpec.
@@ -102,7 +102,7 @@ class Request:
     timeout_s: float
     created: float
     stream: RequestStream
-    lane: ModelQueue
+    model_queue: ModelQueue
     asked: SamplingParams
     prompt_of: Path | None = None
     model: str = ""

@@ -25,7 +25,7 @@ _MAX_RETRY_AFTER_S = 60
 
 
 class RequestTracker:
-    """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the lane of
+    """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the queue of
     the model that is to answer it.
 
     on_left: called with each request that ended, so that whoever holds its worker can free the place.
@@ -50,15 +50,15 @@ class RequestTracker:
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
-    def check_room(self, request_id: str, client: str, lane: ModelQueue, max_queue: int, free: int) -> None:
+    def check_room(self, request_id: str, client: str, model_queue: ModelQueue, max_queue: int, free: int) -> None:
         """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers. Beyond
         `max_queue` a client is taken that has less than its share of it: nobody can fill it for the others."""
         if request_id in self.live:
             raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
-        if lane.queued >= max_queue + free and not lane.has_share_left(client, max_queue):
+        if model_queue.queued >= max_queue + free and not model_queue.has_share_left(client, max_queue):
             raise QueueFull(
-                f"{lane.queued} requests are waiting, and {max_queue} may; try again later",
-                queued=lane.queued,
+                f"{model_queue.queued} requests are waiting, and {max_queue} may; try again later",
+                queued=model_queue.queued,
                 limit=max_queue,
                 retry_after_s=self.retry_after_s(),
             )
@@ -70,15 +70,15 @@ class RequestTracker:
         if request.timeout_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
 
-    def assign(self, lane: ModelQueue, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
-        """The requests of a lane that go to a worker now, each with its worker's id."""
+    def assign(self, model_queue: ModelQueue, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
+        """The requests of a queue that go to a worker now, each with its worker's id."""
         now = _now()
-        assigned = lane.assign(slots, now)
+        assigned = model_queue.assign(slots, now)
         for request, worker in assigned:
             request.timeline.taken(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
-                lane.usage.dispatched(now - request.created)
+                model_queue.usage.dispatched(now - request.created)
         return assigned
 
     def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
@@ -99,9 +99,11 @@ class RequestTracker:
             self._finish(request, "cancelled")
         return request is not None
 
-    def cancel_queued(self, lane: ModelQueue | None = None) -> int:
+    def cancel_queued(self, model_queue: ModelQueue | None = None) -> int:
         """End every request that waits for a worker, of one model or of all, as "cancelled"; how many."""
-        waiting = [each for each in self.live.values() if each.worker is None and lane in (None, each.lane)]
+        waiting = [
+            each for each in self.live.values() if each.worker is None and model_queue in (None, each.model_queue)
+        ]
         for request in waiting:
             self._finish(request, "cancelled")
         return len(waiting)
@@ -181,7 +183,7 @@ class RequestTracker:
         now = _now()
         request.worker = None
         request.timeline.left(now)
-        request.lane.enter(request, now)
+        request.model_queue.enter(request, now)
 
     def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
         """Hand an output to its request; the times between its tokens are counted into `gaps`."""
@@ -212,7 +214,7 @@ class RequestTracker:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
         self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
-        request.lane.usage.started(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        request.model_queue.usage.started(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -231,7 +233,7 @@ class RequestTracker:
         now = _now()
         request.finish, request.error, request.finished = reason, error, now
         self.live.pop(request.id, None)
-        request.lane.leave(request, now)
+        request.model_queue.leave(request, now)
         if request.deadline is not None:
             request.deadline.cancel()
         self._account(request, reason, now)
@@ -258,10 +260,12 @@ class RequestTracker:
             choices=1 if request.choices is None else request.choices.count,
             longest=output_tokens if request.choices is None else request.choices.ended(output_tokens),
         )
-        request.lane.longest_tokens = max(request.lane.longest_tokens, ended.prompt_tokens + output_tokens)
+        request.model_queue.longest_tokens = max(
+            request.model_queue.longest_tokens, ended.prompt_tokens + output_tokens
+        )
         self._session.ended(now, ended)
         self._metrics.finished(now, reason, e2e_s)
-        request.lane.usage.ended(ended)
+        request.model_queue.usage.ended(ended)
 
     def _keep(self, request: Request, row: RequestRow) -> None:
         self.recent.append(row)

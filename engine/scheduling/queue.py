@@ -1,4 +1,4 @@
-"""Lane: one model's requests: those that wait for one of its workers, and all that are live."""
+"""ModelQueue: one model's requests, those that wait for one of its workers and all that are live."""
 
 from __future__ import annotations
 
@@ -515,12 +515,12 @@ class ModelQueue:
         self._prepared[request.id] = work
 
     def _admit(self, request: Request, now: float) -> None:
-        request.lane = self
+        request.model_queue = self
         self.last_used = now
         self._live[request.id] = request
 
     def leave(self, request: Request, now: float) -> None:
-        """A request ended, or goes to another lane."""
+        """A request ended, or goes to another queue."""
         self.last_used = now
         if (work := self._prepared.pop(request.id, None)) is not None:
             work.cancel()
@@ -529,7 +529,7 @@ class ModelQueue:
         self._live.pop(request.id, None)
 
     def take_waiting(self) -> list[Request]:
-        """Take out all that wait, in order; they are in no lane then."""
+        """Take out all that wait, in order; they are in no queue then."""
         waiting = [*self._queue.take_all(), *(self._live[request_id] for request_id in self._prepared)]
         for work in self._prepared.values():
             work.cancel()

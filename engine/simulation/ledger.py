@@ -16,9 +16,11 @@ MOMENT_S = 1.0
 class Ledger:
     """Looks at the queue, the front door and the workers as time goes on."""
 
-    def __init__(self, window: Window, lane: ModelQueue, front: FrontDoorLoad, stations: Sequence[Station]) -> None:
+    def __init__(
+        self, window: Window, model_queue: ModelQueue, front: FrontDoorLoad, stations: Sequence[Station]
+    ) -> None:
         self.outcome = Outcome(window=window)
-        self._lane = lane
+        self._model_queue = model_queue
         self._front = front
         self._stations = stations
         self._busy_s: list[tuple[float, ...]] = []
@@ -36,7 +38,9 @@ class Ledger:
         while len(moments) * MOMENT_S <= now:
             at_s = len(moments) * MOMENT_S
             behind_s = self._front.behind_s(at_s)
-            moments.append(Moment(at_s=at_s, queued=self._lane.queued, running=self._lane.running, behind_s=behind_s))
+            moments.append(
+                Moment(at_s=at_s, queued=self._model_queue.queued, running=self._model_queue.running, behind_s=behind_s)
+            )
 
     def count_live(self, change: int, now: float) -> None:
         """So many more requests are there, or fewer."""

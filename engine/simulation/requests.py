@@ -14,7 +14,7 @@ _OWN_TOKENS = 0x8000_0000
 """Tokens from here on are of one prompt alone, those below of a group."""
 
 
-def request_of(ask: Ask, number: int, lane: ModelQueue, timeout_s: float, now: float) -> Request:
+def request_of(ask: Ask, number: int, model_queue: ModelQueue, timeout_s: float, now: float) -> Request:
     """Request `number`, admitted at `now`. Its tokens say nothing but with which other prompts it begins alike."""
     shared = array("I", [ask.group]) * ask.shared_tokens if ask.group >= 0 else array("I")
     prompt_ids = shared + array("I", [_OWN_TOKENS + number]) * (ask.prompt_tokens - len(shared))
@@ -32,7 +32,7 @@ def request_of(ask: Ask, number: int, lane: ModelQueue, timeout_s: float, now: f
         timeout_s=timeout_s,
         created=now,
         stream=RequestStream(name, len(prompt_ids), _nothing),
-        lane=lane,
+        model_queue=model_queue,
         client=ask.client,
         created_at=0.0,
     )

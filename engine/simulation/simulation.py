@@ -1,4 +1,4 @@
-"""A discrete-event simulation of a cluster. What decides in it is the engine's own code: lane, dispatcher, scheduler,
+"""A discrete-event simulation of a cluster. What decides in it is the engine's own code: queue, dispatcher, scheduler,
 pages and outbox. What takes time is told by step costs, and the front door by what its work costs."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Simulation:
         self._agenda = Agenda()
         self._front = FrontDoorLoad(cluster.front)
         dispatcher = Dispatcher(page_tokens=cluster.page_tokens, salt=SALT)
-        self._lane = ModelQueue(dispatcher, UsageMeter("simulated"), 0.0)
+        self._model_queue = ModelQueue(dispatcher, UsageMeter("simulated"), 0.0)
         self._stations = [
             Station(number, SimulatedWorker(f"w{number}", cluster), cluster.max_prompts)
             for number in range(cluster.workers)
@@ -44,7 +44,7 @@ class _Simulation:
         self._by_id = {station.slot.worker: station for station in self._stations}
         self._slots = [station.slot for station in self._stations]
         self._served: dict[str, Served] = {}
-        self._ledger = Ledger(window, self._lane, self._front, self._stations)
+        self._ledger = Ledger(window, self._model_queue, self._front, self._stations)
         self._outcome = self._ledger.outcome
         self._made = 0
         self._stolen_s = 0.0
@@ -85,25 +85,25 @@ class _Simulation:
             return
         served.admitted_s = now
         self._made += 1
-        request = request_of(ask, self._made, self._lane, cluster.timeout_s, now)
+        request = request_of(ask, self._made, self._model_queue, cluster.timeout_s, now)
         self._served[request.id] = served
         self._ledger.count_live(+1, now)
-        self._lane.enter(request, now)
+        self._model_queue.enter(request, now)
         if request.timeout_s > 0:
             self._agenda.at(now + request.timeout_s, partial(self._expire, request))
         self._assign(now)
 
     def _full(self) -> bool:
-        queued = self._lane.queued
+        queued = self._model_queue.queued
         limit = self._cluster.max_queue
         return queued >= limit and queued >= limit + sum(slot.free for slot in self._slots)
 
     # -- requests go to workers ---------------------------------------------------------------------------------
 
     def _assign(self, now: float) -> None:
-        if not self._lane.queued or not self._slots:
+        if not self._model_queue.queued or not self._slots:
             return
-        for request, name in self._lane.assign(self._slots, now):
+        for request, name in self._model_queue.assign(self._slots, now):
             station = self._by_id[name]
             station.active[request.wire_id] = request
             station.count()
@@ -182,7 +182,7 @@ class _Simulation:
     def _told(self, station: Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
         if station.known is not worker:
             return  # what it told is nobody's any more
-        self._lane.stepped(station.slot.worker, batch)
+        self._model_queue.stepped(station.slot.worker, batch)
         for output in batch.outputs:
             request = station.active.get(output.request_id)
             if request is not None:
@@ -209,7 +209,7 @@ class _Simulation:
         if request.finish is not None:
             return
         request.finish = reason
-        self._lane.leave(request, now)
+        self._model_queue.leave(request, now)
         if station is not None:
             station.active.pop(request.wire_id, None)
             station.count()
@@ -253,7 +253,7 @@ class _Simulation:
         self._slots.remove(station.slot)
         lost, station.active = list(station.active.values()), {}
         station.count()
-        self._lane.forget_workers((station.slot.worker,))
+        self._model_queue.forget_workers((station.slot.worker,))
         for request in lost:
             request.worker_died()
             request.worker = None
@@ -261,7 +261,7 @@ class _Simulation:
             if request.deaths >= MAX_DEATHS:
                 self._finish(None, request, "error", now)
             else:
-                self._lane.enter(request, now)
+                self._model_queue.enter(request, now)
         self._assign(now)
 
     def _restart(self, station: Station, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Orders: what workers are to do from now on, and after each restart."""
+"""DesiredState: what workers are to do from now on, and after each restart."""
 
 from __future__ import annotations
 

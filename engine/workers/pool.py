@@ -43,8 +43,8 @@ class Pool:
         place_anew: Callable[[ModelSpec], Placement | None],
         new_id: Callable[[], str],
         count: Callable[[], int],
-        lane: ModelQueue,
-        desk: RequestTracker,
+        model_queue: ModelQueue,
+        tracker: RequestTracker,
         metrics: Metrics,
         busy: BusyTime,
         on_loaded: Callable[[Placement, Sequence[DeviceShare], int], None],
@@ -56,8 +56,8 @@ class Pool:
         self._place_anew = place_anew
         self._new_id = new_id
         self._count = count
-        self._lane = lane
-        self._desk = desk
+        self._model_queue = model_queue
+        self._tracker = tracker
         self._metrics = metrics
         self._busy = busy
         self._on_loaded = on_loaded
@@ -237,12 +237,12 @@ class Pool:
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
-        self._lane.stepped(replica.id, batch)
+        self._model_queue.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._busy.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
             self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
-        self._desk.stepped(replica, batch, before, self._lane.usage)
+        self._tracker.stepped(replica, batch, before, self._model_queue.usage)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""
@@ -253,8 +253,8 @@ class Pool:
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
-        self._lane.forget_workers((replica.id,))
-        self._desk.lost(replica.id, requests, error)
+        self._model_queue.forget_workers((replica.id,))
+        self._tracker.lost(replica.id, requests, error)
         self._on_change()
 
     def progress(self) -> LoadProgress | None:
@@ -281,7 +281,7 @@ class Pool:
 
     async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
         await stopped
-        self._lane.forget_workers((replica.id,))
+        self._model_queue.forget_workers((replica.id,))
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)

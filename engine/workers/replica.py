@@ -29,7 +29,7 @@ from engine.workers.supervision import (
     describe_silence,
 )
 
-# Hosting: the hosts of one worker, one after the other. The next starts when nothing is left of the one before.
+# HostSupervisor: the hosts of one worker, one after the other. The next starts when nothing is left of the one before.
 
 STOP_PATIENCE_S = 5.0
 
@@ -197,7 +197,7 @@ class Replica:
         self._hang_s = hang_s
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time())
-        self._vitals = Heartbeat(self._awake)
+        self._heartbeat = Heartbeat(self._awake)
         self._hosting = HostSupervisor(self)
         self.orders = DesiredState(load, self._hosting.send)
         self._retry: asyncio.TimerHandle | None = None
@@ -226,13 +226,13 @@ class Replica:
     @property
     def used(self) -> tuple[DeviceShare, ...]:
         """What it really took of each device, of a CPU with all of its process; () before its load said so."""
-        resident_bytes = self._vitals.rss_bytes if self.pid is not None else 0
+        resident_bytes = self._heartbeat.rss_bytes if self.pid is not None else 0
         return with_resident(self.model.shares, resident_bytes) if self.model is not None else ()
 
     @property
     def step_ended_at(self) -> float:
         """When the steps of its last report ended, by the loop's clock, however late that arrived."""
-        return self._vitals.step_ended_at
+        return self._heartbeat.step_ended_at
 
     @property
     def guarded(self) -> bool:
@@ -276,7 +276,7 @@ class Replica:
         """Replace the worker if it is hung; to be called every `health.CHECK_S`, with the loop's clock."""
         self._awake.turn(now)
         doing = activity(self.state, self.progress, len(self.active))
-        silent_s = self._vitals.hung_s(now, doing, self._hang_s)
+        silent_s = self._heartbeat.hung_s(now, doing, self._hang_s)
         if silent_s is not None and self.state != "stopping":
             reason = describe_silence(self.id, silent_s, doing, len(self.active))
             self._died(WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)).info, kill=True)
@@ -327,12 +327,12 @@ class Replica:
             progress=self.progress,
             stats=self.stats,
             kv_tokens=self.model.kv_tokens if self.model else 0,
-            step_s=self._vitals.step_s,
-            rss_bytes=self._vitals.rss_bytes,
+            step_s=self._heartbeat.step_s,
+            rss_bytes=self._heartbeat.rss_bytes,
             load_s=self.load_s,
             restarts=self.restarts,
             last_error=self.last_error,
-            last_step_age_s=None if self._vitals.step_at is None else now - self._vitals.step_at,
+            last_step_age_s=None if self._heartbeat.step_at is None else now - self._heartbeat.step_at,
             deaths_in_a_row=self._deaths.in_a_row,
             retry_in_s=max(0.0, self._retry.when() - now) if self._retry is not None else None,
             log_tail=self._log_tail,
@@ -350,22 +350,22 @@ class Replica:
 
     def host_begins(self) -> None:
         """HostListener: silence counts from now on."""
-        self._vitals.begin(self._loop.time())
+        self._heartbeat.begin(self._loop.time())
 
     def host_said(self, event: protocol.Event) -> None:
         """HostListener: an event of the worker's."""
         now = self._loop.time()
-        self._vitals.sign(event, now)
+        self._heartbeat.sign(event, now)
         match event:
             case protocol.Hello():
                 self._set_state("loading")
                 self._hosting.send(self.orders.load)
             case protocol.Progress(progress=progress):
-                self._vitals.progressed(progress, now)
+                self._heartbeat.progressed(progress, now)
                 self.progress = progress
                 self._owner.replica_changed(self)
             case protocol.Loaded(model=model, load_s=load_s):
-                self._vitals.ready(now, model.step_s)
+                self._heartbeat.ready(now, model.step_s)
                 self.model, self.load_s, self.progress = model, load_s, None
                 self._set_state("ready")
             case protocol.RequestStarted(request_id=request_id):
@@ -403,7 +403,7 @@ class Replica:
 
     def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
         """The worker is no use any more: give its requests back, and start another one if it ever worked."""
-        worked_s = self._vitals.worked_s
+        worked_s = self._heartbeat.worked_s
         if self.state == "stopping":
             self._let_go(kill=kill)
             return
@@ -426,7 +426,7 @@ class Replica:
     def _let_go(self, *, kill: bool) -> list[Request]:
         """Have done with the host, and take its requests from it."""
         self._hosting.let_go(kill=kill)
-        self.progress, self.stats, self._vitals = None, BackendStats(), Heartbeat(self._awake)
+        self.progress, self.stats, self._heartbeat = None, BackendStats(), Heartbeat(self._awake)
         self.orders.attached.clear()
         lost = list(self.active.values())
         self.active.clear()

@@ -119,7 +119,7 @@ def describe_exit(worker: str, exit_: WorkerExit) -> str:
     return f"worker {worker} {how}" + (f": {said}" if said else "")
 
 
-# Vitals: when one worker last gave signs of life, and what they tell of it.
+# Heartbeat: when one worker last gave signs of life, and what they tell of it.
 
 _MAX_CLOCK_DRIFT = 1e-4
 """Of the clocks of two machines, as a share of the time that passes."""

@@ -101,15 +101,15 @@ class Served:
     async def cut_off(self, asking: Coroutine[Any, Any, T], *, tokens: int) -> T:
         """What comes of a request whose time is up once it has so many tokens, in all of its answers together."""
         asked = asyncio.create_task(asking)
-        live = self.engine._desk.live
+        live = self.engine._tracker.live
         await until(lambda: sum(len(request.generated) for request in live.values()) >= tokens)
         self.expire()
         return await asked
 
     def expire(self) -> None:
         """The time of all requests is up, whatever limit they have."""
-        for request in tuple(self.engine._desk.live.values()):
-            self.engine._desk._expire(request)
+        for request in tuple(self.engine._tracker.live.values()):
+            self.engine._tracker._expire(request)
 
     async def until_row(self, **fields: object) -> None:
         """Wait until the request table has a row with these fields."""

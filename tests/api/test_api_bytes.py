@@ -183,7 +183,7 @@ async def test_a_body_that_became_a_prompt_takes_nothing_of_what_its_client_may_
 ) -> None:
     monkeypatch.setattr(request_body, "max_client_bytes", lambda request: 5000)
     asked = [asyncio.create_task(paced_api.post("/v1/completions", prompt="x" * 3000, max_tokens=1)) for _ in range(3)]
-    await until(lambda: len(paced_api.engine._desk.live) == 3)
+    await until(lambda: len(paced_api.engine._tracker.live) == 3)
     assert paced_api.backend.gate is not None
     paced_api.backend.gate.open()
     await asyncio.gather(*asked)

@@ -25,7 +25,7 @@ def make_request(prompt: list[int] | None = None, *, max_tokens: int | None = No
             "prompt_ids": prompt or [order],
             "params": params,
             "asked": params,
-            "lane": None,
+            "model_queue": None,
             "end_token_ids": (),
             "timeout_s": 0.0,
             "created": 0.0,

@@ -223,7 +223,7 @@ async def test_a_request_past_its_deadline_ends_with_what_it_has(tmp_path: Path)
         stream = engine.submit(ask("x", id="x", timeout_s=1000.0))
         gate.allow(3)
         await until(lambda: row(engine, "x").output_tokens == 3)
-        engine._desk._expire(engine._desk.live["x"])
+        engine._tracker._expire(engine._tracker.live["x"])
         answer = await read(stream)
         assert (answer.last.finish, answer.last.error) == ("timeout", None)
         assert len(answer.token_ids) == 3

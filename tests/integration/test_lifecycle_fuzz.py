@@ -361,7 +361,7 @@ class Player:
             )
         )
         self.streams.append(stream)
-        request = self.engine._desk.live[stream.request_id]
+        request = self.engine._tracker.live[stream.request_id]
         expected = answer_of(ids, tokens, request.adapter_key)
         self.reading.append(asyncio.ensure_future(self._read(stream, expected, len(ids))))
 

@@ -62,7 +62,7 @@ async def answered(stream: RequestStream, request: GenerateRequest, adapter: str
 async def began(engine: Engine, request: GenerateRequest, tokens: int = 1) -> RequestStream:
     """Submit a request and wait until so many tokens of its answer have come."""
     stream = engine.submit(request)
-    await until(lambda: len(engine._desk.live[stream.request_id].generated) >= tokens)
+    await until(lambda: len(engine._tracker.live[stream.request_id].generated) >= tokens)
     return stream
 
 
@@ -132,7 +132,7 @@ def test_a_version_of_an_adapter_moves_with_the_requests_that_use_it(tmp_path: P
         await engine.attach(AdapterSpec(name="polite", path=tmp_path))
         request, other = ask("x", max_tokens=100, adapter="polite"), ask("y", max_tokens=2)
         stream = await began(engine, request)
-        key = engine._desk.live[stream.request_id].adapter_key
+        key = engine._tracker.live[stream.request_id].adapter_key
         machine.stuck = {"a"} if room == 1 else set()
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
         await until(lambda: len(engine.snapshot().models) == 2 and (room == 1 or loading.done()))
@@ -159,7 +159,7 @@ def test_a_version_of_an_adapter_is_kept_for_requests_that_wait_for_another_mode
         running = [await began(engine, request) for request in requests]
         request = ask("z", adapter="polite")
         waiting = engine.submit(request)
-        key = engine._desk.live[waiting.request_id].adapter_key
+        key = engine._tracker.live[waiting.request_id].adapter_key
         await engine.detach("polite")
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
         await until(lambda: engine._models.queued == 1 and first_of(engine).state == "draining")
@@ -227,7 +227,7 @@ def test_a_prompt_made_anew_shares_no_system_prompt(tmp_path: Path, successor: s
         await engine.load(named(tmp_path, "a"))
         request = msgspec.structs.replace(encode("waits"), tenant="alice", shared_tokens=3)
         running, waiting = engine.submit(ask("runs")), engine.submit(request)
-        moved = engine._desk.live[waiting.request_id]
+        moved = engine._tracker.live[waiting.request_id]
         await engine.load(named(tmp_path, successor, max_model_len=500))
         assert await answered(waiting, request) == 8
         assert (moved.cache_scope, moved.shared_tokens) == ("5:alice", shared)
@@ -275,7 +275,7 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_made_anew_is_gone(tmp_p
         assert engine.cancel(waiting.request_id)
         assert (await read(waiting)).last.finish == "cancelled"
         assert (await read(running)).last.finish == "length"
-        await until(lambda: first_of(engine).lane.idle)
+        await until(lambda: first_of(engine).model_queue.idle)
 
     play(scene, room=1, max_prompts=1)
 
@@ -367,7 +367,7 @@ def test_an_adapter_stays_for_a_request_whose_prompt_is_being_made_again_as_its_
         stream = engine.submit(
             msgspec.structs.replace(slowly("slow", 60), key=replaced, model="a", adapter="polite", prompt_ids=[255])
         )
-        key = engine._desk.live[stream.request_id].adapter_key
+        key = engine._tracker.live[stream.request_id].adapter_key
         machine.stuck = {"a"}
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=2000)))
         await asyncio.sleep(5)
@@ -387,7 +387,7 @@ def test_an_adapter_stays_for_a_request_that_moves_behind_one_that_is_too_long_t
         running = await began(engine, ask("runs", max_tokens=3000))
         request = ask("z", adapter="polite")
         too_long, waiting = engine.submit(ask("x" * 300)), engine.submit(request)
-        key = engine._desk.live[waiting.request_id].adapter_key
+        key = engine._tracker.live[waiting.request_id].adapter_key
         machine.stuck = {"a"}
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
         await asyncio.sleep(5)

@@ -260,7 +260,7 @@ async def test_an_unload_that_fails_unforeseen_ends_all_the_same(
     async with started(Backends(FakeBackend(load_error=RuntimeError("no")))) as engine:
         with pytest.raises(ModelLoadFailed):
             await engine.load(named(tmp_path, "a"))
-        ends = engine._desk.end
+        ends = engine._tracker.end
         calls = iter([True])
 
         def fail_once(*given: object) -> None:
@@ -268,7 +268,7 @@ async def test_an_unload_that_fails_unforeseen_ends_all_the_same(
                 raise ZeroDivisionError("surprise")
             ends(*given)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(engine._desk, "end", fail_once)
+        monkeypatch.setattr(engine._tracker, "end", fail_once)
         await engine.unload()
         assert engine.snapshot().models == ()
 
@@ -278,11 +278,11 @@ async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
 ) -> None:
     async with started() as engine:
         await engine.load(named(tmp_path, "a"))
-        lane = next(iter(engine._models)).lane
-        lane._live["x"] = None  # type: ignore[assignment]
+        model_queue = next(iter(engine._models)).model_queue
+        model_queue._live["x"] = None  # type: ignore[assignment]
         engine._pulse._prove()
         engine._pulse._prove()
-        del lane._live["x"]
+        del model_queue._live["x"]
         assert caplog.text.count("accounts do not agree") == 1
 
 

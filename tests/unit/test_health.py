@@ -60,55 +60,55 @@ def test_time_in_which_the_loop_stood_still_does_not_count() -> None:
 
 def test_a_worker_that_reports_is_well_however_long_it_works() -> None:
     clock = AwakeClock(0.0)
-    vitals = Heartbeat(clock)
-    vitals.begin(0.0)
-    vitals.ready(0.0)
+    heartbeat = Heartbeat(clock)
+    heartbeat.begin(0.0)
+    heartbeat.ready(0.0)
     for second in range(1, 1000):
         clock.turn(second)
-        assert vitals.hung_s(second, "working", 3.0) is None
+        assert heartbeat.hung_s(second, "working", 3.0) is None
         if second % 2 == 0:
-            vitals.sign(StepBatch(outputs=[], stats=BackendStats()), second)
+            heartbeat.sign(StepBatch(outputs=[], stats=BackendStats()), second)
     clock.turn(1000)
     clock.turn(1002)
-    assert vitals.hung_s(1002, "working", 3.0) == 4.0
-    assert vitals.worked_s == 998
+    assert heartbeat.hung_s(1002, "working", 3.0) == 4.0
+    assert heartbeat.worked_s == 998
 
 
 def test_the_warm_up_counts_as_a_step() -> None:
-    vitals = Heartbeat(AwakeClock(0.0))
-    vitals.begin(0.0)
+    heartbeat = Heartbeat(AwakeClock(0.0))
+    heartbeat.begin(0.0)
     for done, now in ((0, 10.0), (1, 52.0)):
-        vitals.progressed(LoadProgress(phase="warm_up", done=done, total=1, unit="steps"), now)
-    vitals.ready(53.0)
-    assert vitals.slowest_step_s == 43.0
+        heartbeat.progressed(LoadProgress(phase="warm_up", done=done, total=1, unit="steps"), now)
+    heartbeat.ready(53.0)
+    assert heartbeat.slowest_step_s == 43.0
 
 
 def test_what_a_load_says_of_its_largest_step_counts_before_the_warm_up() -> None:
-    vitals = Heartbeat(AwakeClock(0.0))
-    vitals.begin(0.0)
-    vitals.progressed(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"), 10.0)
-    vitals.ready(12.0, step_s=15.0)
-    assert vitals.slowest_step_s == 15.0
+    heartbeat = Heartbeat(AwakeClock(0.0))
+    heartbeat.begin(0.0)
+    heartbeat.progressed(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"), 10.0)
+    heartbeat.ready(12.0, step_s=15.0)
+    assert heartbeat.slowest_step_s == 15.0
 
 
 def test_steps_that_are_reported_late_and_together_keep_the_times_at_which_they_ended() -> None:
-    vitals = Heartbeat(AwakeClock(0.0))
+    heartbeat = Heartbeat(AwakeClock(0.0))
     ended = []
     for sent_s, arrived_s in ((7.0, 100.2), (7.5, 100.6), (8.0, 103.0), (8.5, 103.0), (9.0, 103.0)):
-        vitals.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=sent_s), arrived_s)
-        ended.append(vitals.step_ended_at)
+        heartbeat.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=sent_s), arrived_s)
+        ended.append(heartbeat.step_ended_at)
     assert ended == pytest.approx([100.2, 100.6, 101.1, 101.6, 102.1], abs=1e-3)
 
 
 def test_a_clock_of_another_machine_that_runs_slower_does_not_make_reports_look_later_and_later() -> None:
-    vitals = Heartbeat(AwakeClock(0.0))
+    heartbeat = Heartbeat(AwakeClock(0.0))
     for hour in range(1, 25):
         arrived_s = 3600.0 * hour
-        vitals.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=arrived_s * (1 - 5e-5)), arrived_s)
-    assert vitals.step_ended_at == pytest.approx(24 * 3600.0, abs=0.01)
+        heartbeat.sign(StepBatch(outputs=[], stats=BackendStats(), sent_s=arrived_s * (1 - 5e-5)), arrived_s)
+    assert heartbeat.step_ended_at == pytest.approx(24 * 3600.0, abs=0.01)
 
 
 def test_a_worker_that_does_not_say_when_it_sent_a_report_sent_it_as_it_arrived() -> None:
-    vitals = Heartbeat(AwakeClock(0.0))
-    vitals.sign(StepBatch(outputs=[], stats=BackendStats()), 5.0)
-    assert vitals.step_ended_at == 5.0
+    heartbeat = Heartbeat(AwakeClock(0.0))
+    heartbeat.sign(StepBatch(outputs=[], stats=BackendStats()), 5.0)
+    assert heartbeat.step_ended_at == 5.0

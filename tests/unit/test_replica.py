@@ -129,7 +129,7 @@ def request() -> Request:
         "end_token_ids": (),
         "timeout_s": 0,
         "created": 0.0,
-        "lane": None,
+        "model_queue": None,
         "stream": RequestStream(f"r{order}", 2, lambda: None),
     }
     known = {field.name for field in fields(Request)}

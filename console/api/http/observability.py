@@ -76,7 +76,7 @@ def add_work(request: web.Request, work: EngineWork) -> None:
 
 
 def observability_middleware(watchers: Iterable[RequestObserver]) -> Middleware:
-    """Tells the watchers of every request, whatever becomes of it. The outermost middleware but for none."""
+    """Tells the observers of every request, whatever becomes of it. The outermost middleware but for none."""
 
     @web.middleware
     async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -139,15 +139,15 @@ class BenchContext:
         return items(mix, self._material, seed=self._seed, salt=salt, lead=lead, count=count, first=first)
 
     async def closed(self, clients: Sequence[Iterator[Item]]) -> Run:
-        """Crowd.closed."""
+        """ClientPool.closed."""
         return await self._crowd.closed(clients)
 
     async def opened(self, sent: Sequence[Item], max_concurrent: int | None = None) -> Run:
-        """Crowd.opened."""
+        """ClientPool.opened."""
         return await self._crowd.opened(sent, max_concurrent)
 
     async def beside(self, mix: Mix, streams: int, late: Item, *, settle_tokens: int) -> tuple[list[Record], Record]:
-        """Crowd.beside, with streams of a mix."""
+        """ClientPool.beside, with streams of a mix."""
 
         def endless(stream: int) -> Iterator[Item]:
             for turn in itertools.count():
