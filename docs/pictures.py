@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 if TYPE_CHECKING:
-    from console.bench.benches import Benches
+    from console.bench.bench_runs import Benches
     from console.runtime.loops import LoopThread
 
 SIZE = (136, 42)

@@ -32,8 +32,8 @@ from console.api.http.request_body import (
     with_expect_handler,
 )
 from console.api.openapi import OpenApi
-from console.api.operations import Operations
 from console.api.pages.pages import Pages
+from console.api.status_endpoints import Operations
 from console.link.protocol import EngineLink
 
 

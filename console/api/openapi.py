@@ -1,4 +1,4 @@
-"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`described.py`), of the
+"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`requests/schemas.py`), of the
 schemas that bodies are read with, and of those that answers are written with. Nothing is written down twice."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping, Sequence
 
-from console.bench.about import BENCH_DESCRIPTIONS
+from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.bench.flags import description, plan_from, written
 from console.bench.kinds import PLANS, Plan
 from console.bench.kinds.base import BenchPart

@@ -21,8 +21,8 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.bench.child import Child, say
 from console.bench.engines import all_ready
-from console.bench.instant import InstantWorkers
 from console.bench.plan import Plan, plan_for
+from console.bench.zero_cost_worker import InstantWorkers
 from console.runtime.logs import logging_to
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from console.bench.bare import BareLoop
+from console.bench.bare_backend import BareLoop
 from console.bench.engines import run_round, running
 from console.bench.plan import Plan, Spread, Timing
 from console.bench.progress import Show
+from console.bench.queued_memory import WaitingReport, measure_waiting
 from console.bench.text import table
-from console.bench.waiting import WaitingReport, measure_waiting
 
 
 class OverheadReport(msgspec.Struct, frozen=True, kw_only=True):

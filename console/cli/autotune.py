@@ -25,7 +25,7 @@ from console.tuning.autotune.knob_space import KNOBS, SearchLimits
 from console.tuning.autotune.load import Mix, asked_mix
 from console.tuning.autotune.space import LEAST_CACHE_BITS, KnobName
 from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
-from console.tuning.autotune.tuning import traced_mix
+from console.tuning.autotune.tuning_runs import traced_mix
 from engine.errors import InvalidRequest
 from engine.text.printable import printable
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import msgspec
 
+from console.bench.api_overhead import HttpReport, http_text, measure_http
 from console.bench.comparison import TIE, Comparison, compare
+from console.bench.console_latency import measure_screen
 from console.bench.export import csv_text, plot
 from console.bench.history import BenchHistory, Kept
-from console.bench.http import HttpReport, http_text, measure_http
 from console.bench.kinds import PLANS
 from console.bench.overhead import OverheadReport, measure_overhead, overhead_text
 from console.bench.plan import plan_for
 from console.bench.progress import Progress
 from console.bench.result import BenchResult, encoded, read_result
-from console.bench.screen import measure_screen
 from console.bench.screen_report import ScreenReport, screen_text
 from console.bench.text import around, result_text, table, titled
 from console.bench.workers import WorkersReport, measure_workers, workers_text

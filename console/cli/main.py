@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from console.runtime.output import open_closed_streams, redirected_stream, say, write
-from console.settings.file import sample
+from console.settings.config_file import sample
 from console.settings.schema import (
     APP_NAME,
     TUNED_FILE,

@@ -23,8 +23,15 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster, Death, FrontDoor
 from engine.simulation.outcome import Slo
-from engine.simulation.questions import MOST_WORKERS, DeathAnswer, Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel
+from engine.simulation.what_if import (
+    MOST_WORKERS,
+    DeathAnswer,
+    Goal,
+    front_door_limit,
+    node_death,
+    workers_needed,
+)
 
 # The flags of `ericllm plan`.
 

@@ -26,7 +26,7 @@ from engine.worker.outbox import Outbox
 from engine.worker.protocol import Codec, Load, StepBatch
 from engine.worker.requests import Requests
 
-# Measures steps of a backend, as the loop of a worker does them. See console.planning.meter for the process.
+# Measures steps of a backend, as the loop of a worker does them. See console.planning.step_timer for the process.
 
 _DECODE_STEPS = 6
 _BETWEEN_STEPS = 2
@@ -191,7 +191,7 @@ class MeasuredWorker:
 
     async def __aenter__(self) -> MeasuredWorker:
         """Start it and load the model."""
-        self._child = await Child.start("the measured worker", "console.planning.meter", self._order)
+        self._child = await Child.start("the measured worker", "console.planning.step_timer", self._order)
         try:
             self.loaded = msgspec.json.decode(await self._child.line(), type=Loaded)
         except BaseException:

@@ -9,8 +9,8 @@ import msgspec
 from console.bench.text import table
 from engine.simulation.cluster import Cluster
 from engine.simulation.outcome import Miss, Slo, Summary
-from engine.simulation.questions import DeathAnswer, FrontAnswer, Goal, WorkersAnswer
 from engine.simulation.step_costs import MeasuredModel
+from engine.simulation.what_if import DeathAnswer, FrontAnswer, Goal, WorkersAnswer
 
 # Why requests do not count as served, in words with numbers.
 

@@ -20,10 +20,10 @@ from engine.errors import EngineError, ModelNotFound
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local, sketched
-from engine.placement.costs import Workload
 from engine.placement.estimate import DeviceEstimate, Estimate, estimate
 from engine.placement.facts import read_facts
 from engine.placement.load_history import LoadHistoryFile
+from engine.placement.model_memory import Workload
 from engine.placement.plan import candidates
 from engine.snapshot import DeviceReading
 from engine.text.printable import printable

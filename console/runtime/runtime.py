@@ -17,18 +17,18 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
-from console.bench.benches import Benches
+from console.bench.bench_runs import Benches
 from console.link.protocol import ApiStatus, EngineLink, Fetching
 from console.runtime.doctor import diagnose
 from console.runtime.estimate import estimate_for
 from console.runtime.loading import LookupFunction, ModelChoice, ModelLookup, backend_for, engine_config, find_model
 from console.runtime.loops import CurrentLoop
 from console.runtime.operator import RuntimeOperator
-from console.settings.live import LiveSettings
+from console.settings.running_settings import LiveSettings
 from console.settings.schema import Settings, data_dir
 from console.settings.secrets import folder_warnings, key_warnings, read_secret
 from console.settings.sources import Sources, changed
-from console.tuning.autotune.tuning import Tuning
+from console.tuning.autotune.tuning_runs import Tuning
 from console.tuning.profiles import settings_for
 from engine.config import AdapterSpec, ModelSpec
 from engine.devices import parse_devices

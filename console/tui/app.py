@@ -17,7 +17,7 @@ from textual.screen import Screen
 
 from console import text
 from console.adviser import Adviser
-from console.bench.about import BENCH_DESCRIPTIONS
+from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.link.protocol import ApiStatus, EngineLink
 from console.link.status import LinkStatus, link_status
 from console.tui import in_view, keymap, modes

@@ -10,7 +10,7 @@ from typing import Any
 
 from textual.app import App
 
-from console.settings.file import WatchedFiles
+from console.settings.config_file import WatchedFiles
 from console.tui import bindings
 from console.tui.keys_file import KeysFile, checked, keys_path, read_keys
 from console.tui.theme import (

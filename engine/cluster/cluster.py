@@ -14,8 +14,8 @@ from typing import Protocol
 
 from engine.cluster import messages
 from engine.cluster.client import DriverClient
-from engine.cluster.host import RayHost, gpus_of
 from engine.cluster.names import join_device, name_nodes, named_reading
+from engine.cluster.ray_host import RayHost, gpus_of
 from engine.config import ModelSpec
 from engine.devices import DeviceProbe, new_probe
 from engine.errors import ClusterUnavailable, EngineError, InvalidRequest, NodeGone

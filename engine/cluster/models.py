@@ -45,7 +45,7 @@ def fetch(model: ModelPlace, *, report: Callable[[LoadProgress], None], cancelle
     """Fetch the very commit that the engine has. Raises ModelLoadFailed and its children."""
     found = _hub_commit(path_on_node(model))
     if found is not None:
-        from engine.models.hub import download
+        from engine.models.hub_download import download
 
         download(*found, report=report, cancelled=cancelled)
 

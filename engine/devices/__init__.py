@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.devices.accounts import BusyTime, Claim, account, claim_of, shares_of, split_memory
-from engine.devices.host import HostProbe, cpu_name, usable_cores
+from engine.devices.cpu_and_ram import HostProbe, cpu_name, usable_cores
 from engine.devices.nvml import NvmlProbe, visible_devices
 from engine.devices.simulated import SimulatedProbe, parse_devices, simulated_readings
 from engine.snapshot import DeviceReading

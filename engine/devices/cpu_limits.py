@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.devices.host import cpu_name, usable_cores
+from engine.devices.cpu_and_ram import cpu_name, usable_cores
 from engine.doctor.probe_process import ProbeFailed, ask
 from engine.errors import EngineError
 from engine.snapshot import DeviceLimits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from engine.config import format_number
-from engine.devices.host import HostProbe
+from engine.devices.cpu_and_ram import HostProbe
 from engine.errors import InvalidRequest
 from engine.snapshot import DeviceReading
 

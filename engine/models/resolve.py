@@ -71,7 +71,7 @@ def resolve(
         return _made(name, report, cancelled)
     if not is_hub_id(name):
         raise _not_found(name, folders)
-    from engine.models.hub import download
+    from engine.models.hub_download import download
 
     repo_id, revision = _split(name)
     return download(repo_id, revision, report=report, cancelled=cancelled)

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from engine.config import ModelSpec
-from engine.placement.costs import Correction, Workload
 from engine.placement.facts import ModelFacts
+from engine.placement.model_memory import Correction, Workload
 from engine.placement.plan import Placement, Plan, Seat, plan
 from engine.snapshot import DeviceReading
 

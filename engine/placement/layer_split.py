@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from engine.placement.costs import ModelCosts
+from engine.placement.model_memory import ModelCosts
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.config import DeviceShare
 from engine.devices import account
-from engine.placement.costs import RUNTIME_BYTES
+from engine.placement.model_memory import RUNTIME_BYTES
 from engine.snapshot import DeviceReading, WorkerState
 
 _TO_COME = ("starting", "loading", "restarting")

@@ -43,7 +43,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """N workers of the same kind, numbered, so many to a node. The other names are those of EngineConfig.
 
     kv_tokens: what the KV pages of one worker hold.  hop_s: from the engine's loop to a worker or back.
-    course: how the speed of a worker goes up and down, see engine.simulation.course; empty where it stays the same.
+    course: how the speed of a worker goes up and down, see engine.simulation.speed_drift; empty where it stays the
+    same.
     """
 
     costs: StepCosts

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
-from engine.simulation.course import measured_course
 from engine.simulation.least_squares import solve_robustly
+from engine.simulation.speed_drift import measured_course
 from engine.simulation.step_costs import StepCosts, StepFit, StepSample
 
 LEAST_SAMPLES = 16

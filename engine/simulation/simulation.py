@@ -10,15 +10,15 @@ from engine.backends.base import FinishReason
 from engine.metrics.meter import UsageMeter
 from engine.requests.request import MAX_DEATHS, Request
 from engine.scheduling.queue import Dispatcher, ModelQueue
+from engine.simulation.accounting import Ledger
 from engine.simulation.agenda import Agenda
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Ask, Demand
 from engine.simulation.front_door import FrontDoorLoad
-from engine.simulation.ledger import Ledger
 from engine.simulation.outcome import WHOLE, Fate, Outcome, Served, Window
 from engine.simulation.requests import request_of
-from engine.simulation.station import Station
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
+from engine.simulation.worker_slot import Station
 from engine.worker.protocol import RequestOutput, StepBatch
 
 _FATES: dict[FinishReason, Fate] = {"length": "answered", "stop": "answered", "timeout": "timeout"}

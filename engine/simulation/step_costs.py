@@ -125,7 +125,7 @@ class StepFit(msgspec.Struct, frozen=True, kw_only=True):
     error_median, error_p95: how far a step is from what the prices say, as a share of it.  bias: seconds of all steps
     together against what the prices say, as a share.  explained: the share of the steps' variance (R squared) that
     they explain.  outliers: steps so far off that they counted little.  course: how the speed of the machine
-    went meanwhile, see engine.simulation.course; empty where that was not kept.
+    went meanwhile, see engine.simulation.speed_drift; empty where that was not kept.
     """
 
     costs: StepCosts

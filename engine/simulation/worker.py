@@ -10,8 +10,8 @@ from engine.backends.torch.scheduler.page_pool import PagePool
 from engine.backends.torch.scheduler.scheduler import Scheduler
 from engine.backends.torch.scheduler.sequences import Plan, Sequence
 from engine.simulation.cluster import Cluster
-from engine.simulation.course import Course
-from engine.simulation.leap import Pace, advance, steps_ahead
+from engine.simulation.fast_forward import Pace, advance, steps_ahead
+from engine.simulation.speed_drift import Course
 from engine.simulation.step_costs import StepShape
 from engine.worker.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 from engine.worker.protocol import StepBatch

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from console.api.operations import Operations
+from console.api.status_endpoints import Operations
 from engine.config import EngineConfig
 from tests.api.harness import PATIENCE_S, Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from console.api.operations import is_stalled
 from console.api.server import ApiSettings
+from console.api.status_endpoints import is_stalled
 from engine.engine import Engine
 from engine.snapshot import Snapshot, WorkerReading
 from tests.api.harness import Served, serving

@@ -16,7 +16,7 @@ from aiohttp import web
 from console.link.chat import ChatDelta, ChatMessage, DeltaFeed
 from console.link.frames import Frame, FrameEvent, to_plain
 from console.link.remote import chat, http
-from console.link.remote.connection import Connection
+from console.link.remote.frame_reader import Connection
 from console.link.remote.http import OutOfReach, address_of
 from console.link.remote.link import RemoteLink
 from console.link.rpc import as_link

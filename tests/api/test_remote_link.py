@@ -20,7 +20,7 @@ from console.link.frames import Frame, FrameEvent, to_plain
 from console.link.protocol import LoadSettings
 from console.link.readonly import ReadOnly, ReadOnlyLink
 from console.link.remote.chat import chat_body
-from console.link.remote.connection import Connection
+from console.link.remote.frame_reader import Connection
 from console.link.remote.http import NotAllowed, OutOfReach, address_of
 from console.link.remote.link import Polled, RemoteLink
 from console.link.rpc import CALLS, as_link

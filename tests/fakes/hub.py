@@ -206,5 +206,5 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     monkeypatch.setenv("HF_TOKEN_PATH", str(cache.parent / "no-token"))
     for variable in ("HF_HUB_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("engine.models.hub._POLL_S", 0.005)
-    monkeypatch.setattr("engine.models.hub._PATIENCE_S", 0.05)
+    monkeypatch.setattr("engine.models.hub_download._POLL_S", 0.005)
+    monkeypatch.setattr("engine.models.hub_download._PATIENCE_S", 0.05)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from console.bench.about import BENCH_DESCRIPTIONS
 from console.bench.comparison import headline, settings_text
+from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.bench.result import BenchResult
 from console.link.benches import BenchEntry, BenchField, BenchForm, BenchOrder, BenchReport
 from engine.errors import InvalidRequest

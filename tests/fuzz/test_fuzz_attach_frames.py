@@ -15,7 +15,7 @@ import pytest
 
 from console.link.bounded_decode import decode_json
 from console.link.frames import Frame, FrameEvent, diff, from_plain, to_plain
-from console.link.remote.connection import Connection
+from console.link.remote.frame_reader import Connection
 from console.link.remote.http import OutOfReach, address_of
 from console.link.rpc import CALLS, Call, NullConversation, RpcLink, as_link
 from console.tui.app import EricApp

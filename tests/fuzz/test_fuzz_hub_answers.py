@@ -39,8 +39,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     folder = write_model(tmp_path / "made", {"w": ("BF16", (10, 10))})
     with serve_hub() as hub:
         use_hub(monkeypatch, hub.url, tmp_path / "place" / "cache")
-        monkeypatch.setattr("engine.models.hub._RETRY_S", 0)
-        monkeypatch.setattr("engine.models.hub.MAX_WAIT_S", 0)
+        monkeypatch.setattr("engine.models.hub_download._RETRY_S", 0)
+        monkeypatch.setattr("engine.models.hub_download.MAX_WAIT_S", 0)
         hub.repos["org/name"] = FakeRepo({file.name: file.read_bytes() for file in folder.iterdir()})
         yield hub
 

@@ -20,9 +20,9 @@ from engine.devices import simulated_readings
 from engine.errors import EngineError
 from engine.models.headers import weight_files
 from engine.models.inspect import inspect
-from engine.placement.costs import Workload
 from engine.placement.estimate import estimate
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import Workload
 from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_model

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.bare import BareLoop
-from console.bench.http import http_text, measure_http
+from console.bench.api_overhead import http_text, measure_http
+from console.bench.bare_backend import BareLoop
 from console.bench.http_server import Order, ServerProcess
 from console.bench.overhead import OverheadReport, overhead_text
 from console.bench.plan import PROMPT_TOKENS, Spread, numbers_of, plan_for
+from console.bench.queued_memory import WaitingReport
 from console.bench.text import table
-from console.bench.waiting import WaitingReport
 from console.bench.workers import measure_workers, workers_text
 from console.cli.main import main
 from engine.errors import InvalidRequest, WorkerFailed

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.bench.benches import FOLDER, Benches
+from console.bench.bench_runs import FOLDER, Benches
 from console.bench.history import BenchHistory
 from console.bench.result import read_result
 from console.link.benches import BenchOrder

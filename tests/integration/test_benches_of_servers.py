@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.benches import Benches
+from console.bench.bench_runs import Benches
 from console.bench.forms import MOST_TRACE_BYTES
 from console.link.benches import BenchOrder, BenchServer
 from engine.engine import Engine

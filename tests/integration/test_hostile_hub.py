@@ -345,7 +345,7 @@ def test_a_size_that_no_disk_has_is_refused_where_the_list_has_none(hub: FakeHub
 def test_a_connection_that_breaks_off_is_made_again(
     hub: FakeHub, repo: FakeRepo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.hub._RETRY_S", 0)
+    monkeypatch.setattr("engine.models.hub_download._RETRY_S", 0)
     broken: list[str] = []
 
     def script(method: str, path: str) -> Scripted | None:
@@ -362,7 +362,7 @@ def test_a_connection_that_breaks_off_is_made_again(
 def test_a_hub_that_is_busy_is_asked_again_but_not_for_ever(
     hub: FakeHub, repo: FakeRepo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.models.hub.MAX_WAIT_S", 0)
+    monkeypatch.setattr("engine.models.hub_download.MAX_WAIT_S", 0)
     hub.script = for_file(WEIGHTS, lambda method: None if method == "HEAD" else Scripted(429, {"Retry-After": "9" * 6}))
     assert "answered 429 for org/name" in refused()
     assert len([line for line in hub.requests if line.startswith("GET") and line.endswith(WEIGHTS)]) == 6

@@ -305,6 +305,6 @@ def test_a_cache_that_cannot_be_written_is_told(
     def fail(*args: object, **settings: object) -> None:
         raise error
 
-    monkeypatch.setattr("engine.models.hub.fetch_file", fail)
+    monkeypatch.setattr("engine.models.hub_download.fetch_file", fail)
     with pytest.raises(ModelLoadFailed, match=sentence):
         resolve("org/name", [])

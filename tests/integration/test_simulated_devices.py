@@ -13,8 +13,8 @@ from engine.backends.base import BackendRequest, BackendStats, LoadedModel
 from engine.backends.torch.backend import TorchBackend
 from engine.config import AttentionName, DeviceShare, ModelSpec, SamplingParams
 from engine.devices import simulated_readings
-from engine.placement.costs import Workload
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import Workload
 from engine.placement.plan import place
 from engine.worker.hosts import ProcessHost, ThreadHost, WorkerHost
 from engine.worker.protocol import Load, Loaded, LoadFailed, LogLine, StepBatch, Submit

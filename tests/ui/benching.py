@@ -6,7 +6,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from console.bench.about import BENCH_DESCRIPTIONS
+from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.link.benches import BenchReport
 from console.tui.app import EricApp
 from console.tui.screens.benches.form import BenchFormScreen

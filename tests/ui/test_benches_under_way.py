@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.bench.about import BENCH_DESCRIPTIONS
+from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.link.benches import BenchOrder, BenchReport
 from console.link.readonly import ReadOnlyLink
 from console.link.rpc import as_link

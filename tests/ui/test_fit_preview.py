@@ -9,7 +9,7 @@ from console.link.protocol import LoadSettings
 from console.tui.app import EricApp
 from console.tui.screens.models.panel import fit_lines
 from engine.errors import InsufficientMemory
-from engine.placement.costs import Correction
+from engine.placement.model_memory import Correction
 from tests.fakes import estimates, scenes
 from tests.fakes.link import MODELS, FakeLink
 from tests.ui.seen import foretold, listed, screen_text, selected, until

@@ -7,7 +7,7 @@ import pytest
 from console.link.frames import Frame
 from console.link.protocol import ApiStatus
 from console.link.readonly import ReadOnlyLink
-from console.link.remote.connection import Connection
+from console.link.remote.frame_reader import Connection
 from console.link.rpc import as_link
 from console.link.status import LinkStatus
 from console.tui.app import EricApp

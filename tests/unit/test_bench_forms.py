@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from console.bench.about import BENCH_DESCRIPTIONS, DIALECT_DESCRIPTIONS
 from console.bench.comparison import headline, settings_text
+from console.bench.descriptions import BENCH_DESCRIPTIONS, DIALECT_DESCRIPTIONS
 from console.bench.dialects import DIALECTS
 from console.bench.flags import plan_from
 from console.bench.forms import FIELDS, MOST_TOKENS, check_size, forms, ordered

@@ -8,9 +8,9 @@ import pytest
 
 from engine.backends.base import LoadedModel
 from engine.cluster.cluster import check_address
-from engine.cluster.host import gpus_of
 from engine.cluster.messages import NodeSight
 from engine.cluster.names import gpu_share, name_nodes, translation, visible_gpus
+from engine.cluster.ray_host import gpus_of
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InvalidRequest
 

@@ -35,10 +35,10 @@ from tests.fakes.hostile import HOSTILE, hostile
 PRINTS_ITSELF = {
     "runtime/output.py": "the one place",
     "runtime/headless.py": "its warning is red",
-    "bench/bare.py": "a child process, read by its parent",
+    "bench/bare_backend.py": "a child process, read by its parent",
     "bench/child.py": "likewise",
     "bench/http_server.py": "likewise",
-    "planning/meter.py": "likewise",
+    "planning/step_timer.py": "likewise",
 }
 
 

@@ -18,7 +18,8 @@ from engine.config import ModelSpec
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.headers import read_header
 from engine.models.inspect import split_into_parts
-from engine.placement.costs import (
+from engine.placement.facts import read_facts
+from engine.placement.model_memory import (
     MAX_HEAD_COPY_BYTES,
     Correction,
     ModelCosts,
@@ -27,7 +28,6 @@ from engine.placement.costs import (
     costs_of,
     device_kind,
 )
-from engine.placement.facts import read_facts
 from engine.system.processor import cpu_flags, native_bfloat16
 from tests.fakes.model_folders import write_model, write_safetensors
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
-from engine.devices.host import held_bytes
+from engine.devices.cpu_and_ram import held_bytes
 from engine.devices.sampler import DeviceSampler
 from engine.snapshot import DeviceReading
 from engine.system.memory import Ram, read_ram

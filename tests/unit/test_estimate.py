@@ -19,9 +19,9 @@ from engine.config import ModelSpec
 from engine.devices import HostProbe, simulated_readings
 from engine.errors import InvalidRequest
 from engine.models.resolve import resolve
-from engine.placement.costs import Correction, Workload
 from engine.placement.estimate import Estimate, estimate
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model

@@ -10,8 +10,8 @@ import pytest
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 from engine.models.inspect import inspect
-from engine.placement.costs import ModelCosts, Workload, costs_of
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import ModelCosts, Workload, costs_of
 from tests.fakes.tiny_models import MIXTURES, make_tiny_model
 
 

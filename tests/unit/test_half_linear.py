@@ -22,9 +22,9 @@ from engine.backends.torch.model.linear import (
 )
 from engine.backends.torch.weights import model_loader
 from engine.config import DtypeName, ModelSpec
-from engine.placement import costs as torch_costs
-from engine.placement.costs import ModelCosts, Workload, costs_of
+from engine.placement import model_memory as torch_costs
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import ModelCosts, Workload, costs_of
 from engine.worker import process
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model

@@ -19,8 +19,8 @@ from engine.models.discover import discover
 from engine.models.files import MAX_FILES, MAX_JSON_BYTES, is_file, open_file, read_file, read_json_object
 from engine.models.headers import MAX_TENSORS, read_header, read_headers
 from engine.models.inspect import inspect
-from engine.placement.costs import Workload, costs_of
 from engine.placement.facts import read_facts
+from engine.placement.model_memory import Workload, costs_of
 from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.hostile_folders import FOLDERS, HEADERS, Spoil, bytes_of, many

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.kv.pool import KvPool
+from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import StepPlan
 from engine.backends.torch.native.library import Kernels

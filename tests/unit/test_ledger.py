@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import DeviceShare
-from engine.placement.costs import Correction
 from engine.placement.load_history import (
     MAX_LOADS,
     MAX_MODELS,
@@ -18,6 +17,7 @@ from engine.placement.load_history import (
     measured_load,
     with_resident,
 )
+from engine.placement.model_memory import Correction
 from engine.placement.plan import Placement
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
-from engine.placement.costs import ModelCosts, device_kind
+from engine.placement.model_memory import ModelCosts, device_kind
 from engine.placement.plan import Placement, Plan, candidates, plan_costs
 from engine.snapshot import DeviceReading
 

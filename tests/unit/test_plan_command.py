@@ -17,8 +17,8 @@ from engine.simulation.cluster import Cluster, Death, FrontDoor
 from engine.simulation.demand import ClosedDemand, Mix, OpenDemand
 from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Slo, Window
-from engine.simulation.questions import Goal, front_door_limit, node_death, workers_needed
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
+from engine.simulation.what_if import Goal, front_door_limit, node_death, workers_needed
 
 pytestmark = pytest.mark.long
 

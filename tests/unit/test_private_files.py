@@ -19,7 +19,7 @@ from console.cli.main import main
 from console.link.recording.recorder import RecordingWriter
 from console.runtime.line_writer import LineWriter
 from console.runtime.logs import _file_handler, logging_to
-from console.settings.file import replace_file as replace_settings
+from console.settings.config_file import replace_file as replace_settings
 from console.tui.screens.logs.screen import save
 from engine.system.files import replace_file
 from engine.system.log import LogRing

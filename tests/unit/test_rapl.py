@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.devices.host import PackagePower
+from engine.devices.cpu_and_ram import PackagePower
 
 RANGE_UJ = 262_143_328_850
 

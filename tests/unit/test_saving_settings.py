@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from console.link.settings import HIDDEN, SettingRow
 from console.runtime.runtime import Runtime
-from console.settings.file import edited, replace_file, sample
+from console.settings.config_file import edited, replace_file, sample
 from console.settings.rows import setting_rows
 from console.settings.schema import Settings, fields
 from console.settings.sources import Sources, load_settings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.settings.file import sample
+from console.settings.config_file import sample
 from console.settings.schema import Settings, fields
 from console.settings.sources import load_settings
 from console.settings.values import span_s

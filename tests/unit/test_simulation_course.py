@@ -9,10 +9,10 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster
-from engine.simulation.course import STRETCH_S, Course, measured_course
 from engine.simulation.demand import Mix, OpenDemand
 from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
+from engine.simulation.speed_drift import STRETCH_S, Course, measured_course
 from engine.simulation.step_costs import StepCosts, StepSample, StepShape
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.backends.torch.scheduler.page_pool import PagePool
 from engine.backends.torch.scheduler.scheduler import Scheduler
 from engine.backends.torch.scheduler.sequences import Sequence
-from engine.simulation.leap import Pace, advance, steps_ahead
+from engine.simulation.fast_forward import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepCosts, StepShape
 from engine.simulation.worker import steps_held
 from engine.worker.outbox import Outbox

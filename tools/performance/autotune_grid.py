@@ -31,8 +31,8 @@ from console.tuning.autotune.load import Load, Mix
 from console.tuning.autotune.record import Interval, Record, Sample, Slo
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
+from console.tuning.autotune.search_loop import Tuner
 from console.tuning.autotune.space import Knob, Setting, Space
-from console.tuning.autotune.tuner import Tuner
 
 WORKERS, PROMPTS, STEP_TOKENS = (1, 2), (2, 4, 8, 16, 32, 64), (64, 512)
 START_PROMPTS = 4

@@ -30,7 +30,7 @@ from console.api.tools.calls import (
     spoken,
 )
 from console.api.tools.formats import ToolFormat, format_of, known_format
-from console.api.tools.reader import CallReader, whole
+from console.api.tools.stream_reader import CallReader, whole
 from console.api.tools.tool_use import NO_TOOLS, ToolUse, finish_of, tool_use
 
 __all__ = [

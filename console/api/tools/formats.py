@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, Shape, XmlCalls
+from console.api.tools.call_parsers import JsonCalls, MistralCalls, NamedCalls, Shape, XmlCalls
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 

@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 
 from console.api.requests.structured_output import json_grammar, lark_grammar
+from console.api.tools.call_parsers import JsonCalls, MistralCalls, NamedCalls, XmlCalls, kinds_of
 from console.api.tools.calls import Tool, ToolChoice
 from console.api.tools.formats import ToolFormat, known_format
-from console.api.tools.reader import CallReader
-from console.api.tools.shapes import JsonCalls, MistralCalls, NamedCalls, XmlCalls, kinds_of
+from console.api.tools.stream_reader import CallReader
 from engine.backends.base import FinishReason
 from engine.config import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from engine.errors import InvalidRequest

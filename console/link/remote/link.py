@@ -19,7 +19,7 @@ from console.link.chat import ChatDelta, ChatMessage, DeltaFeed, stream_deltas
 from console.link.frames import MAX_TEXT, from_plain, to_plain
 from console.link.protocol import ApiStatus
 from console.link.remote.chat import chat_body, deltas
-from console.link.remote.connection import Connection
+from console.link.remote.frame_reader import Connection
 from console.link.remote.http import Address, Instance, OutOfReach
 from console.link.rpc import Call, RpcGroup, RpcLink
 from console.link.status import LinkStatus

@@ -1,8 +1,8 @@
 """How much memory a step takes on a device beyond weights and KV pages, at most: what a CPU's allocator cannot be asked
 and a simulated device's must be known before. Integers only; nothing here imports torch.
 
-Counts the tensors of `model/decoder.py`, `attention.py` and `sampler.py` that live at the same time, as if each operation
-that may copy its input did; held against torch's own record of allocations by a test.
+Counts the tensors of `model/decoder.py`, `attention.py` and `sampler.py` that live at the same time, as if each
+operation that may copy its input did; held against torch's own record of allocations by a test.
 """
 
 from __future__ import annotations

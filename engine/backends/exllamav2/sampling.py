@@ -1,7 +1,7 @@
 """From SamplingParams to the library's sampler settings, every field said. Pure.
 
 What the library applies to the prompt too, or in a way of its own, is not asked of it: frequency and presence
-penalties, DRY, logit_bias and masks go in as one bias per token (`bias.py`), XTC is drawn around it (`jobs.py`).
+penalties, DRY, logit_bias and masks go in as one bias per token, XTC is drawn around it (`jobs.py`).
 """
 
 from __future__ import annotations

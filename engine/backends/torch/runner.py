@@ -22,7 +22,7 @@ from engine.backends.torch.cuda.recorder import readback_for, recorder_for, stag
 from engine.backends.torch.cuda.step_transfer import PlainStaging, fill_pending_ids, uploaded
 from engine.backends.torch.determinism import refuse_undetermined
 from engine.backends.torch.device_memory import DeviceMemory
-from engine.backends.torch.kv.pool import KvPool
+from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.kv.staging import ContiguousKvStaging, kv_staging_for
 from engine.backends.torch.layout import Layout
 from engine.backends.torch.model.decoder import Decoder

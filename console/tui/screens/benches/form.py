@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, Select, Static
 
-from console.bench.about import DIALECT_DESCRIPTIONS
+from console.bench.descriptions import DIALECT_DESCRIPTIONS
 from console.link.benches import BenchForm, BenchOrder, BenchServer
 from console.link.protocol import EngineLink
 from console.link.status import link_status

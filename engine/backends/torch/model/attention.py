@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.common.step_memory import MAX_SCORES_BYTES
-from engine.backends.torch.kv.pool import KvPool
+from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.step_plan import KeyView, PagedPlan, QueryGroup, StepPlan
 
 # What scores become before the softmax: scaled, and soft-capped where the model says so (Riviere et al. 2024).

@@ -1,7 +1,7 @@
 """A model's finished weights in one piece of memory for all workers of this machine that compute on its CPU.
 
-The first worker reads, casts, fuses and packs as it would alone, but into a file of RAM (`weight_file.py`,
-`sealed.py`), and computes with what lies there. The next ones find that file and map it: they neither read nor pack.
+The first worker reads, casts, fuses and packs as it would alone, but into a file of RAM (`SharedWriter`,
+`SealedFile`), and computes with what lies there. The next ones find that file and map it: they neither read nor pack.
 Where anything of this does not work here, a worker has its weights to itself, as on a GPU.
 """
 

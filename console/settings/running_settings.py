@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console.link.settings import SettingRow
-from console.settings.file import WatchedFiles, edited, replace_file
+from console.settings.config_file import WatchedFiles, edited, replace_file
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import SECRETS, Settings, flag_of
 from console.settings.sources import Sources, changed, read_file

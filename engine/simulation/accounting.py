@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.scheduling.queue import ModelQueue
 from engine.simulation.front_door import FrontDoorLoad
 from engine.simulation.outcome import Moment, Outcome, Window
-from engine.simulation.station import Station
+from engine.simulation.worker_slot import Station
 
 MOMENT_S = 1.0
 

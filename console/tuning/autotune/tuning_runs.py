@@ -17,8 +17,8 @@ from console.tuning.autotune.load import Load, Mix, asked_mix, mix_of_history, m
 from console.tuning.autotune.record import Slo
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
+from console.tuning.autotune.search_loop import Tuner, tried_of
 from console.tuning.autotune.table import Outcome, sentences
-from console.tuning.autotune.tuner import Tuner, tried_of
 from console.tuning.last_settings import model_key
 from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, settings_of
 from engine.devices import usable_cores

@@ -34,7 +34,7 @@ class BareLoop:
 
     async def __aenter__(self) -> BareLoop:
         """Start it and load the model. Raises WorkerFailed with the reason."""
-        self._child = await Child.start("the bare loop", "console.bench.bare", *self._arguments)
+        self._child = await Child.start("the bare loop", "console.bench.bare_backend", *self._arguments)
         if (await self._child.line()).strip() != _READY:
             raise WorkerFailed("the bare loop said something else than that it is ready")
         return self
