@@ -1,5 +1,5 @@
-"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`requests/schemas.py`), of the
-schemas that bodies are read with, and of those that answers are written with. Nothing is written down twice."""
+"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`requests/schemas.py`),
+of the schemas that bodies are read with, and of those that answers are written with. Nothing is written down twice."""
 
 from __future__ import annotations
 
