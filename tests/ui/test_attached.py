@@ -18,6 +18,8 @@ from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text, until
 
+pytestmark = pytest.mark.long
+
 LOST = "10.0.0.7:8000 cannot be reached: nobody listens there"
 
 

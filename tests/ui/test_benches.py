@@ -17,6 +17,8 @@ from tests.fakes import bench_scenes
 from tests.ui.benching import SIZES, app_with, link_of, opened, shown
 from tests.ui.seen import screen_text, until
 
+pytestmark = pytest.mark.long
+
 # -- results ----------------------------------------------------------------------------------------------------------
 
 

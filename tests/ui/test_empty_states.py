@@ -16,6 +16,8 @@ from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text
 
+pytestmark = pytest.mark.long
+
 READY = msgspec.structs.replace(scenes.cpu_idle(), requests=())
 WAITING = "Waiting for requests at http://127.0.0.1:8100. A curl command is on the API screen (6)"
 ON = ApiStatus(running=True, port=8100)

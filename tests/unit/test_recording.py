@@ -26,6 +26,8 @@ from engine.config import SamplingParams
 from engine.snapshot import LogEntry, RequestRow, Second, Snapshot
 from tests.fakes.link import FakeLink
 
+pytestmark = pytest.mark.long
+
 BEGAN = 1_780_000_000.0
 
 
