@@ -196,14 +196,19 @@ def _check_places(file: Path, tensors: Mapping[str, TensorHeader]) -> None:
         if begin != reached:
             raise _damaged(file, f"its tensors overlap or leave a gap at byte {min(begin, reached)} after the header")
         reached = end
-    bits, prod, replace = _BITS, math.prod, msgspec.structs.force_setattr  # there may be a hundred thousand
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
+    replace = msgspec.structs.force_setattr
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
+    for name, tensor in tensors.items():  # there may be a hundred thousand, most of them alike
         begin, end = tensor.data_offsets
-        if tensor.dtype not in bits or prod(tensor.shape) * bits[tensor.dtype] != 8 * (end - begin):
+        key = tensor.dtype, tensor.shape
+        if (kind := kinds.get(key)) is None:
+            bits = math.prod(tensor.shape) * _BITS[tensor.dtype] if tensor.dtype in _BITS else -1
+            kind = kinds[key] = sys.intern(tensor.dtype), tensor.shape, bits
+        dtype, shape, bits = kind
+        if bits != 8 * (end - begin):
             raise _damaged(file, _mismatch(name, tensor))
-        replace(tensor, "dtype", sys.intern(tensor.dtype))  # most are alike, and each would be kept
-        replace(tensor, "shape", shapes.setdefault(tensor.shape, tensor.shape))
+        replace(tensor, "dtype", dtype)  # each would be kept
+        replace(tensor, "shape", shape)
 
 
 def _mismatch(name: str, tensor: TensorHeader) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,15 +29,6 @@ def within_bounds(num_bytes: int = 0) -> Iterator[None]:
     took_s, grew = time.thread_time() - began_s, _resident("VmHWM") - before
     assert took_s <= MAX_CPU_S, f"it took {took_s:.2f} s of processor time"
     assert grew <= MAX_BYTES + num_bytes, f"it took {grew / 2**20:.0f} MiB beside {num_bytes / 2**20:.1f} MiB of input"
-
-
-def read_within_bounds(read: Callable[[], T], num_bytes: int) -> T:
-    """What `read` returns, within bounds in the best of three tries: a core that others use too computes slower."""
-    for _ in range(2):
-        with suppress(AssertionError), within_bounds(num_bytes):
-            return read()
-    with within_bounds(num_bytes):
-        return read()
 
 
 def outcome(read: Callable[[], T], num_bytes: int, *refusals: type[Exception]) -> T | str:

@@ -22,7 +22,7 @@ from engine.models.inspect import inspect
 from engine.placement.facts import read_facts
 from engine.placement.model_memory import Workload, costs_of
 from engine.text.tokenizer_config import TokenizerFolder
-from tests.fakes.bounds import outcome, read_within_bounds, within_bounds
+from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.hostile_folders import FOLDERS, HEADERS, Spoil, bytes_of, many
 from tests.fakes.model_folders import write_model
 
@@ -108,7 +108,8 @@ def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path, b
     (folder / "other.safetensors").write_bytes(many(MAX_TENSORS // 2).replace(b"model", b"other"))
     files = {f"{i:06}": ("model", "other")[i % 2] + ".safetensors" for i in range(MAX_TENSORS)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    found = read_within_bounds(lambda: inspect(folder, lambda quantisation: backend), bytes_of(folder))
+    with within_bounds(bytes_of(folder)):
+        found = inspect(folder, lambda quantisation: backend)
     assert (found.chat_template, found.context_tokens) == ("own", 2048)
 
 
