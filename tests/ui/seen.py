@@ -28,10 +28,13 @@ def screen_text(app: App[Any]) -> str:
 
 
 async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
-    """Let the app go on until something is the case."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not met():
-            await pilot.pause(0.01)
+    """Let the app go on until something is the case. Fails with the screen as it was when patience ended."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not met():
+                await pilot.pause(0.01)
+    except TimeoutError:
+        raise AssertionError(f"focused: {pilot.app.focused!r}\n{screen_text(pilot.app)}") from None
 
 
 async def listed(pilot: Pilot[None]) -> ModelTable:

@@ -45,6 +45,7 @@ async def _serve(pilot: Pilot[None]) -> None:
     await opened(pilot)
     await formed(pilot)
     await pilot.press(*TO_SERVE)
+    await shown(pilot, "at a rate of requests")
     await shown(pilot, "answer tokens 32")
 
 
@@ -144,7 +145,9 @@ async def test_a_trace_gives_the_lengths_that_nobody_typed() -> None:
     app = app_with()
     async with app.run_test(size=(80, 24)) as pilot:
         await _serve(pilot)
-        await pilot.press("tab", "tab", "tab", "tab", *"talks.json")
+        await pilot.press("tab", "tab", "tab", "tab")
+        await until(pilot, lambda: app.focused is not None and app.focused.id == "field-3")
+        await pilot.press(*"talks.json")
         await shown(pilot, "prompt tokens trace")
         await pilot.press("enter")
         lengths = {"prompt_tokens": "trace", "output_tokens": "trace", "trace": "talks.json"}

@@ -276,7 +276,7 @@ def test_a_compiler_that_hangs_is_ended_and_its_load_goes_on_with_a_warning(
         "the native kernels cannot be used: the compiler took longer than 0 s",
     )
     assert "as they cannot be used: the compiler took longer" in caplog.text
-    assert not _compilers(tmp_path)
+    _wait_until_ended(tmp_path)
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".lock"]
 
 
@@ -286,7 +286,7 @@ def test_a_load_that_is_cancelled_ends_its_compilers(tmp_path: Path, monkeypatch
     seen: list[LoadProgress] = []
     with pytest.raises(LoadCancelled):
         find_kernels(torch.bfloat16, CPU, report=seen.append, cancelled=lambda: len(seen) > 3)
-    assert not _compilers(tmp_path)
+    _wait_until_ended(tmp_path)
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".lock"]
 
 
@@ -334,8 +334,7 @@ def test_a_process_that_is_killed_takes_its_compilers_along(tmp_path: Path, monk
         assert building.is_alive()
     building.kill()
     building.join()
-    while _compilers(tmp_path):
-        pass
+    _wait_until_ended(tmp_path)
 
 
 def test_the_compiler_is_the_one_that_cxx_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,6 +487,12 @@ def _compilers(folder: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["environ"])
         if str(folder) in (process.info["environ"] or {}).get("TMPDIR", "") and process.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def _wait_until_ended(folder: Path) -> None:
+    """Wait for the compilers in `folder`: a process that was killed is gone once the system gets to it."""
+    while _compilers(folder):
+        pass
 
 
 def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
