@@ -1,0 +1,141 @@
+"""Words that no name, docstring, comment or sentence of the program may have: `python -m tools.language [PATH ...]`.
+
+Prints each with its place and the field's word, and ends with 1 if there are any. The lists are short on purpose: they
+keep out words that were in use here and that a reader has to guess at.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOMS = ("engine", "console", "tools")
+
+WHOLE_NAMES = {
+    **dict.fromkeys(("told", "tell", "tells", "telling", "said", "says"), "text, sentence, answer, report"),
+    **dict.fromkeys(("held", "taken", "lent", "lend", "kept"), "what it is: reserved, used, view, saved"),
+    **dict.fromkeys(("came", "gone", "went", "known", "met"), "what it is: received, removed, by_name, reached"),
+    **dict.fromkeys(("wear", "worn"), "apply, applied"),
+}
+"""Names that say nothing, underscores in front aside."""
+
+NAME_PARTS = {
+    **dict.fromkeys(("told", "tells", "telling"), "format, describe, report"),
+    **dict.fromkeys(("anew", "beside", "whoever", "nobody", "somebody"), "again, next_to, any, none"),
+    **dict.fromkeys(("upkeep", "habit", "habits", "naps", "vitals", "worn"), "budget, preferences, idle, heartbeat"),
+}
+"""Parts of names: words between underscores and capitals."""
+
+NAME_STARTS = {"MOST_": "MAX_", "LEAST_": "MIN_", "LONGEST_": "MAX_"}
+"""Beginnings of constants, underscores in front aside."""
+
+PHRASES = {
+    r"told|tells?|telling": "say, show, report, distinguish",
+    r"anew": "again",
+    r"beside": "next to, with, besides",
+    r"whoever|nobody|somebody": "the client, a user, no one; name who",
+    r"so many": "a number, n, as many",
+    r"\d[\d,.]* (?:\w+ )?at most": "max N",
+}
+"""In comments, docstrings and sentences."""
+
+OPENINGS = {r"What ": "a noun phrase or an imperative", r"Whether ": "Return whether, or True if"}
+"""First words of a docstring of a module, class or function."""
+
+_NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_PHRASES = [(re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A word at a line, counted from 1."""
+
+    line: int
+    word: str
+    better: str
+
+
+def findings(source: str) -> list[Finding]:
+    """Return the words in a Python source that have a better one."""
+    tree = ast.parse(source)
+    found = {finding for line, name in _names(tree) for finding in _in_name(line, name)}
+    found.update(finding for line, text in _texts(source) for finding in _in_text(line, text))
+    return sorted(found | set(_openings(tree)))
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The names that the source gives: of functions, classes, arguments, variables and attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+
+
+def _in_name(line: int, name: str) -> Iterator[Finding]:
+    bare = name.strip("_")
+    if bare in WHOLE_NAMES:
+        yield Finding(line, name, WHOLE_NAMES[bare])
+        return
+    for start, better in NAME_STARTS.items():
+        if bare.startswith(start):
+            yield Finding(line, name, better)
+    for part in _NAME_PART.findall(name):
+        if part.lower() in NAME_PARTS:
+            yield Finding(line, name, NAME_PARTS[part.lower()])
+
+
+def _texts(source: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings, line by line."""
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in kinds:
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def _in_text(line: int, text: str) -> Iterator[Finding]:
+    for phrase, better in _PHRASES:
+        for match in phrase.finditer(text):
+            yield Finding(line, match.group(), better)
+
+
+def _openings(tree: ast.AST) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node, clean=False) or ""
+        for opening, better in OPENINGS.items():
+            if text.startswith(opening):
+                yield Finding(node.body[0].lineno, f'"{opening}..."', better)
+
+
+def main(arguments: list[str]) -> int:
+    """Look at the Python files of the paths, by default of the product and its tools."""
+    files = sorted(
+        file
+        for path in map(Path, arguments or ROOMS)
+        for file in ([path] if path.is_file() else path.rglob("*.py"))
+        if file.resolve() != Path(__file__).resolve()
+    )
+    count = 0
+    for file in files:
+        for finding in findings(file.read_text()):
+            count += 1
+            print(f"{file}:{finding.line}: {finding.word}  ({finding.better})")
+    print(f"{count} words in {len(files)} files", file=sys.stderr)
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
