@@ -31,7 +31,7 @@ from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
 from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import BackendFactory, NewHost
+from engine.worker_process.hosts import BackendFactory, NewHost
 
 # Admission: what is asked becomes a request of the model that is to answer it, or is refused.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from console.bench.child import Child
-from console.bench.plan import Plan, plan_for
 from console.bench.progress import Show
+from console.planning.child import Child
+from console.planning.local_model import LocalModel, local_model
 from console.runtime.estimate import estimate_for
 from console.settings.sources import load_settings
 from engine.backends.base import BackendRequest, SequenceStats
@@ -20,11 +20,11 @@ from engine.config import EngineConfig, SamplingParams
 from engine.devices import cpu_name
 from engine.simulation.fit import fit_steps
 from engine.simulation.step_costs import MeasuredModel, StepSample, StepShape
-from engine.worker.factory import create_backend
-from engine.worker.loading import Replica, load_replica
-from engine.worker.outbox import Outbox
-from engine.worker.protocol import Codec, Load, StepBatch
-from engine.worker.requests import Requests
+from engine.worker_process.factory import create_backend
+from engine.worker_process.loading import Replica, load_replica
+from engine.worker_process.outbox import Outbox
+from engine.worker_process.protocol import Codec, Load, StepBatch
+from engine.worker_process.requests import Requests
 
 # Measures steps of a backend, as the loop of a worker does them. See console.planning.step_timer for the process.
 
@@ -148,14 +148,14 @@ def _chunks(before: Mapping[str, SequenceStats], after: Mapping[str, SequenceSta
             yield start, sequence.computed_tokens - start
 
 
-def loaded(plan: Plan, design: Design) -> Replica:
+def loaded(local: LocalModel, design: Design) -> Replica:
     """The model as a worker loads it. Raises EngineError."""
     load = Load(
-        spec=msgspec.structs.replace(plan.spec, threads=plan.threads, kv_cache_tokens=design.kv_tokens),
+        spec=msgspec.structs.replace(local.spec, threads=local.threads, kv_cache_tokens=design.kv_tokens),
         max_prompts=design.max_prompts + 1,
         step_tokens=design.step_tokens,
         page_tokens=design.page_tokens,
-        threads=plan.threads,
+        threads=local.threads,
     )
     return load_replica(load, create_backend, report=lambda progress: None, cancelled=lambda: False)
 
@@ -224,7 +224,7 @@ async def measure(
 ) -> MeasuredModel:
     """Step costs of a model here, in about so many seconds after its load. changes: settings of that. Raises
     EngineError."""
-    plan = plan_for(model, threads=threads, rounds=1, changes={**changes, **WITHOUT_GUESSES})
+    local = local_model(model, threads=threads, changes={**changes, **WITHOUT_GUESSES})
     page_tokens = EngineConfig().page_tokens
     design = Design(
         max_prompts=max_prompts, step_tokens=step_tokens, page_tokens=page_tokens, longest_tokens=LONGEST_TOKENS
@@ -232,17 +232,17 @@ async def measure(
     kv_tokens = _kv_tokens(model, design, changes)
     samples: list[StepSample] = []
     show(f"loading {model}")
-    async with MeasuredWorker(model, design, plan.threads, changes) as worker:
+    async with MeasuredWorker(model, design, local.threads, changes) as worker:
         await worker.steps(0)  # the first steps of a process are slower
         for number in range(_ROUNDS):
             show(f"measuring steps, {number + 1} of {_ROUNDS}: {len(samples)} so far")
             samples += await worker.steps(seconds / _ROUNDS)
         loaded = worker.loaded
     return MeasuredModel(
-        model=plan.spec.name,
+        model=local.spec.name,
         device=loaded.device,
         machine=cpu_name(),
-        threads=plan.threads,
+        threads=local.threads,
         max_model_len=loaded.max_model_len,
         kv_tokens=kv_tokens,
         page_tokens=page_tokens,
@@ -250,10 +250,10 @@ async def measure(
         fit=fit_steps(samples),
         max_prompts=max(sample.shape.decodes for sample in samples),
         context_tokens=max(sample.shape.context_tokens // max(1, sample.shape.decodes) for sample in samples),
-        backend=plan.spec.backend,
+        backend=local.spec.backend,
         dtype=loaded.dtype,
-        weights=plan.spec.weights,
-        cache_bits=plan.spec.cache_bits,
+        weights=local.spec.weights,
+        cache_bits=local.spec.cache_bits,
     )
 
 

@@ -19,9 +19,9 @@ from engine.backends.base import (
     TokenEvent,
     TokenMask,
 )
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Sequence as TokenSequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest
 from engine.simulation.cluster import Cluster

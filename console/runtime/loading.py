@@ -21,7 +21,7 @@ from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local
-from engine.worker.factory import exllamav2_lacks, refuse_unavailable
+from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 

@@ -22,7 +22,7 @@ from console.tui.modes import import_screens
 from engine.errors import EngineError
 from engine.snapshot import LogEntry, Snapshot
 from engine.system.runtime import reduce_gc_pauses
-from engine.worker.logs import NATIVE_LOGGER
+from engine.worker_process.logs import NATIVE_LOGGER
 
 if TYPE_CHECKING:
     from console.runtime.loading import ModelChoice

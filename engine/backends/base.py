@@ -252,7 +252,7 @@ class Backend(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request and free its pages: cancelled, or ended by the text stage. Unknown ids are fine."""
+        """Forget a request and free its pages: cancelled, or ended by the output processor. Unknown ids are fine."""
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """How many requests to work on at once; running ones beyond it finish."""

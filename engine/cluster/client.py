@@ -19,9 +19,9 @@ import msgspec
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
 from engine.system.child_process import HUB_SECRETS, ROOT, python_command, stop_signals_blocked
-from engine.worker.channel import socket_pair
-from engine.worker.process import signal_name, worker_environment
-from engine.worker.protocol import split_frames
+from engine.worker_process.channel import socket_pair
+from engine.worker_process.process import signal_name, worker_environment
+from engine.worker_process.protocol import split_frames
 
 _TAIL_LINES = 20
 _CLOSE_S = 15.0

@@ -32,7 +32,7 @@ from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, 
 from engine.snapshot import DeviceReading
 from engine.system.files import distrust, tighten_folder
 from engine.system.install_command import install_extra
-from engine.worker.protocol import split_frames
+from engine.worker_process.protocol import split_frames
 
 # All that is used of Ray, behind a face with types. For the driver process alone; imports Ray when it joins.
 

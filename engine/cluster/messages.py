@@ -141,5 +141,5 @@ News = Reply | Said | Ended
 
 
 def frame_of(body: bytes) -> bytes:
-    """A message's bytes with their length before them, as `engine.worker.protocol.split_frames` takes them apart."""
+    """A message's bytes after their length, as `engine.worker_process.protocol.split_frames` takes them apart."""
     return len(body).to_bytes(4, "big") + body

@@ -29,12 +29,12 @@ from engine.cluster.wire import Listener
 from engine.devices import DeviceProbe, computable, new_probe, usable_cores
 from engine.errors import EngineError
 from engine.snapshot import DeviceReading
-from engine.worker import protocol
-from engine.worker.hosts import WorkerExit
-from engine.worker.loading import ProgressThrottle
-from engine.worker.logs import NativeOutput
-from engine.worker.process import reap, signal_name, spawn
-from engine.worker.protocol import Codec, Event, Hello, LoadFailed, LogLine, Progress
+from engine.worker_process import protocol
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.loading import ProgressThrottle
+from engine.worker_process.logs import NativeOutput
+from engine.worker_process.process import reap, signal_name, spawn
+from engine.worker_process.protocol import Codec, Event, Hello, LoadFailed, LogLine, Progress
 
 # What must be the same on every node: the package's version, and the messages it speaks.
 

@@ -19,8 +19,8 @@ from engine.cluster.names import Translation, gpu_share, is_gpu, translation
 from engine.cluster.wire import dial, new_token
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import NodeGone
-from engine.worker.hosts import KILL_PATIENCE_S, ChannelHost, WorkerExit
-from engine.worker.protocol import Attach, Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
+from engine.worker_process.hosts import KILL_PATIENCE_S, ChannelHost, WorkerExit
+from engine.worker_process.protocol import Attach, Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
 
 DIAL_S = 10.0
 LOST_PATIENCE_S = 2.0

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.system.child_process import python_command
-from engine.worker.process import signal_name, worker_environment
+from engine.worker_process.process import signal_name, worker_environment
 
 POLL_S = 0.1
 T = TypeVar("T", bound=msgspec.Struct)

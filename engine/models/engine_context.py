@@ -12,7 +12,7 @@ from engine.metrics.meter import Metrics
 from engine.placement.load_history import LoadHistoryFile
 from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading
-from engine.worker.hosts import NewHost
+from engine.worker_process.hosts import NewHost
 from engine.workers.replica import Replica
 
 

@@ -42,7 +42,7 @@ from engine.requests.tracker import RequestTracker
 from engine.scheduling.queue import ModelQueue
 from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import BackendFactory, NewHost, host_factory
+from engine.worker_process.hosts import BackendFactory, NewHost, host_factory
 from engine.workers.replica import Replica
 
 _MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")

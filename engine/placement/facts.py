@@ -18,7 +18,7 @@ from engine.models.adapters import describe_adapter
 from engine.models.files import file_names, is_file, is_folder, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.models.inspect import ModelParts, Part, named_architecture, quantised_bits, read_context, split_into_parts
-from engine.worker.factory import resolve_backend
+from engine.worker_process.factory import resolve_backend
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES: tuple[CheckpointDtype, ...] = ("bfloat16", "float16", "float32")

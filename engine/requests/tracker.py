@@ -17,7 +17,7 @@ from engine.requests.history import RequestDetail, RequestHistory, RequestText
 from engine.requests.request import Request
 from engine.scheduling.queue import ModelQueue, Slot
 from engine.snapshot import RequestRow
-from engine.worker.protocol import RequestOutput, StepBatch
+from engine.worker_process.protocol import RequestOutput, StepBatch
 from engine.workers.replica import Replica
 
 _RECENT_REQUESTS = 50

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from engine.metrics.meter import UsageMeter
 from engine.requests.request import Request
 from engine.scheduling.routing import Fit, Router, Slot
-from engine.worker.protocol import StepBatch
+from engine.worker_process.protocol import StepBatch
 
 # A priority queue whose items may change their key or leave at any time.
 

@@ -11,7 +11,7 @@ import msgspec
 from engine.backends.base import BackendStats, PrefixChanges
 from engine.backends.common.page_keys import page_keys
 from engine.requests.request import Request
-from engine.worker.protocol import StepBatch
+from engine.worker_process.protocol import StepBatch
 
 # What a worker's step costs, learned from its steps.
 

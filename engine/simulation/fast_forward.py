@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from engine.backends.torch.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.scheduler import Scheduler
 from engine.simulation.step_costs import StepCosts, StepShape
 
 

@@ -19,7 +19,7 @@ from engine.simulation.outcome import WHOLE, Fate, Outcome, Served, Window
 from engine.simulation.requests import request_of
 from engine.simulation.worker import SALT, SimulatedWorker, Stretch
 from engine.simulation.worker_slot import Station
-from engine.worker.protocol import RequestOutput, StepBatch
+from engine.worker_process.protocol import RequestOutput, StepBatch
 
 _FATES: dict[FinishReason, Fate] = {"length": "answered", "stop": "answered", "timeout": "timeout"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.torch.scheduler.sequences import Plan
+from engine.backends.scheduler.sequences import Plan
 from engine.errors import InvalidRequest
 
 FEW_ROWS = 8

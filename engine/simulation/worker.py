@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 
 from engine.backends.base import BackendRequest, BackendStats, SequenceStats
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Plan, Sequence
 from engine.simulation.cluster import Cluster
 from engine.simulation.fast_forward import Pace, advance, steps_ahead
 from engine.simulation.speed_drift import Course
 from engine.simulation.step_costs import StepShape
-from engine.worker.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
-from engine.worker.protocol import StepBatch
+from engine.worker_process.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
+from engine.worker_process.protocol import StepBatch
 
 SALT = b"simulation"
 

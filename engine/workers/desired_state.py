@@ -10,7 +10,7 @@ from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.devices import usable_cores
 from engine.placement.plan import Placement
-from engine.worker.protocol import (
+from engine.worker_process.protocol import (
     Attach,
     Attached,
     Command,

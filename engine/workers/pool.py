@@ -16,8 +16,8 @@ from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker
 from engine.scheduling.queue import ModelQueue, Slot
-from engine.worker.hosts import NewHost
-from engine.worker.protocol import StepBatch
+from engine.worker_process.hosts import NewHost
+from engine.worker_process.protocol import StepBatch
 from engine.workers.desired_state import ModelDesiredState
 from engine.workers.replica import Replica
 from engine.workers.supervision import Backoff

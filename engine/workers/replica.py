@@ -15,9 +15,9 @@ from engine.metrics.meter import Rate
 from engine.placement.load_history import with_resident
 from engine.requests.request import Request
 from engine.snapshot import WorkerReading, WorkerState
-from engine.worker import protocol
-from engine.worker.hosts import WorkerExit, WorkerHost
-from engine.worker.protocol import CancelLoad, Command, Event
+from engine.worker_process import protocol
+from engine.worker_process.hosts import WorkerExit, WorkerHost
+from engine.worker_process.protocol import CancelLoad, Command, Event
 from engine.workers.desired_state import DesiredState
 from engine.workers.supervision import (
     AwakeClock,

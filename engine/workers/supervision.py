@@ -14,8 +14,8 @@ from engine.backends.base import LoadPhase, LoadProgress
 from engine.errors import ErrorInfo, WorkerFailed
 from engine.requests.request import QUARANTINE_DEATHS
 from engine.snapshot import WorkerState
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import Event, LogLine, StepBatch
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import Event, LogLine, StepBatch
 
 CHECK_S = 1.0
 """How often a worker is to be looked at."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 from tests.contract.driving import Subject
 from tests.fakes.exllama import FakeExllama, RealExllama

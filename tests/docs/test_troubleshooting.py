@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import console.runtime.loading
-import engine.worker.factory
+import engine.worker_process.factory
 import ericllm_main
 from console.api.server import ApiSettings
 from console.cli.main import NO_SCREEN
@@ -81,7 +81,7 @@ async def unknown(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def no_backend(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(engine.worker.factory, "exllamav2_lacks", lambda: "no NVIDIA GPU was found")
+    patch.setattr(engine.worker_process.factory, "exllamav2_lacks", lambda: "no NVIDIA GPU was found")
     return refused(model="demo", backend="exllamav2")
 
 

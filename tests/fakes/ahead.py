@@ -39,7 +39,7 @@ class Asked:
         return BackendRequest(id=name, prompt_ids=[*prompt, *self.says], params=self.params)
 
     def ends(self, events: list[TokenEvent]) -> bool:
-        """What a text stage would end it for."""
+        """Why an output processor would end it."""
         tokens = [event.token_id for event in events if event.token_id is not None]
         most = min(self.params.max_tokens or 9999, self.leaves or 9999)
         return len(tokens) >= most or not self.stops.isdisjoint(tokens)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.native.attention import Heads, NativeAttention
 from engine.backends.torch.native.library import NativeLibrary
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 from tests.fakes.coded_pages import Coded, laid, turned
 

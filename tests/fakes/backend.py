@@ -119,8 +119,8 @@ class FakeBackend:
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
     A token in banned_next becomes the next byte that is not, and one that a mask does not allow the next that it does;
     where it allows none but those, the request ends with an error.
-    It ends no request that is to have an answer: the text stage does. `submitted` and `cancelled` are kept for the
-    test to look at.
+    It ends no request that is to have an answer: the output processor does. `submitted` and `cancelled` are kept for
+    the test to look at.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from engine.backends.base import BackendStats, LoadedModel
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import (
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import (
     Command,
     Event,
     Hello,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 
 PAGE_TOKENS = 8

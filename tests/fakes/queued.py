@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.cuda import decode_graphs as graphs_module
@@ -24,7 +25,6 @@ from engine.backends.torch.cuda.step_transfer import TurnStaging, Wait
 from engine.backends.torch.native.library import Kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights import model_loader
 
 UNREAD = -987_654

@@ -12,8 +12,8 @@ from engine.backends.base import BackendRequest, BackendStats, LoadedModel, Load
 from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest, UnsupportedModel, WorkerFailed
 from engine.snapshot import DeviceReading
-from engine.worker import protocol
-from engine.worker.hosts import WorkerExit
+from engine.worker_process import protocol
+from engine.worker_process.hosts import WorkerExit
 from tests.fakes.engines import StillProbe
 
 KEPT_FREE_BYTES = 600 * 2**20

@@ -7,13 +7,13 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Sequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Sequence
 from engine.requests.request import Request
 from engine.scheduling.queue import Dispatcher, Slot
 from engine.scheduling.routing import StepPrice
-from engine.worker.protocol import RequestOutput, StepBatch
+from engine.worker_process.protocol import RequestOutput, StepBatch
 
 PAGE_TOKENS = 16
 SALT = b"salt"

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from engine.backends.base import BackendRequest
 from engine.config import ModelSpec, SamplingParams
-from engine.worker.hosts import WorkerExit, WorkerHost
-from engine.worker.protocol import Event, Hello, Load, Loaded, RequestOutput, StepBatch, Submit
+from engine.worker_process.hosts import WorkerExit, WorkerHost
+from engine.worker_process.protocol import Event, Hello, Load, Loaded, RequestOutput, StepBatch, Submit
 from tests.fakes.backend import PATIENCE_S, FakeBackend, Gate
 from tests.fakes.model import EOS_ID
 

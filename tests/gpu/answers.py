@@ -15,7 +15,7 @@ import msgspec
 
 from engine.backends.base import BackendRequest, LoadedModel, TokenEvent
 from engine.config import MAX_LOGPROBS, ModelSpec, SamplingParams
-from engine.worker.factory import create_backend
+from engine.worker_process.factory import create_backend
 
 PROMPT_LENGTHS = (1, 3, 255, 256, 257, 500, 700, 1000)
 """Around the page's 256 tokens, and several pages."""

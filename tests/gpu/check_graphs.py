@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from tests.gpu.models import TINY, plain_model
 from tests.gpu.place import Place

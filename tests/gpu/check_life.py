@@ -14,7 +14,7 @@ from engine.backends.base import Backend, BackendRequest, LoadedModel, LoadProgr
 from engine.backends.torch_common.memory import clear_workspaces
 from engine.config import BackendName, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory, LoadCancelled
-from engine.worker.factory import create_backend
+from engine.worker_process.factory import create_backend
 from tests.gpu.models import BILLION, exl2_model, plain_model, weights_bytes
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import DtypeName, ModelSpec
 from tests.gpu.answers import prompts
 from tests.gpu.models import TINY, plain_model

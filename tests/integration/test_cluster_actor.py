@@ -13,8 +13,8 @@ from engine.cluster.models import place_of
 from engine.cluster.node import WorkerActor
 from engine.cluster.wire import dial, new_token
 from engine.config import ModelSpec
-from engine.worker.hosts import ChannelHost, WorkerExit
-from engine.worker.protocol import Event, Loaded, LoadFailed, Progress, Shutdown
+from engine.worker_process.hosts import ChannelHost, WorkerExit
+from engine.worker_process.protocol import Event, Loaded, LoadFailed, Progress, Shutdown
 from tests.fakes.backend import expected_text
 from tests.fakes.hub import FakeRepo, serve_hub
 from tests.fakes.model import fake_spec, write_fake_model

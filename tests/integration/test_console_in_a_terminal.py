@@ -129,14 +129,14 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     assert load.problems == []
     assert load.tokens == [ANSWER_TOKENS] * 10
 
-    worker = next(process for process in terminal.processes() if "engine.worker" in _command(process))
+    worker = next(process for process in terminal.processes() if "engine.worker_process" in _command(process))
     worker.kill()
     assert gone([worker])
     terminal.press("F7")
     terminal.wait_for("SIGKILL")
     terminal.press("F1")
     terminal.wait_for("idle", "ready", "1 of 1 ready")
-    again = next(process for process in terminal.processes() if "engine.worker" in _command(process))
+    again = next(process for process in terminal.processes() if "engine.worker_process" in _command(process))
     assert again.pid != worker.pid
 
     terminal.press("a")
@@ -181,7 +181,7 @@ def test_the_console_attached_to_a_headless_instance_tunes_it_and_leaves_it_runn
 def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None:
     terminal.wait_for("demo", "1 of 1 ready")
     processes = terminal.processes()
-    assert any("engine.worker" in _command(process) for process in processes)
+    assert any("engine.worker_process" in _command(process) for process in processes)
     parent = next(process for process in processes if "console" in _command(process))
     parent.kill()
     assert gone(processes)

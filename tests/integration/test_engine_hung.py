@@ -13,7 +13,7 @@ import pytest
 from console.api.server import ApiServer, ApiSettings
 from engine.engine import Engine
 from engine.errors import NoModelLoaded
-from engine.worker.hosts import ProcessHost
+from engine.worker_process.hosts import ProcessHost
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import (
     PATIENCE_S,

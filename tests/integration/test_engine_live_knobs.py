@@ -40,7 +40,7 @@ async def test_threads_are_those_asked_for_or_the_cores_shared_out(
 ) -> None:
     monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 6)
     said: list[int] = []
-    monkeypatch.setattr("engine.worker.loop.limit_torch_threads", said.append)
+    monkeypatch.setattr("engine.worker_process.loop.limit_torch_threads", said.append)
     async with started() as engine:
         await engine.load(named(tmp_path, "a"))
         await engine.reconfigure(threads=2)

@@ -15,8 +15,8 @@ from engine.config import ModelSpec
 from engine.engine import Engine
 from engine.metrics.meter import ITL
 from engine.snapshot import Histogram
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import Event, RequestOutput, Submit
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import Event, RequestOutput, Submit
 from tests.fakes.engines import StillProbe, ask, config, read, until
 from tests.fakes.hosts import PlayedHost
 from tests.fakes.model import fake_spec

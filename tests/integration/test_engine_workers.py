@@ -295,7 +295,7 @@ async def test_the_cores_are_shared_out_again_as_workers_come_and_go(
 ) -> None:
     told: list[int] = []
     monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
-    monkeypatch.setattr("engine.worker.loop.limit_torch_threads", told.append)
+    monkeypatch.setattr("engine.worker_process.loop.limit_torch_threads", told.append)
     async with serving(tmp_path, Backends()) as engine:
         await engine.reconfigure(workers=4)
         await all_ready(engine)

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import AttentionFacts, Choice
 from engine.backends.paged_attention.probe import probe
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.quant.quantize import open_source
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 from engine.placement.facts import read_facts
 from tests.fakes.adapters import make_adapter

@@ -46,7 +46,7 @@ def test_no_other_process_has_a_secret_and_no_other_user_may_read_a_file(
             assert answer.status == 200
         root = psutil.Process(server.process.pid)
         children = root.children(recursive=True)
-        assert any("engine.worker" in child.cmdline() for child in children)
+        assert any("engine.worker_process" in child.cmdline() for child in children)
         told = {" ".join(child.cmdline()) for child in children if KEY in child.environ().values()}
         assert told == set()
         assert not [child for child in (root, *children) if KEY in " ".join(child.cmdline())]

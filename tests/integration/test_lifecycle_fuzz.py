@@ -18,7 +18,7 @@ from engine.engine import Engine, GenerateRequest, RequestStream
 from engine.errors import EngineError, InsufficientMemory
 from engine.placement import facts, load_history
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import WorkerExit
+from engine.worker_process.hosts import WorkerExit
 from tests.fakes.engines import read
 from tests.fakes.model import fake_spec
 from tests.fakes.scripted_workers import Machine, answer_of

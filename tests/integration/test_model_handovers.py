@@ -18,7 +18,7 @@ from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, LoadCa
 from engine.models.deployment import Deployment
 from engine.models.handover import Handover
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import WorkerExit
+from engine.worker_process.hosts import WorkerExit
 from engine.workers.pool import Pool
 from tests.fakes.engines import ask, read, until
 from tests.fakes.model import fake_spec

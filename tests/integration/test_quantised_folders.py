@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.backends.base import BackendRequest, LoadProgress
 from engine.backends.common.model_config import read_model_config
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights.decoder_loader import as_stored
 from engine.backends.torch.weights.reader import locate
 from engine.backends.torch_common import memory

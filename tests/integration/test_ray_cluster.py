@@ -20,8 +20,8 @@ from ray.cluster_utils import Cluster as RayNodes
 from engine.cluster import Cluster, open_cluster
 from engine.engine import Engine
 from engine.errors import ClusterUnavailable, NodeGone
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import Loaded, LogLine
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import Loaded, LogLine
 from tests.fakes.backend import expected_text
 from tests.fakes.engines import all_ready, ask, config, read, until
 from tests.fakes.held import Hold

@@ -17,10 +17,10 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.native_build import SWITCH
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.huge_pages import FileMapping
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights import shared as weight_file
 from engine.backends.torch.weights.reader import WeightReader

@@ -16,8 +16,8 @@ from engine.devices import simulated_readings
 from engine.placement.facts import read_facts
 from engine.placement.model_memory import Workload
 from engine.placement.plan import place
-from engine.worker.hosts import ProcessHost, ThreadHost, WorkerHost
-from engine.worker.protocol import Load, Loaded, LoadFailed, LogLine, StepBatch, Submit
+from engine.worker_process.hosts import ProcessHost, ThreadHost, WorkerHost
+from engine.worker_process.protocol import Load, Loaded, LoadFailed, LogLine, StepBatch, Submit
 from tests.fakes.backend import PATIENCE_S
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model

@@ -84,7 +84,7 @@ async def client(session: aiohttp.ClientSession, url: str, first: int, expected:
 async def kill_a_worker(server: Headless, after: asyncio.Event) -> None:
     await after.wait()
     for child in psutil.Process(server.process.pid).children():
-        if "engine.worker" in child.cmdline():
+        if "engine.worker_process" in child.cmdline():
             child.kill()
             return
 

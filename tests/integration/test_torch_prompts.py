@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModel
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes.oracle import reference_logits
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from engine.errors import WorkerFailed
-from engine.worker.hosts import ProcessHost, WorkerExit
-from engine.worker.protocol import CancelLoad, LogLine, StepBatch
+from engine.worker_process.hosts import ProcessHost, WorkerExit
+from engine.worker_process.protocol import CancelLoad, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, load_command, submit_command
@@ -221,8 +221,8 @@ def test_a_worker_whose_loop_ended_without_a_stop_ends_too():
 
 _PARENT = """
 import asyncio, sys
-from engine.worker import hosts
-from engine.worker.hosts import ProcessHost
+from engine.worker_process import hosts
+from engine.worker_process.hosts import ProcessHost
 
 async def main():
     host = ProcessHost("orphan")

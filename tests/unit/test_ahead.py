@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from engine.backends.scheduler.async_scheduling import async_obstacle, plan_next_step
+from engine.backends.scheduler.batch import pending_token_id
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Plan, Sequence
 from engine.backends.torch.cuda.step_transfer import fill_pending_ids
-from engine.backends.torch.scheduler.async_scheduling import async_obstacle, plan_next_step
-from engine.backends.torch.scheduler.batch import pending_token_id
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Plan, Sequence
 
 
 def scheduler(*, pages: int = 64, max_prompts: int = 8, step_tokens: int = 16, max_model_len: int = 200) -> Scheduler:

@@ -16,11 +16,11 @@ from engine.backends.torch.backend import TorchBackend
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
 from engine.text.grammar import GrammarMasks
-from engine.text.stage import BannedStrings, TextStage
+from engine.text.output_processor import BannedStrings, OutputProcessor
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import ThreadHost
-from engine.worker.protocol import RequestOutput
-from engine.worker.request_state import MAX_TRIES, Output, RequestState
+from engine.worker_process.hosts import ThreadHost
+from engine.worker_process.protocol import RequestOutput
+from engine.worker_process.request_state import MAX_TRIES, Output, RequestState
 from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
@@ -107,7 +107,7 @@ def request(generated: bytes = b"", **params: object) -> BackendRequest:
 
 def texts(tokenizer: Tokenizer, said: str, **params: object) -> list[str | int]:
     """What each byte of `said` and the end bring: text, or the place of a banned string."""
-    stage = TextStage(tokenizer, request(**params))
+    stage = OutputProcessor(tokenizer, request(**params))
     outputs = [stage.push(token_id) for token_id in [*said.encode(), EOS_ID]]
     return [output.text if output.banned_from is None else output.banned_from for output in outputs]
 
@@ -121,13 +121,13 @@ def test_the_end_releases_what_was_held(tokenizer: Tokenizer) -> None:
 
 
 def test_a_held_token_is_not_settled(tokenizer: Tokenizer) -> None:
-    stage = TextStage(tokenizer, request(banned_strings=("secret",)))
+    stage = OutputProcessor(tokenizer, request(banned_strings=("secret",)))
     assert [stage.push(token_id).settled for token_id in b"xs!"] == [True, False, True]
 
 
 def test_a_stop_string_that_is_complete_first_ends_the_answer(tokenizer: Tokenizer) -> None:
     assert texts(tokenizer, "abc", stop=("ab",), banned_strings=("abc",))[:2] == ["", ""]
-    stage = TextStage(tokenizer, request(stop=("ab",), banned_strings=("abc",)))
+    stage = OutputProcessor(tokenizer, request(stop=("ab",), banned_strings=("abc",)))
     assert [stage.push(token_id).finish for token_id in b"ab"] == [None, "stop"]
 
 
@@ -147,7 +147,7 @@ def test_a_character_that_begins_in_an_earlier_token_is_taken_back_whole(tokeniz
 
 
 def test_an_answer_resumes_where_tokens_were_settled(tokenizer: Tokenizer) -> None:
-    whole, resumed = (TextStage(tokenizer, request(g, banned_strings=("bcd",))) for g in (b"", b"ab"))
+    whole, resumed = (OutputProcessor(tokenizer, request(g, banned_strings=("bcd",))) for g in (b"", b"ab"))
     before = "".join(whole.push(token_id).text for token_id in b"ab")
     assert before == "a"
     rest = [*b"cxbc", EOS_ID]
@@ -334,7 +334,7 @@ def test_no_delta_ever_holds_a_banned_string_and_what_was_told_stays(
     else:
         pytest.fail("the answer did not end")
     assert not any(string.casefold() in text.casefold() for string in banned)
-    shown = TextStage(tokenizer, request(stop=tuple(stop), max_tokens=30))
+    shown = OutputProcessor(tokenizer, request(stop=tuple(stop), max_tokens=30))
     assert "".join(shown.push(token_id).text for token_id in ids) == text
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from engine.cluster import client
 from engine.system.child_process import HUB_SECRETS, ROOT, child_environment, is_secret, python_command
-from engine.worker.process import spawn
+from engine.worker_process.process import spawn
 
 SECRET = "s3cret-that-nobody-else-may-read"
 SECRET_NAMES = (
@@ -50,7 +50,7 @@ def test_no_secret_is_in_the_environment_of_a_worker() -> None:
         finally:
             process.kill()
             process.wait()
-    assert b"PATH=" in environ and b"engine.worker" in command
+    assert b"PATH=" in environ and b"engine.worker_process" in command
     assert SECRET.encode() not in environ + command
 
 

@@ -50,7 +50,7 @@ DBRX_EXL2 = {
 def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("console.runtime.loading", "engine.worker.factory"):
+    for module in ("console.runtime.loading", "engine.worker_process.factory"):
         monkeypatch.setattr(f"{module}.exllamav2_lacks", lambda: None)
     folder = write_model(tmp_path / "dbrx", **DBRX_EXL2)
     spec = choose_model(settings(folder, num_experts=3, cache_bits=8)).spec

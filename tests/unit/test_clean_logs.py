@@ -21,9 +21,9 @@ from console.api.metrics import SnapshotCollector
 from console.runtime.logs import logging_to
 from engine.system.log import LogRing
 from engine.text.printable import ANY_UNSAFE
-from engine.worker.channel import WorkerChannel
-from engine.worker.logs import NativeOutput, forwarded_logs
-from engine.worker.protocol import Event, LogLine
+from engine.worker_process.channel import WorkerChannel
+from engine.worker_process.logs import NativeOutput, forwarded_logs
+from engine.worker_process.protocol import Event, LogLine
 from tests.fakes import fleet_scenes
 from tests.fakes.hostile import HOSTILE, hostile
 

@@ -14,8 +14,8 @@ from engine.cluster.ray_host import RayHost
 from engine.config import AdapterSpec
 from engine.errors import ModelLoadFailed
 from engine.models.discover import demo_path
-from engine.worker.hosts import ChannelHost
-from engine.worker.protocol import Attach, Load
+from engine.worker_process.hosts import ChannelHost
+from engine.worker_process.protocol import Attach, Load
 from tests.fakes.model import fake_spec, write_fake_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

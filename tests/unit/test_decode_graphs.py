@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.paged_attention import gathered
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.decode_graphs import Bucket, Buckets, DecodeGraphs, StepInputs
 from engine.backends.torch.cuda.step_transfer import PlainStaging
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from tests.fakes.recording import FakeRecorder
 
 PAGE_TOKENS = 16

@@ -13,7 +13,7 @@ from engine.backends.base import BackendStats, PrefixChanges, SequenceStats
 from engine.backends.common.page_keys import page_keys
 from engine.requests.request import Request
 from engine.scheduling.queue import MAX_OVERTAKERS, Dispatcher, Slot
-from engine.worker.protocol import RequestOutput, StepBatch
+from engine.worker_process.protocol import RequestOutput, StepBatch
 from tests.fakes.requests import make_request
 
 PAGE = 16

@@ -25,7 +25,7 @@ from engine.config import DtypeName, ModelSpec
 from engine.placement import model_memory as torch_costs
 from engine.placement.facts import read_facts
 from engine.placement.model_memory import ModelCosts, Workload, costs_of
-from engine.worker import process
+from engine.worker_process import process
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from engine.backends.base import BackendStats, LoadPhase, LoadProgress
-from engine.worker.protocol import StepBatch
+from engine.worker_process.protocol import StepBatch
 from engine.workers.supervision import PATIENCE, Activity, AwakeClock, Heartbeat, describe_silence, patience_s
 
 

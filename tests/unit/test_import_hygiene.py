@@ -46,7 +46,6 @@ def test_deciding_needs_no_torch() -> None:
     parts = ("torch", "exllamav2", "paged_attention")
     heavy = (*(f"engine.backends.{part}" for part in parts), "engine.models.synthetic")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
-    light += modules("engine/backends/torch/scheduler")
     light += ["engine.backends.paged_attention.choose"]
     assert loaded_after(light, TORCH) == []
 

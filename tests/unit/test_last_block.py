@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import StepPlan
 from engine.backends.torch.native.library import Kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights import model_loader
 from tests.fakes.families import make_family
 from tests.fakes.oracle import load_runner

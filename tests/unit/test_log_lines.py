@@ -87,7 +87,7 @@ def test_lines_as_text_are_those_of_the_log_file() -> None:
     ("logger", "source"),
     [
         ("engine", "engine"),
-        ("engine.worker.logs", "engine"),
+        ("engine.worker_process.logs", "engine"),
         ("w12", "w12"),
         ("api", "api"),
         ("console.api.requests.stream", "api"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.lora import LoraAdapter, LowRank, adapted_rows, add_adapters
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
-from engine.backends.torch.scheduler.batch import ChunkInput
 
 CPU = torch.device("cpu")
 ADAPTERS = {key: LoraAdapter(name=key, key=key, layers=({},), size_bytes=0) for key in ("a", "b")}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.step_memory import SLACK_PAIRS
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.staging import LEAST_ROW_TOKENS, ContiguousKvStaging, row_tokens, runs, staging_tokens
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec
 from tests.fakes.oracle import ignore_progress, never
 from tests.fakes.tiny_models import make_tiny_model

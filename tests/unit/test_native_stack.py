@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 from tests.fakes.families import make_family
 from tests.fakes.oracle import load_runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.worker.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
+from engine.worker_process.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 
 SHORT_S = MIN_BATCHED_REQUESTS / MESSAGES_PER_S / 4
 """A step so short that four of them fit into the time that a crowd is held for."""

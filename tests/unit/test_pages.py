@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from engine.backends.base import PrefixChanges
 from engine.backends.common.page_keys import short
-from engine.backends.torch.scheduler.page_pool import PagePool
+from engine.backends.scheduler.page_pool import PagePool
 
 
 def chain(pool: PagePool, *pages_of_tokens: list[int]) -> list[bytes]:

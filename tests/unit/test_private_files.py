@@ -23,7 +23,7 @@ from console.settings.config_file import replace_file as replace_settings
 from console.tui.screens.logs.screen import save
 from engine.system.files import replace_file
 from engine.system.log import LogRing
-from engine.worker.logs import NativeOutput
+from engine.worker_process.logs import NativeOutput
 from tests.fakes.bench_scenes import users
 
 GROUP_AND_OTHERS = 0o077

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from engine.backends.base import BackendRequest, BackendStats, LoadedModel, LoadProgress, TokenLogprob
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, from_info
-from engine.worker import protocol
-from engine.worker.protocol import Codec, RequestOutput, split_frames
+from engine.worker_process import protocol
+from engine.worker_process.protocol import Codec, RequestOutput, split_frames
 
 REQUEST = BackendRequest(
     id="r1",

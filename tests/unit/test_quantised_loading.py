@@ -10,13 +10,13 @@ import torch
 
 from engine.backends.common.native_build import SWITCH, find_compiler
 from engine.backends.common.torch_load_settings import refuse_settings
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.linear import LinearFactory, kind_of
 from engine.backends.torch.model.mlp import MixtureMlp
 from engine.backends.torch.native import library as kernels
 from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of
 from engine.backends.torch.native.library import native_isa
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, WeightsName
 from engine.demo import model_path
 from engine.errors import InvalidRequest, ModelLoadFailed

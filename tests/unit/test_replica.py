@@ -16,9 +16,9 @@ from engine.errors import ErrorInfo
 from engine.requests.request import Request
 from engine.requests.stream import RequestStream
 from engine.snapshot import WorkerReading
-from engine.worker import protocol
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import Hello, LogLine, Progress
+from engine.worker_process import protocol
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import Hello, LogLine, Progress
 from engine.workers.replica import Replica
 from engine.workers.supervision import Backoff
 from tests.fakes.hosts import PlayedHost

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Sequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Sequence
 from engine.errors import ContextLengthExceeded
 from tests.fakes.scheduling import fed, scheduler, step, submit
 

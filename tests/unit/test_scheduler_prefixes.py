@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.backends.torch.scheduler.sequences import Sequence
+from engine.backends.scheduler.sequences import Sequence
 from tests.fakes.scheduling import fed, scheduler, step, submit
 
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.torch.scheduler.batch import ChunkInput
-from engine.backends.torch.scheduler.sequences import Sequence
+from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.sequences import Sequence
 from engine.errors import ContextLengthExceeded
 from tests.fakes.scheduling import scheduler
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Sequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Sequence
 from engine.simulation.fast_forward import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepCosts, StepShape
 from engine.simulation.worker import steps_held
-from engine.worker.outbox import Outbox
+from engine.worker_process.outbox import Outbox
 
 COSTS = StepCosts(fixed_s=1e-3, decode_s=1e-4, context_token_s=1e-6, prompt_token_s=1e-4)
 

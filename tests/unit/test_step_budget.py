@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.worker.protocol import Codec, SetStepTokens, SetThreads
+from engine.worker_process.protocol import Codec, SetStepTokens, SetThreads
 from tests.fakes.scheduling import scheduler, step, submit
 
 

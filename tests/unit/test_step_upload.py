@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.step_transfer import PlainStaging, TurnStaging, Wait, offsets, uploaded
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, mapped
-from engine.backends.torch.scheduler.batch import ChunkInput
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.stage import StopMatcher
+from engine.text.output_processor import StopMatcher
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from engine.backends.common.step_memory import SLACK_PAIRS
 from engine.backends.paged_attention.interface import PagedAttention, implementation
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.lora import LoraAdapter
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 

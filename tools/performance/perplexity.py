@@ -25,11 +25,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.backends.common.packed_weights import Bits
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.linear import Linear, LinearFactory, PlainLinear
 from engine.backends.torch.native.library import Rows, joined, shape_of
 from engine.backends.torch.quant.quantize import quantize_folder
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights.store import OwnWeights, WeightStore
 from engine.config import CacheBits, DtypeName, ModelSpec, WeightsName

@@ -21,8 +21,8 @@ from typing import get_args
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import AttentionName, CacheBits, DtypeName, ModelSpec, WeightsName
 from engine.models.synthetic import make_synthetic
 from tests.fakes.oracle import ignore_progress, never

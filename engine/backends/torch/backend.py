@@ -18,15 +18,15 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
+from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler, refuse_unknown_tokens
+from engine.backends.scheduler.sequences import Plan
 from engine.backends.torch.determinism import refuse_adapters
 from engine.backends.torch.device_memory import StepOutOfMemory
 from engine.backends.torch.pipeline import NOT_FINITE, Computed, Job, Pipeline
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.sampler import SampleRow, sample
-from engine.backends.torch.scheduler.batch import ChunkInput
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.scheduler import Scheduler, refuse_unknown_tokens
-from engine.backends.torch.scheduler.sequences import Plan
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.speculation import Speculation
 from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenMask
+from engine.backends.scheduler.async_scheduling import async_obstacle, plan_next_step
+from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Plan
+from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.model.lora import LoraAdapter
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.prompt_logprobs import FinalStates, PromptOutput, prompt_output_for
 from engine.backends.torch.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
 from engine.backends.torch.sampling.sampling_tensors import to_device
-from engine.backends.torch.scheduler.async_scheduling import async_obstacle, plan_next_step
-from engine.backends.torch.scheduler.batch import ChunkInput
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Plan
-from engine.backends.torch.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.speculation.ngram import held
 from engine.backends.torch.speculation.speculation import Speculation
 from engine.backends.torch_common.errors import failure_reason, is_device_lost

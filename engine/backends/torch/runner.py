@@ -17,6 +17,7 @@ from engine.backends.common.step_memory import logits_rows_at_once, step_bytes
 from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, recorded_decodes
 from engine.backends.torch.cuda.recorder import readback_for, recorder_for, staging_for
 from engine.backends.torch.cuda.step_transfer import PlainStaging, fill_pending_ids, uploaded
@@ -32,7 +33,6 @@ from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import native_obstacle, rotated_heads
 from engine.backends.torch.native.stack import stacked
 from engine.backends.torch.sampling.prompt_logprobs import FinalStates, ReadPromptStates
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
 from engine.backends.torch_common import memory

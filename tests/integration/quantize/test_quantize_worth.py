@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.quant.quantize import quantize_folder
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import ModelSpec, SamplingParams
 from engine.demo import model_path
 from engine.text.tokenizer import Tokenizer

@@ -137,7 +137,7 @@ class LogLines:
 
 
 def source_of(logger: str) -> str:
-    """Which part of the program a logger is of: "engine" for engine.worker.logs, "api" for
+    """Which part of the program a logger is of: "engine" for engine.worker_process.logs, "api" for
     console.api.requests.stream."""
     first, _, rest = logger.partition(".")
     return "api" if first == "console" and rest.partition(".")[0] == "api" else first or "other"

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from engine.backends.common.step_memory import graph_bytes
 from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.step_transfer import Staging, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.backends.torch_common.errors import failure_reason, is_device_lost, is_out_of_memory
 
 LEAST_TOKENS = 2048

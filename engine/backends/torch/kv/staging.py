@@ -16,10 +16,10 @@ from torch import Tensor
 
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.step_memory import SLACK_PAIRS
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.layout import Layout
-from engine.backends.torch.scheduler.batch import ChunkInput
 
 # How the room of a mirror is cut into rows, and which of its rows attend in one call. Integers only.
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.scheduler.batch import ChunkInput
 
 Place = Literal["qkv", "o", "gate_up", "down"]
 """A linear layer of a block, by its name there."""

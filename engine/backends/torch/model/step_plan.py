@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.backends.common.step_memory import SLACK_PAIRS, StepSizes
 from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.staging import ContiguousKvStaging, StagingStep
 from engine.backends.torch.model.lora import AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
-from engine.backends.torch.scheduler.batch import ChunkInput
 
 # Which chunks of a step attend together. Integers only.
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.native.library import NativeLibrary
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 
 TILE_TOKENS: Final = 16

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.codec import HeadCodec
 from engine.backends.torch.model.attention import softcap_
 from engine.backends.torch.model.norms import HeadNorm
 from engine.backends.torch.model.rope import RotaryEmbedding, rotate_
 from engine.backends.torch.native.attention import DTYPES, TILE_TOKENS, Heads, NativeAttention
 from engine.backends.torch.native.library import Kernels, NativeLibrary
-from engine.backends.torch.scheduler.batch import ChunkInput
 from engine.config import CacheBits
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenLogprob
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.sampling.draw import rank
-from engine.backends.torch.scheduler.batch import ChunkInput
 
 
 @dataclass(frozen=True, slots=True)

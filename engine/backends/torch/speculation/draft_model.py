@@ -11,12 +11,12 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.torch_load_settings import draft_spec
+from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.sequences import Sequence
 from engine.backends.torch.device_memory import GuestMemory
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.sampler import SampleRow, choose
-from engine.backends.torch.scheduler.batch import ChunkInput
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.sequences import Sequence
 from engine.backends.torch.speculation.draft_planner import NEAR, DraftTurn
 from engine.config import ModelSpec
 from engine.text.tokenizer_config import refuse_other_vocabulary

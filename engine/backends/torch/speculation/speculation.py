@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from engine.backends.base import DraftPosition
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Plan
+from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.sampling.sampler import SampleRow
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Plan
-from engine.backends.torch.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.draft_planner import DraftCandidate, DraftPlanner, DraftTurn
 from engine.backends.torch.speculation.ngram import MAX_AHEAD, NgramDrafter, SpeculationBudget

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.hosts import ThreadHost
+from engine.worker_process.hosts import ThreadHost
 from tests.fakes.backend import PATIENCE_S, FakeBackend
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, StartWorker

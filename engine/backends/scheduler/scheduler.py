@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from engine.backends.base import BackendRequest
 from engine.backends.common.page_keys import PageKey
-from engine.backends.torch.scheduler.page_pool import PagePool
-from engine.backends.torch.scheduler.sequences import Counters, Plan, Sequence
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.sequences import Counters, Plan, Sequence
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
 # How much of a worker's requests one step takes on: as asked for, and less where there was not the memory for it.

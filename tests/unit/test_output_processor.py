@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.backends.base import BackendRequest, FinishReason
 from engine.config import SamplingParams
-from engine.text.stage import TextStage
+from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes import tiny_tokenizers
@@ -24,13 +24,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tiny_tokenizers.byte_level(), TokenizerFolder())
 
 
-def stage(generated: list[int] | None = None, **params: object) -> TextStage:
+def stage(generated: list[int] | None = None, **params: object) -> OutputProcessor:
     sampling = SamplingParams(**({"max_tokens": 1000} | params))  # type: ignore[arg-type]
     request = BackendRequest(id="r", prompt_ids=[1], generated=generated or [], params=sampling, end_token_ids=(END,))
-    return TextStage(tokenizer(), request)
+    return OutputProcessor(tokenizer(), request)
 
 
-def feed(subject: TextStage, ids: list[int]) -> tuple[str, FinishReason | None, int]:
+def feed(subject: OutputProcessor, ids: list[int]) -> tuple[str, FinishReason | None, int]:
     """Visible text, finish reason, and how many ids were taken until it."""
     text = ""
     for taken, token_id in enumerate(ids, start=1):
@@ -60,11 +60,11 @@ def test_an_answer_that_was_resumed_goes_on_with_the_text_of_its_prompt_as_befor
     prompt, answer = spaced.encode("how"), spaced.encode("the the", add_special_tokens=False)
     for continues, expected in ((True, " the the"), (False, "the the")):
         request = BackendRequest(id="r", prompt_ids=prompt, params=SamplingParams(max_tokens=1000), continues=continues)
-        whole = TextStage(spaced, request)
+        whole = OutputProcessor(spaced, request)
         texts = [whole.push(token_id).text for token_id in answer]
         assert "".join(texts) == expected
         for taken in range(len(answer) + 1):
-            resumed = TextStage(spaced, msgspec.structs.replace(request, generated=answer[:taken]))
+            resumed = OutputProcessor(spaced, msgspec.structs.replace(request, generated=answer[:taken]))
             assert [resumed.push(token_id).text for token_id in answer[taken:]] == texts[taken:]
 
 

@@ -14,8 +14,8 @@ from engine.config import Grammar
 from engine.errors import InvalidRequest
 from engine.text.grammar import GrammarMask, GrammarMasks
 from engine.text.tokenizer import Tokenizer
-from engine.worker.hosts import ThreadHost
-from engine.worker.protocol import Cancel
+from engine.worker_process.hosts import ThreadHost
+from engine.worker_process.protocol import Cancel
 from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.worker import Probe, submit_command
@@ -80,7 +80,7 @@ async def test_others_are_answered_while_a_grammar_is_compiled(probe: Probe, slo
 async def test_a_grammar_that_is_compiled_wakes_a_worker_with_nothing_else_to_do(
     probe: Probe, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.worker.loop.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("engine.worker_process.loop.HEARTBEAT_S", 3600.0)
     probe.send(submit_command("held", grammar=DIGITS), submit_command("free"))
     await probe.answer("free")
     slow.compile("held", GrammarMasks(Tokenizer.from_folder(tmp_path / "fake"), 257))

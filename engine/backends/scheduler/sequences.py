@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.backends.common.page_keys import PageKey
-from engine.backends.torch.scheduler.batch import ChunkInput
+from engine.backends.scheduler.batch import ChunkInput
 
 _NOTHING = range(0)
 

@@ -14,8 +14,8 @@ from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
 from engine.config import AdapterSpec
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded
 from engine.text.tokenizer import Tokenizer
-from engine.worker.factory import BackendFactory
-from engine.worker.protocol import Attached, Load
+from engine.worker_process.factory import BackendFactory
+from engine.worker_process.protocol import Attached, Load
 
 PROGRESS_INTERVAL_S = 0.1
 

@@ -195,7 +195,7 @@ class TextOutput(msgspec.Struct, frozen=True):
     banned_from: int | None = None
 
 
-class TextStage:
+class OutputProcessor:
     """Detokenises one answer, ends it at end tokens, stop strings and max_tokens, and holds nothing back then.
 
     An end token makes no text. Before min_tokens an end token neither ends the answer nor is shown (backends mask it,

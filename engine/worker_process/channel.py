@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.worker.protocol import Codec, Command, Event, split_frames
+from engine.worker_process.protocol import Codec, Command, Event, split_frames
 
 _READ_BYTES = 1 << 20
 _SOCKET_BUFFER_BYTES = 1 << 20

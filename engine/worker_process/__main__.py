@@ -1,4 +1,4 @@
-"""A worker process: `python -m engine.worker --id w0 --fd N --parent PID`, started by ProcessHost alone.
+"""A worker process: `python -m engine.worker_process --id w0 --fd N --parent PID`, started by ProcessHost alone.
 
 For tests, the environment variable ERICLLM_BACKEND_FACTORY="module:function" names a Callable[[ModelSpec], Backend]
 to use in place of the real backends.
@@ -19,11 +19,11 @@ from typing import cast
 
 from engine.system.child_process import ignore_stop_signals
 from engine.system.runtime import reduce_gc_pauses
-from engine.worker.channel import WorkerChannel
-from engine.worker.factory import BackendFactory, create_backend
-from engine.worker.logs import forwarded_logs
-from engine.worker.loop import WorkerLoop
-from engine.worker.protocol import Load
+from engine.worker_process.channel import WorkerChannel
+from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.logs import forwarded_logs
+from engine.worker_process.loop import WorkerLoop
+from engine.worker_process.protocol import Load
 
 ORPHAN_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run one worker until it is told to stop or the engine is gone; the exit status."""
-    parser = argparse.ArgumentParser(prog="engine.worker")
+    parser = argparse.ArgumentParser(prog="engine.worker_process")
     parser.add_argument("--id", required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

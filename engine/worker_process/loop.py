@@ -1,4 +1,4 @@
-"""The loop of one model replica: drain commands, one backend step, text stage, one event batch."""
+"""The loop of one model replica: drain commands, one backend step, output processing, one event batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import psutil
 
 from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges
 from engine.errors import EngineError, NoModelLoaded, WorkerFailed
-from engine.worker import protocol
-from engine.worker.channel import WorkerChannel
-from engine.worker.factory import BackendFactory
-from engine.worker.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
-from engine.worker.outbox import Outbox
-from engine.worker.requests import Requests
+from engine.worker_process import protocol
+from engine.worker_process.channel import WorkerChannel
+from engine.worker_process.factory import BackendFactory
+from engine.worker_process.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
+from engine.worker_process.outbox import Outbox
+from engine.worker_process.requests import Requests
 
 HEARTBEAT_S = 1.0
 GAUGE_S = 1.0

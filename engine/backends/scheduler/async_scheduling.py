@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.backends.torch.scheduler.batch import ChunkInput, pending_token_id
-from engine.backends.torch.scheduler.scheduler import Scheduler
-from engine.backends.torch.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.batch import ChunkInput, pending_token_id
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import Plan, Sequence
 
 
 def async_obstacle(running: Plan, scheduler: Scheduler, *, guesses: bool) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.worker.protocol import RequestOutput
-from engine.worker.request_state import Output
+from engine.worker_process.protocol import RequestOutput
+from engine.worker_process.request_state import Output
 
 MAX_DELAY_S = 1 / 20
 """As often as anybody can see text grow."""

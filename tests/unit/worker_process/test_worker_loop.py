@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from engine.backends.base import PrefixChanges, TokenEvent
 from engine.errors import WorkerFailed
-from engine.worker.hosts import ThreadHost, WorkerExit
-from engine.worker.outbox import MIN_BATCHED_REQUESTS
-from engine.worker.protocol import Cancel, Loaded, SetMaxPrompts, StepBatch, WorkerError
+from engine.worker_process.hosts import ThreadHost, WorkerExit
+from engine.worker_process.outbox import MIN_BATCHED_REQUESTS
+from engine.worker_process.protocol import Cancel, Loaded, SetMaxPrompts, StepBatch, WorkerError
 from tests.fakes.backend import PATIENCE_S, FakeBackend, Gate, expected_text
 from tests.fakes.worker import PROMPT_IDS, Probe, step_until, submit_command
 

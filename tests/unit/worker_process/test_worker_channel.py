@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.worker.channel import EngineChannel, socket_pair
-from engine.worker.protocol import Codec, Event, RequestStarted, Shutdown
+from engine.worker_process.channel import EngineChannel, socket_pair
+from engine.worker_process.protocol import Codec, Event, RequestStarted, Shutdown
 
 
 async def test_what_a_worker_said_before_it_died_is_heard_although_it_was_being_written_to() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.worker.hosts import WorkerExit
-from engine.worker.protocol import CancelLoad, LoadFailed, LogLine, Progress, Shutdown
+from engine.worker_process.hosts import WorkerExit
+from engine.worker_process.protocol import CancelLoad, LoadFailed, LogLine, Progress, Shutdown
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.worker import PROMPT_IDS, load_command, submit_command
 

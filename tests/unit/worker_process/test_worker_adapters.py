@@ -9,7 +9,7 @@ import msgspec
 
 from engine.config import AdapterSpec
 from engine.errors import UnsupportedModel
-from engine.worker.protocol import Attach, Attached, Cancel, Detach, Loaded
+from engine.worker_process.protocol import Attach, Attached, Cancel, Detach, Loaded
 from tests.fakes.backend import FakeBackend, Gate, saying
 from tests.fakes.worker import load_command, step_until, submit_command
 

@@ -18,7 +18,7 @@ where what one thread does between two of torch's operations must not let the ot
 
 
 def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
-    """Start `python -m engine.worker` on its end of the channel; raises OSError.
+    """Start `python -m engine.worker_process` on its end of the channel; raises OSError.
 
     A fresh interpreter (nothing is forked into it but the socket), in a session of its own so that a Ctrl-C in the
     terminal passes it by. Call it on a thread that lives as long as the worker may: on Linux the kernel kills the
@@ -27,7 +27,7 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
     with stop_signals_blocked():
         return subprocess.Popen(
             [
-                *python_command("-m", "engine.worker"),
+                *python_command("-m", "engine.worker_process"),
                 *("--id", worker_id, "--fd", str(sock.fileno()), "--parent", str(os.getpid())),
             ],
             stdin=subprocess.DEVNULL,

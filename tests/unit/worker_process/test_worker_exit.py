@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.worker.hosts import WorkerExit
+from engine.worker_process.hosts import WorkerExit
 from engine.workers.supervision import describe_exit
 
 _CRASH = """loading

@@ -9,9 +9,9 @@ import msgspec
 from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob, TokenLogprobs, pack_logprobs
 from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
 from engine.text.grammar import GrammarMask, unusable
-from engine.text.stage import TextStage
+from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
-from engine.worker import protocol
+from engine.worker_process import protocol
 
 MAX_TRIES = 64
 """Tokens that may be tried in one place of an answer before its banned strings leave no way on."""
@@ -87,7 +87,7 @@ class RequestState:
         self.mask: GrammarMask | None = None
         self._tokenizer = tokenizer
         self._request = request
-        self._stage = TextStage(tokenizer, request)
+        self._output = OutputProcessor(tokenizer, request)
         self._known = list(request.generated)
         self._unsettled: list[TokenEvent] = []
         self._cached_tokens: int | None = None
@@ -110,12 +110,12 @@ class RequestState:
     @property
     def finish(self) -> FinishReason | None:
         """Why the answer was over before it began: its replayed tokens end it."""
-        return self._stage.finish
+        return self._output.finish
 
     @property
     def stop(self) -> str:
         """The stop string among those tokens that ended it, "" for none."""
-        return self._stage.stop
+        return self._output.stop
 
     @property
     def rewinding(self) -> bool:
@@ -123,8 +123,8 @@ class RequestState:
         return self._rewind_to is not None
 
     def take(self, event: TokenEvent, output: Output) -> None:
-        """Take in one token or end of the backend's. The text stage's end goes before the backend's own, but for an
-        answer that its grammar ends with the last token it could have: that one is whole."""
+        """Take in one token or end of the backend's. The output processor's end goes before the backend's own, but for
+        an answer that its grammar ends with the last token it could have: that one is whole."""
         if self._cached_tokens is None:
             self._cached_tokens = event.cached_tokens
         if event.prompt_logprobs:
@@ -136,14 +136,14 @@ class RequestState:
                 self._rewind_to = len(self._known) - 1
                 return
             error = self._why_failed(event.message) if event.finish == "error" else None
-            self._settle(self._stage.flush(), output)
+            self._settle(self._output.flush(), output)
             output.finish, output.vector = event.finish, event.vector
             if error is not None:
                 output.fail(error.info)
         if output.finish == "length" and event.finish == "stop":
             output.finish = "stop"
         if output.finish == "stop":
-            output.stop = self._stage.stop
+            output.stop = self._output.stop
 
     def rewound(self) -> BackendRequest:
         """What the backend goes on with; raises InvalidRequest where every way on was tried."""
@@ -157,16 +157,16 @@ class RequestState:
         del self._unsettled[len(self._unsettled) - (len(self._known) - start) :]
         del self._known[start:]
         request = msgspec.structs.replace(self._request, generated=list(self._known), banned_next=tuple(tried))
-        self._stage = TextStage(self._tokenizer, request)
+        self._output = OutputProcessor(self._tokenizer, request)
         return request
 
     def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
-        if not self._unsettled and (text := self._stage.pass_on(token_id)) is not None:
+        if not self._unsettled and (text := self._output.pass_on(token_id)) is not None:
             output.text += text
             self._tell(event, token_id, output)
             self._begin(output)
             return
-        shown = self._stage.push(token_id)
+        shown = self._output.push(token_id)
         if self._request.params.banned_strings:
             self._known.append(token_id)
         self._unsettled.append(event)
@@ -174,7 +174,7 @@ class RequestState:
         if (
             self._rewind_to is None
             and self.mask is not None
-            and self._stage.ruled_out(self.mask.forced(len(self._known)))
+            and self._output.ruled_out(self.mask.forced(len(self._known)))
         ):
             self._rewind_to = len(self._known) - 1
         elif shown.settled:

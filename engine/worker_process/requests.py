@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from engine.backends.base import BackendRequest, TokenEvent
 from engine.errors import EngineError, InvalidRequest
 from engine.text.grammar import GrammarMask, GrammarMasks
-from engine.worker.loading import Replica, reason
-from engine.worker.outbox import Outbox
-from engine.worker.request_state import RequestState
+from engine.worker_process.loading import Replica, reason
+from engine.worker_process.outbox import Outbox
+from engine.worker_process.request_state import RequestState
 
 # Requests whose grammars are being compiled, beside the loop that steps.
 
@@ -127,7 +127,7 @@ class Requests:
             self._outbox.of(request_id).fail(why)
 
     def _apply(self, event: TokenEvent) -> None:
-        """One token through its request's text stage; tokens past a request's end, or taken back, are dropped."""
+        """One token through its request's output processor; tokens past a request's end, or taken back, are dropped."""
         answer = self._answers.get(event.request_id)
         if answer is None or answer.rewinding:
             return

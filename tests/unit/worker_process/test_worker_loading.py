@@ -11,8 +11,8 @@ import pytest
 from engine.backends.base import LoadProgress
 from engine.config import ModelSpec
 from engine.errors import BackendUnavailable
-from engine.worker.factory import create_backend, is_exl2, resolve_backend
-from engine.worker.loading import ProgressThrottle, limit_torch_threads, reason
+from engine.worker_process.factory import create_backend, is_exl2, resolve_backend
+from engine.worker_process.loading import ProgressThrottle, limit_torch_threads, reason
 from tests.fakes.model import fake_spec
 
 

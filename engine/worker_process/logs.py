@@ -16,8 +16,8 @@ from typing import BinaryIO
 from engine.system.files import make_private_folder, private_opener
 from engine.system.log import PrintableFormatter
 from engine.text.printable import printable_lines
-from engine.worker.channel import WorkerChannel
-from engine.worker.protocol import LogLine
+from engine.worker_process.channel import WorkerChannel
+from engine.worker_process.protocol import LogLine
 
 # The native output of a child process: kept off the screen, and in the log.
 

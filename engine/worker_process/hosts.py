@@ -19,12 +19,12 @@ import msgspec
 
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import WorkerFailed
-from engine.worker.channel import EngineChannel, WorkerChannel, socket_pair
-from engine.worker.factory import BackendFactory, create_backend
-from engine.worker.logs import NativeOutput, forwarded_logs
-from engine.worker.loop import WorkerLoop
-from engine.worker.process import reap, signal_name, spawn
-from engine.worker.protocol import Command, Event, Shutdown
+from engine.worker_process.channel import EngineChannel, WorkerChannel, socket_pair
+from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.logs import NativeOutput, forwarded_logs
+from engine.worker_process.loop import WorkerLoop
+from engine.worker_process.process import reap, signal_name, spawn
+from engine.worker_process.protocol import Command, Event, Shutdown
 
 KILL_PATIENCE_S = 10.0
 

@@ -1,0 +1,60 @@
+"""A program of ours in a process of its own that is told lines and answers each with one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from engine.errors import WorkerFailed
+from engine.system.child_process import python_command
+from engine.worker_process.process import worker_environment
+
+
+class Child:
+    """The process from outside. name: what it is called where it fails, as "the server"."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self._name = name
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: str, module: str, *arguments: str) -> Child:
+        """Run a module with such arguments."""
+        process = await asyncio.create_subprocess_exec(
+            *python_command("-m", module, *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=worker_environment(),
+        )
+        return cls(name, process)
+
+    async def line(self) -> bytes:
+        """The next line that it says. Raises WorkerFailed, with the last that it complained of, where it ended."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if line:
+            return line
+        _, said = await self._process.communicate()
+        last = (said.decode(errors="replace").strip().splitlines() or ["it did not say why"])[-1]
+        raise WorkerFailed(f"{self._name} ended: {last}")
+
+    async def ask(self, line: bytes) -> bytes:
+        """Tell it a line; what it answers. Raises WorkerFailed as `line` does."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + b"\n")
+        return await self.line()
+
+    async def end(self, *, kill: bool) -> None:
+        """Let it end, which it does with its stdin, or end it."""
+        assert self._process.stdin is not None
+        if kill and self._process.returncode is None:
+            self._process.kill()
+        self._process.stdin.close()
+        await self._process.communicate()
+
+
+def say(line: bytes) -> None:
+    """Answer, in the child."""
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
