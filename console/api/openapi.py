@@ -43,13 +43,13 @@ unless said otherwise; what each event holds is x-event.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One method at one path. groups: under which headings it stands.  tells: how its errors are put."""
+    """One method at one path. groups: under which headings it stands.  error_formatters: of the dialects there."""
 
     method: str
     path: str
     described: Sequence[EndpointSpec]
     groups: Sequence[str]
-    tells: Sequence[ErrorFormatter]
+    error_formatters: Sequence[ErrorFormatter]
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ def places_of(app: web.Application, dialects: DialectRegistry) -> Iterator[Place
             continue
         described = endpoint_specs(route.handler)
         groups = [dialect.title for dialect in on] or list(dict.fromkeys(each.group or "server" for each in described))
-        yield Place(route.method, path, described, groups, [dialect.tells for dialect in on] or [envelope])
+        yield Place(route.method, path, described, groups, [dialect.format_error for dialect in on] or [envelope])
 
 
 def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
             **_successes(place.described, schemas),
             "default": {
                 "description": "Why not, in the shape that the dialect's clients read",
-                "content": {"application/json": {"schema": _any_of(map(schemas.error, place.tells))}},
+                "content": {"application/json": {"schema": _any_of(map(schemas.error, place.error_formatters))}},
             },
         },
     }
@@ -216,7 +216,7 @@ class _Schemas:
         described = [each for place in places for each in place.described]
         bodies = list(dict.fromkeys(each.body for each in described if each.body is not None))
         shapes = [shape for each in described for shape in (each.answer, each.event) if _is_shape(shape)]
-        shapes += [_told(tells) for place in places for tells in place.tells]
+        shapes += [_error_type(formatter) for place in places for formatter in place.error_formatters]
         self._bodies, asked = _asked(bodies)
         unique = {repr(shape): shape for shape in shapes}
         found, given = msgspec.json.schema_components(
@@ -241,9 +241,9 @@ class _Schemas:
         schema: JsonSchema = self._answers[repr(shape)]
         return schema
 
-    def error(self, tells: ErrorFormatter) -> JsonSchema:
+    def error(self, formatter: ErrorFormatter) -> JsonSchema:
         """What a dialect's error holds."""
-        return self.answer(_told(tells))
+        return self.answer(_error_type(formatter))
 
 
 def _asked(bodies: Sequence[type[BaseModel]]) -> tuple[dict[type[BaseModel], JsonSchema], dict[str, JsonSchema]]:
@@ -261,9 +261,9 @@ def _unknown(kind: type) -> JsonSchema:
     return {"description": "Anything"} if kind is object else {"type": "string"}
 
 
-def _told(tells: ErrorFormatter) -> Any:
+def _error_type(formatter: ErrorFormatter) -> Any:
     """The type of a dialect's errors."""
-    return get_type_hints(tells).get("return", object)
+    return get_type_hints(formatter).get("return", object)
 
 
 def _names(asked: Iterable[str], given: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:

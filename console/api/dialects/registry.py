@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from console.api.context import ApiContext
 from console.api.dialects import kobold, ollama, textgen, tgi
-from console.api.dialects.anthropic.errors import anthropic_error
+from console.api.dialects.anthropic.errors import format_error as anthropic_error
 from console.api.dialects.anthropic.messages import Messages
 from console.api.dialects.anthropic.models import AnthropicModels
 from console.api.dialects.ericllm.generate import Generate
@@ -45,7 +45,7 @@ class Endpoint(Protocol):
 class Dialect:
     """name: for orders; title: for people; endpoints: what makes them.
 
-    tells: the JSON body of an error, in the shape that the dialect's clients read.
+    format_error: makes the JSON body of an error, in the shape that the dialect's clients read.
     claims: whether a JSON body is in this dialect, asked where several have an endpoint at one path; without it, the
     dialect takes what no other claims.  header: one that this dialect's clients send, and no others: where several have
     an endpoint at one path, a request with it is in this dialect, and none without.
@@ -55,7 +55,7 @@ class Dialect:
     name: str
     title: str
     endpoints: tuple[Callable[[ApiContext], Endpoint], ...]
-    tells: ErrorFormatter = envelope
+    format_error: ErrorFormatter = envelope
     claims: Callable[[Mapping[str, object]], bool] | None = None
     header: str = ""
     root: str = ""
@@ -73,9 +73,9 @@ class Dialect:
 DIALECTS: tuple[Dialect, ...] = (
     Dialect("openai", "OpenAI", (Models, Completions, Chat, EmbeddingEndpoint)),
     Dialect("generate", "EricLLM and vLLM", (Generate, Utilities)),
-    Dialect("tgi", "TGI", (tgi.Generating, tgi.Telling), tgi.tells, tgi.claims),
-    Dialect("kobold", "KoboldAI", (kobold.Kobold,), kobold.tells),
-    Dialect("textgen", "text-generation-webui", (textgen.Textgen,), textgen.tells, textgen.claims),
+    Dialect("tgi", "TGI", (tgi.GenerateEndpoints, tgi.InfoEndpoints), tgi.format_error, tgi.claims),
+    Dialect("kobold", "KoboldAI", (kobold.Kobold,), kobold.format_error),
+    Dialect("textgen", "text-generation-webui", (textgen.Textgen,), textgen.format_error, textgen.claims),
     Dialect(
         "anthropic",
         "Anthropic",
@@ -84,7 +84,7 @@ DIALECTS: tuple[Dialect, ...] = (
         header="anthropic-version",
         root="/v1/messages",
     ),
-    Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.Embed, ollama.ModelList), ollama.tells),
+    Dialect("ollama", "Ollama", (ollama.Generate, ollama.Chat, ollama.Embed, ollama.ModelList), ollama.format_error),
 )
 
 _PATTERN = re.compile(r"\{(\w+):[^}]*\}")
@@ -121,15 +121,15 @@ class DialectRegistry:
             for first in [next(iter(here.values()))]
         ]
 
-    def tells(self, request: web.Request) -> ErrorFormatter:
+    def error_formatter(self, request: web.Request) -> ErrorFormatter:
         """How to put an error to whoever asks, as far as that is known before the body is read."""
         if here := self._asked(request):
-            return here[0].tells
+            return here[0].format_error
         if request.match_info.http_exception is None:
             return envelope
         answering = next((each for each in self._dialects.values() if each.answers_for(request)), None)
         known = answering or self._of_path.get(request.path)
-        return envelope if known is None else known.tells
+        return envelope if known is None else known.format_error
 
     def at(self, method: str, path: str) -> list[Dialect]:
         """The dialects that have an endpoint at a place."""

@@ -37,7 +37,7 @@ class Authenticator:
         """Whether a request needs a key. Where the last one was revoked from outside, there is none that would do."""
         return self.keys.required or self.is_exposed()
 
-    def lets_in(self, key: Key | None) -> bool:
+    def allows(self, key: Key | None) -> bool:
         """Whether who was let in with that key, or without any, still would be."""
         return not self.key_required if key is None else self.keys.holds(key)
 
@@ -56,7 +56,7 @@ def auth_middleware(traffic: Traffic, door: Authenticator) -> Middleware:
                 _check_place(request, key, door.admin_remote)
         call = call_of(request)
         traffic.admit(call, "" if key is None else key.name)
-        call.is_allowed = partial(door.lets_in, key)
+        call.is_allowed = partial(door.allows, key)
         if key is None:
             return await handler(request)
         with key.gate.passed(key.name) if _asks_model(request) else nullcontext():

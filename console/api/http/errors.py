@@ -181,9 +181,9 @@ def _sentence(error: EngineError) -> str:
             return error.message
 
 
-def error_response(error: EngineError, tells: ErrorFormatter = envelope) -> web.Response:
+def error_response(error: EngineError, format_error: ErrorFormatter = envelope) -> web.Response:
     """The error as an answer, with Retry-After where trying again makes sense."""
-    response = json_response(tells(error), status=error.http_status)
+    response = json_response(format_error(error), status=error.http_status)
     if error.http_status in (429, 503):
         delay_s = error.details.get("retry_after_s")
         seconds = delay_s if isinstance(delay_s, int | float) else RETRY_AFTER_S

@@ -47,7 +47,7 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
         began = clock()
         agent = request.headers.get("User-Agent", "")
         call = attach_call(request, traffic.enter(client_address(request), agent, request.method, request.path))
-        call.tells = dialects.tells(request)
+        call.format_error = dialects.error_formatter(request)
         call.request_id = _id_of(request)
         status: int | None = None
         try:
@@ -99,7 +99,7 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
     async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (dialect := await dialects.of(request)) is not None:
             call = call_of(request)
-            call.dialect, call.tells = dialect.name, dialect.tells
+            call.dialect, call.format_error = dialect.name, dialect.format_error
             if not dialects.is_on(dialect):
                 raise DialectOff(
                     f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",

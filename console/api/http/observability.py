@@ -63,7 +63,7 @@ class RequestOutcome:
 class RequestObserver(Protocol):
     """Who is told of requests."""
 
-    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+    def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
         """A request is over. Called on the engine's loop, so whatever takes time is done elsewhere."""
 
 
@@ -95,7 +95,7 @@ def observability_middleware(watchers: Iterable[RequestObserver]) -> Middleware:
                 works=tuple(request.get(_WORKS, ())),
             )
             for watcher in watchers:
-                watcher.saw(request, call, outcome)
+                watcher.on_request(request, call, outcome)
 
     return observe
 
@@ -128,7 +128,7 @@ class HttpMetrics(Collector):
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[tuple[str, str], HistogramCounter] = {}
 
-    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+    def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
         """Count a request."""
         route = route_of(request) or "none"
         if route in _UNCOUNTED:
@@ -221,7 +221,7 @@ class AccessLog:
         except OSError as error:
             raise CannotLog(f"The access log {self._path} cannot be written: {error.strerror or error}") from error
 
-    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+    def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
         """Write its line soon."""
         self._lines.put(line_of(call, outcome))
 

@@ -76,7 +76,7 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("ericllm.api")
 
-    def saw(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
+    def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
         """Tell of a request to a model, as part of the trace that its client says."""
         if not call.dialect:
             return

@@ -60,7 +60,7 @@ class Call:
 
     client: None until it is known whose the request is.  failure: None where all went well.
     sent_bytes: of an answer that is streamed.
-    tells: how a failure is put for the client.  request_id: what its answer goes by.
+    format_error: makes the body of an error for the client.  request_id: what its answer goes by.
     prompt_field: what its body calls the prompt.
     began: whether an answer did; it cannot be another one any more.
     is_allowed: whether it still may be answered: keys are revoked while answers last.
@@ -76,7 +76,7 @@ class Call:
     output_tokens: int = 0
     sent_bytes: int = 0
     failure: Ending | None = None
-    tells: ErrorFormatter = envelope
+    format_error: ErrorFormatter = envelope
     request_id: str = ""
     prompt_field: str = "prompt"
     began: bool = False
@@ -284,7 +284,7 @@ def error_reply(request: web.Request, error: EngineError) -> web.Response:
     be read first, which its client may never send."""
     record_failure(request, error)
     call = call_of(request)
-    response = error_response(public_error(request, error), call.tells)
+    response = error_response(public_error(request, error), call.format_error)
     if request.can_read_body and not request.content.is_eof():
         response.force_close()
     return response
@@ -292,7 +292,7 @@ def error_reply(request: web.Request, error: EngineError) -> web.Response:
 
 def error_body(request: web.Request, error: EngineError) -> object:
     """The JSON of an error in the shape of the request's dialect."""
-    return call_of(request).tells(public_error(request, error))
+    return call_of(request).format_error(public_error(request, error))
 
 
 def record_failure(request: web.Request, error: EngineError) -> None:

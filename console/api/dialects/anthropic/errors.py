@@ -35,7 +35,7 @@ class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type")
     request_id: str = ""
 
 
-def anthropic_error(error: EngineError) -> AnthropicError:
+def format_error(error: EngineError) -> AnthropicError:
     """The error in Anthropic's shape."""
     otherwise = "api_error" if is_server_side(error) else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)

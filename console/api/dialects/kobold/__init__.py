@@ -8,11 +8,11 @@ from __future__ import annotations
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.kobold.errors import tells
+from console.api.dialects.kobold.errors import format_error
 from console.api.dialects.kobold.generate import GenerateEndpoints
 from console.api.dialects.kobold.info import InfoEndpoints
 
-__all__ = ["Kobold", "tells"]
+__all__ = ["Kobold", "format_error"]
 
 
 class Kobold:

@@ -33,7 +33,7 @@ class KoboldError(msgspec.Struct, frozen=True):
     detail: Detail
 
 
-def tells(error: EngineError) -> KoboldError:
+def format_error(error: EngineError) -> KoboldError:
     """The error in KoboldCpp's shape."""
     return KoboldError(Detail(localized_message(error, _NAMES), _type_of(error)))
 

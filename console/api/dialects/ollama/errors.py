@@ -22,6 +22,6 @@ class OllamaError(msgspec.Struct, frozen=True):
     error: str
 
 
-def ollama_error(error: EngineError) -> OllamaError:
+def format_error(error: EngineError) -> OllamaError:
     """The error in Ollama's shape."""
     return OllamaError(localized_message(error, _NAMES))

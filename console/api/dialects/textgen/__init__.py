@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.textgen.errors import tells
+from console.api.dialects.textgen.errors import format_error
 from console.api.dialects.textgen.generate import GenerateEndpoints, StreamEndpoint
 from console.api.dialects.textgen.info import InfoEndpoints
 from console.api.requests.text_frontends import LiveGenerations
 
-__all__ = ["Textgen", "claims", "tells"]
+__all__ = ["Textgen", "claims", "format_error"]
 
 _OWN = frozenset(
     {

@@ -18,7 +18,7 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def tells(error: EngineError) -> ErrorEnvelope:
+def format_error(error: EngineError) -> ErrorEnvelope:
     """The error as {"error": {"message": ...}}."""
     told = envelope(error).error
     param = told.param

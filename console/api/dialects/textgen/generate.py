@@ -14,7 +14,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from console.api.context import ApiContext
 from console.api.dialects.textgen.body import TextgenBody
-from console.api.dialects.textgen.errors import tells
+from console.api.dialects.textgen.errors import format_error
 from console.api.http.errors import BadHttp, ErrorBody, InternalError, json_response
 from console.api.http.request_body import release_bytes, reserve_bytes, run_offloaded, store_body
 from console.api.http.traffic import public_error, record_failure
@@ -185,7 +185,7 @@ class StreamEndpoint:
             shown = InternalError("The server failed while it answered; its log says why")
         record_failure(request, shown)
         code = WSCloseCode.INTERNAL_ERROR if shown.http_status >= 500 else WSCloseCode.POLICY_VIOLATION
-        await self._send(request, socket, Failed(tells(public_error(request, shown)).error))
+        await self._send(request, socket, Failed(format_error(public_error(request, shown)).error))
         await self._in_time(request, socket.close(code=code))
 
     async def _send(self, request: web.Request, socket: web.WebSocketResponse, event: object) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from console.api.dialects.tgi.errors import tells
-from console.api.dialects.tgi.generate import Generating
-from console.api.dialects.tgi.info import Telling
+from console.api.dialects.tgi.errors import format_error
+from console.api.dialects.tgi.generate import GenerateEndpoints
+from console.api.dialects.tgi.info import InfoEndpoints
 
-__all__ = ["Generating", "Telling", "claims", "tells"]
+__all__ = ["GenerateEndpoints", "InfoEndpoints", "claims", "format_error"]
 
 
 def claims(body: Mapping[str, object]) -> bool:

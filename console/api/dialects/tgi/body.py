@@ -104,7 +104,7 @@ class TgiParameters(Body):
         return self.do_sample or any(narrowed) or self.typical_p not in (None, 1.0)
 
     @property
-    def tells(self) -> bool:
+    def has_details(self) -> bool:
         """Whether the answer has details."""
         return self.details or self.decoder_input_details
 

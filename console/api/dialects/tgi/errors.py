@@ -18,7 +18,7 @@ class TgiError(msgspec.Struct, frozen=True):
     error_type: str
 
 
-def tells(error: EngineError) -> TgiError:
+def format_error(error: EngineError) -> TgiError:
     """The error in TGI's shape."""
     return TgiError(_sentence(error)[:MAX_MESSAGE_LENGTH], _type_of(error))
 

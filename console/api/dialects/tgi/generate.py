@@ -196,7 +196,7 @@ class _Call:
 _EXAMPLE = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}}
 
 
-class Generating:
+class GenerateEndpoints:
     """The endpoints."""
 
     def __init__(self, context: ApiContext) -> None:
@@ -261,7 +261,7 @@ class Generating:
         asked.check(stream=stream)
         fields = asked.sampling(body.model)
         model = await self._context.served(request, fields)
-        told = stream or asked.tells or asked.best_of > 1
+        told = stream or asked.has_details or asked.best_of > 1
         params = sampling_params(
             fields,
             model,
@@ -324,7 +324,7 @@ def _generated(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
     """The answer, or the best of several: that whose tokens are likeliest on average."""
     best = max(answers, key=lambda answer: answer.likelihood)
     generated = Generated(generated_text=call.echo + best.text)
-    if not call.asked.tells:
+    if not call.asked.has_details:
         return generated
     others = [_sequence(call, answer) for answer in answers if answer is not best]
     told = _sequence(call, best)

@@ -21,7 +21,7 @@ from engine.config import MAX_STOP_STRINGS
 from engine.text.tokenizer import TokenSpan
 
 
-class Telling:
+class InfoEndpoints:
     """The endpoints."""
 
     def __init__(self, context: ApiContext) -> None:
