@@ -19,9 +19,9 @@ from aiohttp import web
 from console.api.context import MAX_PROMPT_LOGPROBS
 from console.api.dialects.anthropic import conversation as anthropic
 from console.api.dialects.ollama import chat as ollama
-from console.api.dialects.openai.embeddings import INPUTS_PER_CHOICE
-from console.api.http.request_body import unpacked
+from console.api.http.request_body import decompressed
 from console.api.http.serial_thread import SerialThread
+from console.api.requests.embedding import INPUTS_PER_CHOICE
 from console.api.requests.generation import STRETCH_S, Generation
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampler_order import MAX_SAMPLERS
@@ -226,10 +226,10 @@ def test_results_find_their_calls_in_time_that_grows_with_them_alone() -> None:
 
 def test_an_unpacked_body_is_longer_than_the_packed_one() -> None:
     packed = KINDS["packed, nothing"](8 * MIB).body
-    with within_bounds(len(packed)), pytest.raises(InvalidRequest, match="longer than what it unpacks to"):
-        unpacked(packed, "deflate", 8 * MIB)
+    with within_bounds(len(packed)), pytest.raises(InvalidRequest, match="longer than its decompressed content"):
+        decompressed(packed, "deflate", 8 * MIB)
     text = b"what does not get any shorter: \x00\xff\x13\x07" * 10_000
-    assert unpacked(zlib.compress(text, 0), "deflate", 8 * MIB) == text
+    assert decompressed(zlib.compress(text, 0), "deflate", 8 * MIB) == text
 
 
 @pytest.mark.parametrize("text", ['{"const": "\\ud800"}', '{"const": NaN}', "[" * 60_000, '{"a":' * 5_000])
@@ -252,9 +252,7 @@ async def test_json_in_the_arguments_of_calls_holds_no_more_than_a_body(api: Ser
         calls.insert(1, {"id": "a", "type": "function", "function": {"name": "b", "arguments": broken}})
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
     sentence = await refused(api, "/v1/chat/completions", body)
-    assert sentence.startswith(
-        "messages[].tool_calls[].function.arguments holds too much" if not broken else "messages["
-    )
+    assert sentence.startswith("messages[].tool_calls[].function.arguments is too large" if not broken else "messages[")
 
 
 async def test_nothing_keeps_a_body_while_its_answer_is_made_or_its_connection_waits(paced_api: Served) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from console.api.dialects.openai.embeddings import encode_vectors
+from console.api.requests.embedding import encode_vectors
 from tests.api.harness import Served, serving
 from tests.api.ollama_calls import generate, refusal
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, vector_of

@@ -108,9 +108,9 @@ SAMPLERS = WithJsonSchema(
 ANSWER_TOKENS = WithJsonSchema({"type": "integer", "minimum": 1})
 """How many tokens an answer may have."""
 
-_ANY_TEXT: JsonSchema = {"type": "string"}
-_SOME_TEXT: JsonSchema = {"type": "string", "minLength": 1}
-_TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+ANY_TEXT: JsonSchema = {"type": "string"}
+SOME_TEXT: JsonSchema = {"type": "string", "minLength": 1}
+TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
 
 _TOKEN_ID: JsonSchema = {"type": "integer", "minimum": 0}
 TOKEN_IDS = WithJsonSchema({"type": "array", "items": _TOKEN_ID})
@@ -122,14 +122,14 @@ def _prompts(text: JsonSchema) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]})
 
 
-PROMPTS = _prompts(_ANY_TEXT)
+PROMPTS = _prompts(ANY_TEXT)
 """One prompt as text or token ids, or several."""
 
-TEXTS_TO_EMBED = _prompts(_SOME_TEXT)
+TEXTS_TO_EMBED = _prompts(SOME_TEXT)
 """Likewise, where none is empty."""
 
 
-def _turn(*roles: str, required: Collection[str] = ("content",), **fields: JsonSchema) -> JsonSchema:
+def message_schema(*roles: str, required: Collection[str] = ("content",), **fields: JsonSchema) -> JsonSchema:
     """A message of one of these roles. null is the same as leaving a field out."""
     return {
         "type": "object",
@@ -139,40 +139,29 @@ def _turn(*roles: str, required: Collection[str] = ("content",), **fields: JsonS
     }
 
 
-def _conversation(*turns: JsonSchema, least: int = 1) -> WithJsonSchema:
+def conversation_schema(*turns: JsonSchema, least: int = 1) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": {"anyOf": list(turns)}, "minItems": least})
 
 
-def _block(kind: str, **fields: JsonSchema) -> JsonSchema:
-    """A block of Anthropic's. Fields that may be left out have null in their type."""
-    required = [name for name, field in fields.items() if "null" not in field.get("type", ())]
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, **fields, "cache_control": {"type": ["object", "null"]}},
-        "required": ["type", *required],
-        "additionalProperties": False,
-    }
-
-
-def _text_or(*parts: JsonSchema, least: int = 0) -> JsonSchema:
-    return {"anyOf": [_ANY_TEXT, {"type": "array", "items": {"anyOf": list(parts)}, "minItems": least}]}
+def text_or_parts(*parts: JsonSchema, least: int = 0) -> JsonSchema:
+    return {"anyOf": [ANY_TEXT, {"type": "array", "items": {"anyOf": list(parts)}, "minItems": least}]}
 
 
 _PART: JsonSchema = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _ANY_TEXT},
+    "properties": {"type": {"const": "text"}, "text": ANY_TEXT},
     "required": ["type", "text"],
 }
-_CONTENT = _text_or(_PART)
+_CONTENT = text_or_parts(_PART)
 _CALL: JsonSchema = {
     "type": "object",
     "properties": {
-        "id": _SOME_TEXT,
+        "id": SOME_TEXT,
         "type": {"enum": ["function", None]},
         "index": {},
         "function": {
             "type": "object",
-            "properties": {"name": _SOME_TEXT, "arguments": {**_TEXT_OR_NULL, "contentMediaType": "application/json"}},
+            "properties": {"name": SOME_TEXT, "arguments": {**TEXT_OR_NULL, "contentMediaType": "application/json"}},
             "required": ["name"],
             "additionalProperties": {"type": "null"},
         },
@@ -180,73 +169,20 @@ _CALL: JsonSchema = {
     "required": ["id", "function"],
     "additionalProperties": {"type": "null"},
 }
-MESSAGES = _conversation(
-    _turn("system", "developer", "user", "assistant", content=_CONTENT, name=_TEXT_OR_NULL),
-    _turn(
+MESSAGES = conversation_schema(
+    message_schema("system", "developer", "user", "assistant", content=_CONTENT, name=TEXT_OR_NULL),
+    message_schema(
         "assistant",
         required=("tool_calls",),
         content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
-        name=_TEXT_OR_NULL,
+        name=TEXT_OR_NULL,
         tool_calls={"type": "array", "items": _CALL, "minItems": 1},
     ),
-    _turn("tool", required=("content", "tool_call_id"), content=_CONTENT, tool_call_id=_SOME_TEXT, name=_TEXT_OR_NULL),
+    message_schema(
+        "tool", required=("content", "tool_call_id"), content=_CONTENT, tool_call_id=SOME_TEXT, name=TEXT_OR_NULL
+    ),
 )
 """A conversation as OpenAI has it."""
-
-_OLLAMA_CALL: JsonSchema = {
-    "type": "object",
-    "properties": {
-        "id": _TEXT_OR_NULL,
-        "function": {
-            "type": "object",
-            "properties": {"name": _TEXT_OR_NULL, "arguments": {"type": "object"}},
-            "required": ["arguments"],
-        },
-    },
-    "required": ["function"],
-}
-OLLAMA_MESSAGES = _conversation(
-    _turn("system", "user", required=(), content=_TEXT_OR_NULL),
-    _turn(
-        "assistant",
-        required=(),
-        content=_TEXT_OR_NULL,
-        tool_calls={"anyOf": [{"type": "array", "items": _OLLAMA_CALL}, {"type": "null"}]},
-    ),
-    _turn("tool", required=(), content=_TEXT_OR_NULL, tool_name=_TEXT_OR_NULL, tool_call_id=_TEXT_OR_NULL),
-    least=0,
-)
-"""Likewise, as Ollama has it."""
-
-_TEXT_BLOCK = _block("text", text=_ANY_TEXT, citations={"enum": [None, []], "type": ["null", "array"]})
-_RESULT_BLOCK = _block(
-    "tool_result",
-    tool_use_id=_ANY_TEXT,
-    content={"anyOf": [*_text_or(_TEXT_BLOCK)["anyOf"], {"type": "null"}], "type": ["string", "array", "null"]},
-    is_error={"type": ["boolean", "null"]},
-)
-_USE_BLOCK = _block(
-    "tool_use",
-    id=_ANY_TEXT,
-    name=_ANY_TEXT,
-    input={"type": "object"},
-    caller={"enum": [None, {"type": "direct"}], "type": ["null", "object"]},
-)
-
-
-def _blocks_turn(role: str, *blocks: JsonSchema) -> JsonSchema:
-    return {**_turn(role, content=_text_or(*blocks, least=1)), "additionalProperties": False}
-
-
-ANTHROPIC_MESSAGES = _conversation(
-    _blocks_turn("user", _TEXT_BLOCK, _RESULT_BLOCK),
-    _blocks_turn("assistant", _TEXT_BLOCK, _USE_BLOCK),
-    _blocks_turn("system", _TEXT_BLOCK),
-)
-"""Likewise, as Anthropic has it."""
-
-ANTHROPIC_SYSTEM = WithJsonSchema({"anyOf": [*_text_or(_TEXT_BLOCK)["anyOf"], {"type": "null"}]})
-"""What goes before such a conversation."""
 
 TOOL_CHOICE = WithJsonSchema(
     {
@@ -258,7 +194,7 @@ TOOL_CHOICE = WithJsonSchema(
                     "type": {"const": "function"},
                     "function": {
                         "type": "object",
-                        "properties": {"name": _ANY_TEXT},
+                        "properties": {"name": ANY_TEXT},
                         "required": ["name"],
                         "additionalProperties": False,
                     },

@@ -8,23 +8,55 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from console.api.requests.parameters import (
-    ANTHROPIC_BLOCKS_REFUSED,
-    ANTHROPIC_CLAMPED,
-    ANTHROPIC_INERT,
-    ANTHROPIC_OUTPUT_REFUSED,
-    ANTHROPIC_REFUSED,
-    ANTHROPIC_TOOLS_REFUSED,
-    Refusal,
-)
+from console.api.requests.parameters import NO_THINKING, ROOM, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
 from console.api.requests.response_format import Named
 from console.api.requests.sampling import SamplingFields
-from console.api.requests.schemas import ANTHROPIC_MESSAGES, ANTHROPIC_SYSTEM
+from console.api.requests.schemas import ANY_TEXT, JsonSchema, conversation_schema, message_schema, text_or_parts
 from console.api.requests.served_model import ServedModel
 from console.api.requests.structured_output import json_grammar
 from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
 from engine.errors import InvalidRequest
+
+_REFUSED: Mapping[str, Refusal] = {
+    "container": Refusal("there are no containers here"),
+    "context_management": Refusal("a conversation is answered as it is"),
+    "diagnostics": Refusal("GET /metrics tells of the prefix cache"),
+    "inference_geo": Refusal("answers are computed where this server is"),
+    "mcp_servers": Refusal("this server calls no others", ([],)),
+    "output_format": Refusal("use output_config.format, which replaced it"),
+    "speed": Refusal("there is one speed", ("standard",)),
+    "thinking": Refusal(NO_THINKING, ({"type": "disabled"},)),
+}
+
+_OUTPUT_REFUSED: Mapping[str, Refusal] = {
+    "effort": Refusal("say in a message how much is to be said"),
+}
+"""Fields of output_config."""
+
+_TOOLS_REFUSED: Mapping[str, Refusal] = {
+    "allowed_callers": Refusal("the model itself calls tools", (["direct"],)),
+    "defer_loading": Refusal("the model is told of all tools", (False,)),
+    "input_examples": Refusal("put them into the description", ([],)),
+}
+"""Fields of a tool."""
+
+BLOCKS_REFUSED: Mapping[str, Refusal] = {
+    "document": Refusal(TEXT_ONLY),
+    "image": Refusal(TEXT_ONLY),
+    "redacted_thinking": Refusal(NO_THINKING),
+    "search_result": Refusal("put what was found into text blocks"),
+    "thinking": Refusal(NO_THINKING),
+}
+"""Blocks of a message's content."""
+
+_INERT = frozenset(
+    {
+        "cache_control",  # prefixes are cached by what they are
+        "metadata",  # who asks; not looked at
+        "service_tier",  # there is one
+    }
+)
 
 # Tools as Anthropic's clients send them, and the output format that they may ask for instead.
 
@@ -90,11 +122,11 @@ class OutputConfig(BaseModel):
     model_config = _STRICT
 
     format: FormatField | None = None
-    effort: Annotated[object, WithJsonSchema({"enum": [*ANTHROPIC_OUTPUT_REFUSED["effort"].neutral, None]})] = None
+    effort: Annotated[object, WithJsonSchema({"enum": [*_OUTPUT_REFUSED["effort"].neutral, None]})] = None
 
     def named(self, max_bytes: int) -> Iterator[Named]:
         """What it asks for; raises InvalidRequest."""
-        ANTHROPIC_OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
+        _OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
         if self.format is not None:
             name = "output_config.format.schema"
             yield name, partial(json_grammar, self.format.json_schema, name, max_bytes=max_bytes)
@@ -106,7 +138,7 @@ def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
 
 
 def _read(field: ToolField, where: str) -> Tool:
-    for name, refusal in ANTHROPIC_TOOLS_REFUSED.items():
+    for name, refusal in _TOOLS_REFUSED.items():
         refusal.check(f"{where}.{name}", getattr(field, name))
     if field.input_schema.get("type", "object") != "object":
         raise InvalidRequest(f"{where}.input_schema should be that of an object", param=f"{where}.input_schema")
@@ -116,6 +148,51 @@ def _read(field: ToolField, where: str) -> Tool:
     return read_tool(function, where)
 
 
+# A conversation's messages, as /openapi.json describes them.
+
+
+def _block_schema(kind: str, **fields: JsonSchema) -> JsonSchema:
+    """A block of Anthropic's. Fields that may be left out have null in their type."""
+    required = [name for name, field in fields.items() if "null" not in field.get("type", ())]
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **fields, "cache_control": {"type": ["object", "null"]}},
+        "required": ["type", *required],
+        "additionalProperties": False,
+    }
+
+
+_TEXT_BLOCK = _block_schema("text", text=ANY_TEXT, citations={"enum": [None, []], "type": ["null", "array"]})
+_RESULT_BLOCK = _block_schema(
+    "tool_result",
+    tool_use_id=ANY_TEXT,
+    content={"anyOf": [*text_or_parts(_TEXT_BLOCK)["anyOf"], {"type": "null"}], "type": ["string", "array", "null"]},
+    is_error={"type": ["boolean", "null"]},
+)
+_USE_BLOCK = _block_schema(
+    "tool_use",
+    id=ANY_TEXT,
+    name=ANY_TEXT,
+    input={"type": "object"},
+    caller={"enum": [None, {"type": "direct"}], "type": ["null", "object"]},
+)
+
+
+def _message_schema(role: str, *blocks: JsonSchema) -> JsonSchema:
+    return {**message_schema(role, content=text_or_parts(*blocks, least=1)), "additionalProperties": False}
+
+
+_MESSAGES = conversation_schema(
+    _message_schema("user", _TEXT_BLOCK, _RESULT_BLOCK),
+    _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK),
+    _message_schema("system", _TEXT_BLOCK),
+)
+"""Likewise, as Anthropic has it."""
+
+_SYSTEM = WithJsonSchema({"anyOf": [*text_or_parts(_TEXT_BLOCK)["anyOf"], {"type": "null"}]})
+"""What goes before such a conversation."""
+
+
 class ConversationBody(SamplingFields):
     """A conversation to answer, or to count the tokens of.
 
@@ -123,19 +200,19 @@ class ConversationBody(SamplingFields):
     include_stop_str_in_output: a stop sequence is told apart from the answer.
     """
 
-    refused = ANTHROPIC_REFUSED
-    inert = ANTHROPIC_INERT
+    refused = _REFUSED
+    inert = _INERT
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {
-        "messages[].content[] of type ": ANTHROPIC_BLOCKS_REFUSED,
-        "output_config.": ANTHROPIC_OUTPUT_REFUSED,
-        "tools[].": ANTHROPIC_TOOLS_REFUSED,
+        "messages[].content[] of type ": BLOCKS_REFUSED,
+        "output_config.": _OUTPUT_REFUSED,
+        "tools[].": _TOOLS_REFUSED,
     }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
 
     max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS}
 
-    messages: Annotated[list[Any], ANTHROPIC_MESSAGES]
-    system: Annotated[object, ANTHROPIC_SYSTEM] = None
+    messages: Annotated[list[Any], _MESSAGES]
+    system: Annotated[object, _SYSTEM] = None
     tools: list[ToolField] | None = None
     tool_choice: ChoiceField | None = None
     output_config: OutputConfig | None = None
@@ -163,6 +240,6 @@ class ConversationBody(SamplingFields):
 class MessagesBody(ConversationBody):
     """A conversation to answer."""
 
-    clamped = ANTHROPIC_CLAMPED
+    clamped: ClassVar[Mapping[str, str]] = {**SAMPLING_CLAMPED, "max_tokens": ROOM}
 
     max_tokens: Annotated[int, Field(ge=1)]

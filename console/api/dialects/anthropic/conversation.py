@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from console.api.requests.parameters import ANTHROPIC_BLOCKS_REFUSED
+from console.api.dialects.anthropic.body import BLOCKS_REFUSED
 from engine.errors import InvalidRequest
 
 Spoken = dict[str, Any]
@@ -131,7 +131,7 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Spoken:
     if not isinstance(block, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{where} should be an object with a type", param=where)
     if kind not in allowed:
-        refusal = ANTHROPIC_BLOCKS_REFUSED.get(kind)
+        refusal = BLOCKS_REFUSED.get(kind)
         why = f"this may be {' or '.join(allowed)}" if refusal is None else refusal.reason
         raise InvalidRequest(f"{where} has the type {kind}, which is not supported: {why}", param=where)
     for name in sorted(block.keys() - _KNOWN[kind]):

@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.openai.models import ModelCard, Models
 from console.api.http.errors import json_response
+from console.api.requests.model_list import ListedModel, find_listed, listed_models
 from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
 
@@ -49,7 +49,8 @@ class AnthropicModels:
     """The endpoints."""
 
     def __init__(self, context: ApiContext) -> None:
-        self._models = Models(context)
+        self._context = context
+        self._created = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are found."""
@@ -57,15 +58,15 @@ class AnthropicModels:
 
     @describes("The models and adapters, as Anthropic lists them", answer=AnthropicModelList, query=_QUERY)
     async def _list(self, request: web.Request) -> web.Response:
-        cards = self._models.cards()
-        names = list(cards)
+        models = listed_models(self._context.engine)
+        names = list(models)
         start = _place(request, "after_id", names, -1) + 1
         stop = _place(request, "before_id", names, len(names))
         limit = _limit(request)
         page = names[start:stop][-limit:] if "before_id" in request.query else names[start:stop][:limit]
         return json_response(
             AnthropicModelList(
-                data=[_model(cards[name]) for name in page],
+                data=[self._model(models[name]) for name in page],
                 has_more=len(page) < len(names[start:stop]),
                 first_id=page[0] if page else None,
                 last_id=page[-1] if page else None,
@@ -74,18 +75,13 @@ class AnthropicModels:
 
     @describes("One of them, as Anthropic has it", answer=AnthropicModel)
     async def _get(self, request: web.Request) -> web.Response:
-        return json_response(_model(self._models.card(request.match_info["name"])))
+        return json_response(self._model(find_listed(self._context.engine, request.match_info["name"])))
 
-
-def _model(card: ModelCard) -> AnthropicModel:
-    most = None if card.max_model_len is None else card.max_model_len - 1
-    return AnthropicModel(
-        id=card.id,
-        display_name=card.id,
-        created_at=datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
-        max_input_tokens=most,
-        max_tokens=most,
-    )
+    def _model(self, model: ListedModel) -> AnthropicModel:
+        most = None if model.max_model_len is None else model.max_model_len - 1
+        return AnthropicModel(
+            id=model.name, display_name=model.name, created_at=self._created, max_input_tokens=most, max_tokens=most
+        )
 
 
 def _place(request: web.Request, field: str, names: list[str], otherwise: int) -> int:

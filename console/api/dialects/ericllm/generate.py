@@ -12,6 +12,7 @@ neither of the two has that field, so it is given in no other case.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from console.api.context import ApiContext, new_id
 from console.api.http.errors import json_response
 from console.api.requests.body import read
 from console.api.requests.generation import Generation
-from console.api.requests.parameters import GENERATE_CLAMPED, GENERATE_REFUSED
+from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import SamplingFields, limited, sampling_params
 from console.api.requests.schemas import ANSWER_TOKENS, PROMPTS, describes
@@ -35,6 +36,19 @@ _VLLM_FIELDS = frozenset({"n", "stream", "best_of", "ignore_eos"})
 _ERICLLM_FIELDS = frozenset({"token_repetition_penalty", "top_a"})
 
 
+_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "filters": Refusal("use stop", ([],)),
+    "logprobs": Refusal("use /v1/completions for log-probabilities"),
+}
+
+_CLAMPED: Mapping[str, str] = {
+    **SAMPLING_CLAMPED,
+    "max_tokens": DEFAULT_LENGTH,
+    "top_a": "1 is 0, which is off",
+}
+
+
 class GenerateBody(SamplingFields):
     """What the endpoint takes, with EricLLM's defaults. prompt: as /v1/completions takes it.
 
@@ -42,9 +56,9 @@ class GenerateBody(SamplingFields):
     top_a: EricLLM's clients send its default, 1.0, which never did anything; so it is off here too.
     """
 
-    refused = GENERATE_REFUSED
+    refused = _REFUSED
     inert = frozenset({"request_id"})
-    clamped = GENERATE_CLAMPED
+    clamped = _CLAMPED
 
     prompt: Annotated[object, PROMPTS]
     max_tokens: Annotated[int, ANSWER_TOKENS] = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Literal
 
@@ -9,19 +10,24 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.openai.chat import ChatBody
 from console.api.http.errors import json_response
 from console.api.http.request_body import document_of, offload, run_offloaded
 from console.api.requests.body import read
+from console.api.requests.chat_body import ChatBody
 from console.api.requests.chat_prompt import ConversationFields
 from console.api.requests.conversation import read_messages
-from console.api.requests.parameters import TOKENIZE_CHAT_REFUSED, TOKENIZE_INERT
+from console.api.requests.parameters import Refusal
 from console.api.requests.sampling import ModelFields
 from console.api.requests.schemas import TOKEN_IDS, EndpointSpec, attach_specs, describes
 from console.api.requests.served_model import MANY_TOKENS, ServedModel
 from console.api.version import product_version
 
 _HELLO = [{"role": "user", "content": "Hello"}]
+
+_CHAT_REFUSED: Mapping[str, Refusal] = {
+    name: ChatBody.refused[name] for name in ("add_special_tokens", "chat_template", "documents")
+}
+_INERT = frozenset({"user"})  # who asks; not looked at
 
 
 class TokenizeBody(ModelFields):
@@ -30,7 +36,7 @@ class TokenizeBody(ModelFields):
     return_token_strs: also what the vocabulary calls each token.
     """
 
-    inert = TOKENIZE_INERT
+    inert = _INERT
 
     prompt: str
     add_special_tokens: bool = True
@@ -43,8 +49,8 @@ class TokenizeChatBody(ModelFields, ConversationFields):
     return_token_strs: also what the vocabulary calls each token.
     """
 
-    refused = TOKENIZE_CHAT_REFUSED
-    inert = TOKENIZE_INERT
+    refused = _CHAT_REFUSED
+    inert = _INERT
 
     return_token_strs: bool = False
 

@@ -8,7 +8,15 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from console.api.requests.body import Body
-from console.api.requests.parameters import FRONTEND_INERT, KOBOLD_CLAMPED, KOBOLD_REFUSED
+from console.api.requests.parameters import (
+    CONTEXT_LENGTH,
+    DEFAULT_TO_LIMIT,
+    FRONTEND_INERT,
+    SAMPLING_CLAMPED,
+    SAMPLING_REFUSED,
+    TEXT_ONLY,
+    Refusal,
+)
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.text_frontends import FrontendBody, TruncatedPrompt
 from engine.config import RANGES
@@ -33,6 +41,36 @@ _INERT = FRONTEND_INERT | {
 }
 
 
+_NO_STORY = "this server keeps no story; put it into the prompt"
+_AS_THEY_ARE = "prompts and answers stay as they are"
+
+_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "bypass_eos": Refusal("use ban_eos_token", (False,)),
+    "disable_input_formatting": Refusal(_AS_THEY_ARE, (True,)),
+    "disable_output_formatting": Refusal(_AS_THEY_ARE, (True,)),
+    "frmtadsnsp": Refusal(_AS_THEY_ARE, (False,)),
+    "frmtrmblln": Refusal(_AS_THEY_ARE, (False,)),
+    "frmtrmspch": Refusal(_AS_THEY_ARE, (False,)),
+    "frmttriminc": Refusal(_AS_THEY_ARE, (False,)),
+    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "images": Refusal(TEXT_ONLY, ([],)),
+    "soft_prompt": Refusal("there are no soft prompts", ("",)),
+    "use_authors_note": Refusal(_NO_STORY, (False,)),
+    "use_memory": Refusal(_NO_STORY, (False,)),
+    "use_story": Refusal(_NO_STORY, (False,)),
+    "use_userscripts": Refusal(_NO_STORY, (False,)),
+    "use_world_info": Refusal(_NO_STORY, (False,)),
+}
+
+_CLAMPED: Mapping[str, str] = {
+    **SAMPLING_CLAMPED,
+    "max_context_length": CONTEXT_LENGTH,
+    "max_length": DEFAULT_TO_LIMIT,
+    "prompt": "to its end, where it is too long",
+}
+
+
 class KoboldBody(FrontendBody):
     """A prompt and its settings, with KoboldCpp's defaults.
 
@@ -42,9 +80,9 @@ class KoboldBody(FrontendBody):
     genkey: by which the answer can be looked at and stopped.  render_special: whether control tokens are shown.
     """
 
-    refused = KOBOLD_REFUSED
+    refused = _REFUSED
     inert = _INERT
-    clamped = KOBOLD_CLAMPED
+    clamped = _CLAMPED
     aliases = _ALIASES
     length_field = "max_length"
     context_field = "max_context_length"

@@ -8,10 +8,10 @@ from aiohttp import web
 from console.api.context import ApiContext
 from console.api.dialects.kobold.body import CountBody
 from console.api.dialects.kobold.generate import VERSIONS
-from console.api.dialects.openai.models import ANSWERING
 from console.api.http.errors import json_response
 from console.api.http.traffic import call_of
 from console.api.requests.body import read
+from console.api.requests.model_list import first_name
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import describes
 
@@ -87,10 +87,7 @@ class InfoEndpoints:
 
     @describes("The model's name", answer=Text)
     async def _model(self, request: web.Request) -> web.Response:
-        status = self._context.engine.status
-        return json_response(
-            Text(status.spec.name if status.spec is not None and status.state in ANSWERING else _NO_MODEL)
-        )
+        return json_response(Text(first_name(self._context.engine) or _NO_MODEL))
 
     @describes("The version of KoboldAI whose API this is", answer=Text)
     async def _united(self, request: web.Request) -> web.Response:

@@ -12,13 +12,38 @@ from pydantic import Field, WithJsonSchema
 
 from console.api.dialects.ollama.options import Options, read_options
 from console.api.requests.body import Body
-from console.api.requests.parameters import OLLAMA_MESSAGE_REFUSED, OLLAMA_REFUSED, Refusal
-from console.api.requests.schemas import OLLAMA_MESSAGES, TOKEN_IDS, ShapedAs
+from console.api.requests.parameters import NO_THINKING, NOT_CUT, TEXT_ONLY, Refusal
+from console.api.requests.schemas import (
+    TEXT_OR_NULL,
+    TOKEN_IDS,
+    JsonSchema,
+    ShapedAs,
+    conversation_schema,
+    message_schema,
+)
 from console.api.requests.served_model import ServedModel
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_tools
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
+
+_NO_PICTURES = Refusal("this server makes no pictures", (0,))
+
+REFUSED: Mapping[str, Refusal] = {
+    "height": _NO_PICTURES,
+    "images": Refusal(TEXT_ONLY, ([],)),
+    "shift": Refusal("an answer ends with the context", (False,)),
+    "steps": _NO_PICTURES,
+    "suffix": Refusal("text can be continued, not filled in", ("",)),
+    "template": Refusal("the model's own chat template is used; raw takes a prompt that is made already", ("",)),
+    "truncate": Refusal(NOT_CUT, (False,)),
+    "width": _NO_PICTURES,
+}
+
+MESSAGE_REFUSED: Mapping[str, Refusal] = {
+    "images": Refusal(TEXT_ONLY, ([],)),
+    "thinking": Refusal(NO_THINKING, ("",)),
+}
 
 LATEST = ":latest"
 """The tag that a name without one has."""
@@ -48,7 +73,7 @@ class OllamaBody(Body):
     asks to unload the model, is refused.
     """
 
-    refused = OLLAMA_REFUSED
+    refused = REFUSED
 
     model: str | None = None
     options: Annotated[dict[str, Any] | None, ShapedAs(Options)] = None
@@ -120,14 +145,40 @@ class GenerateBody(AnswerBody):
     context: Annotated[list[int], Field(default_factory=list), TOKEN_IDS]
 
 
+_CALL: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": TEXT_OR_NULL,
+        "function": {
+            "type": "object",
+            "properties": {"name": TEXT_OR_NULL, "arguments": {"type": "object"}},
+            "required": ["arguments"],
+        },
+    },
+    "required": ["function"],
+}
+_MESSAGES = conversation_schema(
+    message_schema("system", "user", required=(), content=TEXT_OR_NULL),
+    message_schema(
+        "assistant",
+        required=(),
+        content=TEXT_OR_NULL,
+        tool_calls={"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+    ),
+    message_schema("tool", required=(), content=TEXT_OR_NULL, tool_name=TEXT_OR_NULL, tool_call_id=TEXT_OR_NULL),
+    least=0,
+)
+"""Likewise, as Ollama has it."""
+
+
 class ChatBody(AnswerBody):
     """What /api/chat takes."""
 
-    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": OLLAMA_MESSAGE_REFUSED}
+    refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
 
     max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS}
 
-    messages: Annotated[list[Any], Field(default_factory=list), OLLAMA_MESSAGES]
+    messages: Annotated[list[Any], Field(default_factory=list), _MESSAGES]
     tools: list[ToolField] | None = None
 
     def tool_use(self, model: ServedModel) -> ToolUse:

@@ -14,14 +14,13 @@ from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
 from console.api.dialects.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
-from console.api.dialects.ollama.body import ChatBody
+from console.api.dialects.ollama.body import MESSAGE_REFUSED, ChatBody
 from console.api.dialects.ollama.options import options_params
 from console.api.dialects.ollama.writer import AnswerWriter
 from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import read_messages
-from console.api.requests.parameters import OLLAMA_MESSAGE_REFUSED
 from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
 
@@ -113,8 +112,8 @@ def _message(message: object, where: str) -> Spoken:
     if not isinstance(role, str) or role not in _KNOWN:
         raise InvalidRequest(f"{where}.role should be one of {', '.join(_KNOWN)}", param=f"{where}.role")
     for name, value in message.items():
-        if name in OLLAMA_MESSAGE_REFUSED:
-            OLLAMA_MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
+        if name in MESSAGE_REFUSED:
+            MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
         elif name not in _KNOWN[role] and value is not None:
             raise InvalidRequest(f"{where}.{name} is not a field of a {role} message", param=f"{where}.{name}")
     spoken: Spoken = {"role": role, "content": _string(message, "content", where)}

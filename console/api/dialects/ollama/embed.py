@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -13,16 +13,15 @@ from console.api.context import ApiContext
 from console.api.dialects.ollama.answers import Stopwatch
 from console.api.dialects.ollama.body import OllamaBody
 from console.api.dialects.ollama.options import Options, read_options
-from console.api.dialects.openai.embeddings import (
+from console.api.http.errors import json_response
+from console.api.requests.body import read
+from console.api.requests.embedding import (
     EncodedVector,
     check_inputs,
     encode_vectors,
     errors_name_input,
     vectors_of,
 )
-from console.api.http.errors import json_response
-from console.api.requests.body import read
-from console.api.requests.parameters import OLLAMA_EMBED_CLAMPED, OLLAMA_EMBEDDINGS_CLAMPED
 from console.api.requests.prompts import read_prompts
 from console.api.requests.schemas import TEXTS, describes
 from console.api.requests.served_model import ServedModel
@@ -36,7 +35,7 @@ class EmbedBody(OllamaBody):
     """What /api/embed takes. input: a text, or several.  truncate: of a text that is too long, take the beginning;
     where it is false, such a text is refused.  dimensions: as many as the model's vectors have, if anything."""
 
-    clamped = OLLAMA_EMBED_CLAMPED
+    clamped: ClassVar[Mapping[str, str]] = {"input": "to its beginning, where it is too long and truncate is not false"}
 
     input: Annotated[Any, TEXTS]
     truncate: bool = True
@@ -46,7 +45,7 @@ class EmbedBody(OllamaBody):
 class EmbeddingsBody(OllamaBody):
     """What /api/embeddings takes."""
 
-    clamped = OLLAMA_EMBEDDINGS_CLAMPED
+    clamped: ClassVar[Mapping[str, str]] = {"prompt": "to its beginning, where it is too long"}
 
     prompt: str = ""
 

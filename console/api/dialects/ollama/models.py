@@ -16,16 +16,15 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.ollama.body import LATEST
-from console.api.dialects.openai.models import ANSWERING
+from console.api.dialects.ollama.body import LATEST, REFUSED
 from console.api.http.errors import json_response
 from console.api.requests.body import Body, read
-from console.api.requests.parameters import OLLAMA_REFUSED
+from console.api.requests.model_list import ANSWERING, model_not_found
 from console.api.requests.schemas import describes
 from console.api.tools.formats import format_of
 from console.api.version import product_version
 from engine.config import quote_value
-from engine.errors import EngineError, InvalidRequest, ModelNotFound
+from engine.errors import EngineError, InvalidRequest
 from engine.models.catalog import ModelEntry, is_count
 from engine.models.files import file_names, read_json_object
 from engine.models.inspect import inspect
@@ -279,7 +278,7 @@ class Version(msgspec.Struct, frozen=True):
 class ShowBody(Body):
     """What /api/show takes. name: an older name of `model`.  verbose: there is nothing more to show."""
 
-    refused = OLLAMA_REFUSED
+    refused = REFUSED
     inert = frozenset({"verbose", "options", "system"})
     aliases: ClassVar[Mapping[str, str]] = {"name": "model"}
 
@@ -322,13 +321,7 @@ class ModelList:
         readings = self._readings(ANSWERING)
         reading = readings.get(body.model) or readings.get(body.model + LATEST)
         if reading is None:
-            known = ", ".join(readings)
-            raise ModelNotFound(
-                f"There is no model {body.model!r} here; available: {known or 'none'}",
-                param="model",
-                model=body.model,
-                available=known,
-            )
+            raise model_not_found(body.model, readings)
         return json_response(
             await asyncio.to_thread(show_model, reading, body.model, self._context.engine.tokenizer_of(reading.name))
         )

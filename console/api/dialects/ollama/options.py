@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec.structs import replace
 from pydantic import Field
 
-from console.api.requests.parameters import OLLAMA_OPTIONS_CLAMPED, OLLAMA_OPTIONS_INERT, OLLAMA_OPTIONS_REFUSED
+from console.api.requests.parameters import CONTEXT_LENGTH, NO_DEFAULT_LENGTH, SAMPLING_CLAMPED, Refusal
 from console.api.requests.response_format import Named
 from console.api.requests.sampling import SamplingFields, sampling_params
 from console.api.requests.served_model import ServedModel
@@ -26,6 +26,37 @@ _OWN = ("num_predict", "num_ctx", "repeat_last_n")
 _NO_RANGE = 0
 
 
+_REFUSED: Mapping[str, Refusal] = {
+    "embedding_only": Refusal("the model is loaded whole", (False,)),
+    "penalize_newline": Refusal("line breaks are penalised as all tokens are", (True,)),
+    "rope_frequency_base": Refusal("how positions are scaled is set where the model is loaded", (0,)),
+    "rope_frequency_scale": Refusal("how positions are scaled is set where the model is loaded", (0,)),
+    "vocab_only": Refusal("the model is loaded whole", (False,)),
+}
+
+_INERT = frozenset(
+    {
+        "f16_kv",  # how the model is loaded is the operator's choice, and so are the others here
+        "logits_all",
+        "low_vram",
+        "main_gpu",
+        "num_batch",
+        "num_gpu",
+        "num_keep",  # the context is never shifted, so all of it is kept
+        "num_thread",
+        "numa",
+        "use_mlock",
+        "use_mmap",
+    }
+)
+
+_CLAMPED: Mapping[str, str] = {
+    **SAMPLING_CLAMPED,
+    "num_ctx": CONTEXT_LENGTH,
+    "num_predict": NO_DEFAULT_LENGTH,
+}
+
+
 class Options(SamplingFields):
     """What `options` may hold; other samplers of ours may be set there too, by their own names.
 
@@ -34,9 +65,9 @@ class Options(SamplingFields):
     loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
     """
 
-    refused = OLLAMA_OPTIONS_REFUSED
-    inert = OLLAMA_OPTIONS_INERT
-    clamped = OLLAMA_OPTIONS_CLAMPED
+    refused = _REFUSED
+    inert = _INERT
+    clamped = _CLAMPED
     internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream"})
     aliases: ClassVar[Mapping[str, str]] = {
         **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},

@@ -6,30 +6,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 from aiohttp import web
-from pydantic import Field
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.openai.common import OpenAiFields, Usage, UsageField, now, prompt_logprobs_of, usage_of
+from console.api.dialects.openai.common import Usage, UsageField, now, prompt_logprobs_of, usage_of, usage_so_far
 from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
-from console.api.requests.chat_prompt import ConversationFields
+from console.api.requests.chat_body import ChatBody
 from console.api.requests.conversation import Turn, read_messages, with_negative_prompt
 from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, respond
 from console.api.requests.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
-from console.api.requests.parameters import CHAT_CLAMPED, CHAT_REFUSED, OPENAI_INERT
 from console.api.requests.sampling import sampling_params
-from console.api.requests.schemas import ANSWER_TOKENS, describes
+from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import DONE, ChunkStream
 from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said, ToolCall, ToolUse, finish_of, whole
 from engine.backends.base import FinishReason, TokenLogprob
-from engine.config import MAX_LOGPROBS
 from engine.engine import StreamDelta
-from engine.errors import InvalidRequest
 from engine.text.tokenizer import IncrementalDetokenizer
 
 # What OpenAI's chat answers with: messages, chunks of them, and the calls in both.
@@ -155,33 +151,6 @@ def piece_of(found: Piece) -> ChatPiece | None:
 _EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 
 
-class ChatBody(OpenAiFields, ConversationFields):
-    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
-
-    refused = CHAT_REFUSED
-    inert = OPENAI_INERT
-    clamped = CHAT_CLAMPED
-
-    max_tokens: Annotated[int | None, ANSWER_TOKENS] = None
-    max_completion_tokens: Annotated[int | None, ANSWER_TOKENS] = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-
-    @property
-    def token_limit(self) -> int | None:
-        """Whichever limit was given; raises InvalidRequest where they differ."""
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives per token, None for no log-probabilities at all; raises InvalidRequest."""
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
 class Chat:
     """The endpoint."""
 
@@ -260,7 +229,7 @@ class _Call:
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """The role, every piece as it comes, the reason why it ended, and what ends the stream."""
-        so_far = partial(self._body.usage_so_far, generation)
+        so_far = partial(usage_so_far, self._body, generation)
         opened: dict[int, CallReader | None] = {}
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:

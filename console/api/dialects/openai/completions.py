@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Literal
@@ -11,8 +11,9 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.openai.common import OpenAiFields, UsageField, now, prompt_logprobs_of, usage_of
+from console.api.dialects.openai.common import UsageField, now, prompt_logprobs_of, usage_of, usage_so_far
 from console.api.requests.body import read
+from console.api.requests.chat_body import OPENAI_INERT, OpenAiFields
 from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, best_of_each, respond
 from console.api.requests.logprobs import (
     CompletionLogprobs,
@@ -21,7 +22,7 @@ from console.api.requests.logprobs import (
     completion_logprobs,
     joined,
 )
-from console.api.requests.parameters import COMPLETION_CLAMPED, COMPLETION_REFUSED, OPENAI_INERT
+from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import limited, sampling_params
 from console.api.requests.schemas import PROMPTS, describes
@@ -46,6 +47,19 @@ _ALIASES = {
 """What text frontends, which send one body to whatever server they talk to, call our fields."""
 
 
+_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "add_bos_token": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
+    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "memory": Refusal("put it into the prompt", ("",)),
+    "trim_stop": Refusal("an answer ends before its stop string; use include_stop_str_in_output", (True,)),
+    "add_special_tokens": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
+    "suffix": Refusal("text can be continued, not filled in", ("",)),
+}
+
+_CLAMPED: Mapping[str, str] = {**SAMPLING_CLAMPED, "max_tokens": DEFAULT_LENGTH}
+
+
 class CompletionBody(OpenAiFields):
     """What the endpoint takes. prompt: a string, token ids, or an array of either.
 
@@ -53,9 +67,9 @@ class CompletionBody(OpenAiFields):
     and where logprobs are asked for, so do those of its tokens.
     """
 
-    refused = COMPLETION_REFUSED
+    refused = _REFUSED
     inert = OPENAI_INERT
-    clamped = COMPLETION_CLAMPED
+    clamped = _CLAMPED
     aliases = _ALIASES
 
     prompt: Annotated[object, PROMPTS]
@@ -179,7 +193,7 @@ class _Call:
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """Every piece as it comes, then what ends the stream. Prompts come first, or once they are computed where their
         log-probabilities are wanted."""
-        so_far = partial(self._body.usage_so_far, generation)
+        so_far = partial(usage_so_far, self._body, generation)
         if self._body.echo and self._body.logprobs is None:
             for i in range(len(self._offsets)):
                 await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))

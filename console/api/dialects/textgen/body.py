@@ -8,7 +8,14 @@ from typing import Annotated, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from console.api.requests.body import Body
-from console.api.requests.parameters import FRONTEND_INERT, TEXTGEN_CLAMPED, TEXTGEN_REFUSED
+from console.api.requests.parameters import (
+    CONTEXT_LENGTH,
+    DEFAULT_TO_LIMIT,
+    FRONTEND_INERT,
+    SAMPLING_CLAMPED,
+    SAMPLING_REFUSED,
+    Refusal,
+)
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.text_frontends import FrontendBody, TruncatedPrompt
 from engine.config import RANGES
@@ -23,6 +30,23 @@ _ALIASES = {
 }
 
 
+_REFUSED: Mapping[str, Refusal] = {
+    **{name: refusal for name, refusal in SAMPLING_REFUSED.items() if name != "do_sample"},
+    "chat_generation_attempts": Refusal("send the prompt again for another answer", (1,)),
+    "custom_stopping_strings": Refusal("use stopping_strings", ("",)),
+    "preset": Refusal("there are no presets here; send their settings", ("None", "")),
+    "stop_at_newline": Refusal('put "\\n" into stopping_strings', (False,)),
+    "use_max_seq_len": Refusal("set max_new_tokens", (False,)),
+}
+
+_CLAMPED: Mapping[str, str] = {
+    **SAMPLING_CLAMPED,
+    "max_new_tokens": DEFAULT_TO_LIMIT,
+    "prompt": "to its end, where it is too long",
+    "truncation_length": CONTEXT_LENGTH,
+}
+
+
 class TextgenBody(FrontendBody):
     """A prompt and its settings, with text-generation-webui's defaults.
 
@@ -30,9 +54,9 @@ class TextgenBody(FrontendBody):
     model's context where it is left out; of a prompt that is too long the end is kept.
     """
 
-    refused = TEXTGEN_REFUSED
+    refused = _REFUSED
     inert = FRONTEND_INERT
-    clamped = TEXTGEN_CLAMPED
+    clamped = _CLAMPED
     aliases = _ALIASES
     length_field = "max_new_tokens"
     context_field = "truncation_length"

@@ -8,10 +8,10 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext
-from console.api.dialects.openai.models import ANSWERING
 from console.api.dialects.textgen.body import CountBody, ModelBody
 from console.api.http.errors import json_response
 from console.api.requests.body import read
+from console.api.requests.model_list import answering_models, first_name
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
@@ -68,7 +68,7 @@ class InfoEndpoints:
     @describes("What is to be known of the models; none is loaded or unloaded here", body=ModelBody, answer=Named)
     async def _act(self, request: web.Request) -> web.Response:
         body = await read(request, ModelBody, absent=b"{}")
-        models = [model for model in self._context.engine.published.models if model.status.state in ANSWERING]
+        models = answering_models(self._context.engine)
         match body.action:
             case "":
                 return json_response(Named(self._name()))
@@ -91,5 +91,4 @@ class InfoEndpoints:
         return json_response(Counts([Count(len(await model.count(body.prompt)))]))
 
     def _name(self) -> str:
-        status = self._context.engine.status
-        return status.spec.name if status.spec is not None and status.state in ANSWERING else _NO_MODEL
+        return first_name(self._context.engine) or _NO_MODEL

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from console.api.requests.body import Body
-from console.api.requests.parameters import TGI_CLAMPED, TGI_REFUSED
+from console.api.requests.parameters import NO_DEFAULT_LENGTH, Refusal
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import MAX_N, SamplingFields
 from console.api.requests.schemas import STOP_STRINGS, ShapedAs
@@ -66,6 +67,16 @@ class TgiGrammar(BaseModel):
 _SEEDS = 2**64
 
 
+_REFUSED: Mapping[str, Refusal] = {
+    "watermark": Refusal("answers carry no watermark", (False,)),
+}
+
+_CLAMPED: Mapping[str, str] = {
+    "max_new_tokens": NO_DEFAULT_LENGTH,
+    "seed": "the upper half of its 64 bits to the lower",
+}
+
+
 class TgiParameters(Body):
     """TGI's parameters with its defaults, which are neutral: the model's own recommendations count for nothing.
 
@@ -74,8 +85,8 @@ class TgiParameters(Body):
     top_n_tokens: so many of the likeliest tokens at each place are told.
     """
 
-    refused = TGI_REFUSED
-    clamped = TGI_CLAMPED
+    refused = _REFUSED
+    clamped = _CLAMPED
     ranges = RANGES
 
     adapter_id: str | None = None

@@ -1,0 +1,122 @@
+"""A chat request's body as OpenAI's and vLLM's clients send it, and the fields that it shares with a completion's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from console.api.requests.chat_prompt import ConversationFields
+from console.api.requests.parameters import (
+    FRONTEND_INERT,
+    NO_DEFAULT_LENGTH,
+    SAMPLING_CLAMPED,
+    SAMPLING_REFUSED,
+    TEXT_ONLY,
+    Refusal,
+)
+from console.api.requests.sampling import SamplingFields
+from console.api.requests.schemas import ANSWER_TOKENS
+from engine.config import MAX_LOGPROBS
+from engine.errors import InvalidRequest
+
+_TOOLS_INSTEAD = "use tools and tool_choice, which replaced it"
+
+_REFUSED: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSED,
+    "add_special_tokens": Refusal("the chat template adds the special tokens", (False,)),
+    "audio": Refusal(TEXT_ONLY),
+    "chat_template": Refusal("the model's own chat template is used"),
+    "documents": Refusal("put documents into the messages", ([],)),
+    "echo": Refusal("the answer alone is given; use continue_final_message to go on from a text", (False,)),
+    "function_call": Refusal(_TOOLS_INSTEAD, ("none", "auto")),
+    "functions": Refusal(_TOOLS_INSTEAD, ([],)),
+    "modalities": Refusal(TEXT_ONLY, (["text"],)),
+    "prediction": Refusal("answers are not predicted"),
+    "reasoning_effort": Refusal("use chat_template_kwargs where the model's template knows it"),
+    "store": Refusal("answers are not kept", (False,)),
+    "verbosity": Refusal("say in a message how long the answer should be", ("medium",)),
+    "web_search_options": Refusal("this server does not search the web"),
+}
+
+_CLAMPED: Mapping[str, str] = {
+    **SAMPLING_CLAMPED,
+    "max_completion_tokens": NO_DEFAULT_LENGTH,
+    "max_tokens": NO_DEFAULT_LENGTH,
+}
+
+OPENAI_INERT = FRONTEND_INERT | frozenset(
+    {
+        "metadata",  # labels of the client's own
+        "prompt_cache_key",  # a hint: prefixes are cached by what they are
+        "prompt_cache_retention",  # likewise
+        "request_id",  # answers carry ids of our own
+        "safety_identifier",  # who asks; not looked at
+        "service_tier",  # there is one
+        "truncation_length",  # to what the frontend has cut the prompt; a longer one is refused, never cut
+        "user",  # who asks; not looked at
+    }
+)
+
+
+class StreamOptions(BaseModel):
+    """include_usage: send the usage as a last chunk.  continuous_usage_stats: as vLLM has it, with every chunk too.
+
+    include_obfuscation: OpenAI pads chunks to one length where it is true; here they are never padded.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class OpenAiFields(SamplingFields):
+    """Fields of both dialects besides sampling. prompt_logprobs: as vLLM has it, alternatives at each place of the
+    prompt."""
+
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+
+    def check_prompt_logprobs(self) -> None:
+        """Raise InvalidRequest where prompt_logprobs are asked for in a stream, whose chunks have no place for them."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not given in a stream", param="prompt_logprobs")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the usage; raises InvalidRequest where there is no stream."""
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        return bool(self.stream_options.include_usage or self.stream_options.continuous_usage_stats)
+
+
+class ChatBody(OpenAiFields, ConversationFields):
+    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
+
+    refused = _REFUSED
+    inert = OPENAI_INERT
+    clamped = _CLAMPED
+
+    max_tokens: Annotated[int | None, ANSWER_TOKENS] = None
+    max_completion_tokens: Annotated[int | None, ANSWER_TOKENS] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Whichever limit was given; raises InvalidRequest where they differ."""
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token, None for no log-probabilities at all; raises InvalidRequest."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
