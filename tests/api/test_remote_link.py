@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from console.api.dialects.openai.chat import ChatBody
+from console.api.requests.chat_body import ChatBody
 from console.api.server import ApiServer, ApiSettings
 from console.link.benches import BenchOrder
 from console.link.chat import ChatMessage
