@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from console.adviser.thresholds import WORKER_MARGIN
 from console.text import reading_name
-from console.tui.in_view import workers_of
+from console.tui.view import workers_of
 from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
 
 

@@ -12,7 +12,7 @@ from console.adviser import thresholds as at
 from console.adviser.advice import Action, Advice, Look, Open, Turn
 from console.adviser.evidence import Evidence, room_for_worker
 from console.text import reading_name
-from console.tui.in_view import prompts_limit
+from console.tui.view import prompts_limit
 from engine.backends.base import LoadedModel
 from engine.snapshot import RequestRow, Snapshot, WorkerReading
 

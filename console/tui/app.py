@@ -19,13 +19,13 @@ from console import text
 from console.adviser import Adviser
 from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.link.protocol import ApiStatus, EngineLink
-from console.link.status import LinkStatus, link_status
-from console.tui import in_view, keymap, modes
+from console.tui import keymap, modes
 from console.tui.commands import BindingCommands
 from console.tui.preferences import Preferences
-from console.tui.screens.base import ConsoleRow, LiveScreen
+from console.tui.screens.base import AppScreen, ConsoleRow
 from console.tui.stylesheet import StyledApp, Stylesheet
 from console.tui.theme import AUTO_THEME, variable_defaults
+from console.tui.view import View, next_model_key
 from console.tui.widgets.glyphs import key_name, wants_ascii
 from console.tuning.effects import Effects
 from console.tuning.knobs import KnobName, Knobs, set_knob
@@ -134,10 +134,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         self._knobs = Knobs()
         self.effects = Effects()
         self.adviser = Adviser()
-        self.viewed_key = ""
-        self._several = False
-        self._drawn: Snapshot | None = None
-        self._stood = LinkStatus()
+        self.view = View.read(link)
+        self._drawn: View | None = None
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -154,11 +152,10 @@ class EricApp(StyledApp, inherit_bindings=False):
         return variable_defaults(self.current_theme)
 
     def on_load(self) -> None:
-        """Before any screen is there to ask what was found, or to show what is old as if it were new, and before the
-        terminal is the console's: by SIGTERM's default it would stay so."""
+        """Read the engine before the first screen is there, and handle SIGTERM before the terminal is the console's."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.call_later, self.exit)
-        self.set_class(self.standing.stale, "-stale")
-        self._look_at(self.snapshot())
+        self.set_class(self.read_view().link_status.stale, "-stale")
+        self._follow(self.view)
 
     def on_mount(self) -> None:
         """Start the clock."""
@@ -182,60 +179,56 @@ class EricApp(StyledApp, inherit_bindings=False):
         self._clock = self.set_interval(1 / hertz, self._tick)
 
     def _tick(self) -> None:
-        if self.standing != self._stood or should_redraw(self._drawn, self.link.snapshot()):
-            self.refresh_screen()
+        """Read the engine, and draw a frame where there is anything new to show."""
+        drawn, view = self._drawn, self.read_view()
+        if drawn is None or view.link_status != drawn.link_status or should_redraw(drawn.published, view.published):
+            self._draw(view)
 
-    @property
-    def standing(self) -> LinkStatus:
-        """How the link stands to its engine."""
-        return link_status(self.link)
+    def read_view(self, model_key: str | None = None) -> View:
+        """Read all that the next frame shows; key actions work on the same until then. model_key: for another model."""
+        self.view = View.read(self.link, self.view.model_key if model_key is None else model_key)
+        return self.view
 
     def refresh_screen(self) -> None:
-        """Show the latest snapshot on the screen that is seen and on what covers it; others catch up when opened."""
-        snapshot = self.snapshot()
-        self._drawn, self._stood = self.link.snapshot(), self.standing
-        self.set_class(self._stood.stale, "-stale")
-        self._knobs.settled(snapshot)
-        self._look_at(snapshot)
-        if (several := len(snapshot.models) > 1) != self._several:
-            self._several = several
+        """Show the engine as it is now on the screen that is seen and on its covers; others catch up when opened."""
+        self._draw(self.read_view())
+
+    def _draw(self, view: View) -> None:
+        """Draw one frame: of `view` alone."""
+        before, self._drawn = self._drawn, view
+        self.set_class(view.link_status.stale, "-stale")
+        self._knobs.settled(view.snapshot)
+        self._follow(view)
+        if before is None or (len(before.published.models) > 1) != (len(view.published.models) > 1):
             self.screen.refresh_bindings()
         for screen in self.screen_stack if self.is_running else ():
-            if isinstance(screen, LiveScreen) and screen.is_mounted:
-                screen.refresh_view()
+            if isinstance(screen, AppScreen) and screen.is_mounted:
+                screen.show_view(view)
 
-    def _look_at(self, snapshot: Snapshot) -> None:
-        """What must be followed whatever screen is seen."""
-        self.effects.look(snapshot)
-        self.adviser.listen(snapshot)
+    def _follow(self, view: View) -> None:
+        """Note what effects and advice are made of, whatever screen is seen."""
+        self.effects.look(view.snapshot)
+        self.adviser.listen(view.snapshot)
 
     # -- the model in view ---------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """The latest snapshot, its state and knobs those of the model in view."""
-        return in_view.in_view(self.link.snapshot(), self.viewed_key)
-
-    @property
-    def viewed_model(self) -> str:
-        """The name of the model in view where there are several; "" is the only one, or the engine's first."""
-        snapshot = self.link.snapshot()
-        model = in_view.model_in_view(snapshot, self.viewed_key)
-        return model.name if model is not None and len(snapshot.models) > 1 else ""
+    def view_model(self, key: str) -> None:
+        """Bring the model of that key into view."""
+        self._knobs = Knobs()
+        self._draw(self.read_view(key))
 
     def action_next_model(self) -> None:
         """Bring the next model into view."""
-        self.viewed_key = in_view.next_model_key(self.link.snapshot(), self.viewed_key)
-        self._knobs = Knobs()
-        self.refresh_screen()
+        self.view_model(next_model_key(self.view.published, self.view.model_key))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Another model can be brought into view where there is one; the API of another instance carries this console.
 
         Where no command is taken, keys that give one stay: the link says why it refuses.
         """
-        if action == "toggle_api" and self.standing.reach not in ("here", "starting", "recording"):
-            return self.standing.read_only
-        return len(self.link.snapshot().models) > 1 if action == "next_model" else True
+        if action == "toggle_api" and self.view.link_status.reach not in ("here", "starting", "recording"):
+            return self.view.is_read_only
+        return len(self.view.published.models) > 1 if action == "next_model" else True
 
     def _fatal_error(self) -> None:
         """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
@@ -261,7 +254,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def action_step(self, knob: KnobName, by: int) -> None:
         """Turn a knob by `by`."""
-        self.turn(knob, self._knobs.step(self.snapshot(), knob, by), self.viewed_model)
+        self.turn(knob, self._knobs.step(self.view.snapshot, knob, by), self.view.model_name)
 
     def turn(self, knob: str, target: float, model: str) -> None:
         """Set a knob of a model, by the name that its marks have; "" is the only model, or the first."""
@@ -290,9 +283,9 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Ask first where requests run or clients are connected; where no command is taken, the link says why."""
         from console.tui.screens.dialogs import ConfirmScreen, StopApiScreen
 
-        live = sum(row.source == "api" and row.state != "finished" for row in self.link.snapshot().requests)
+        live = sum(row.source == "api" and row.state != "finished" for row in self.view.published.requests)
         running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
-        if self.standing.read_only or not (live or api.clients or api.connections or api.stopping):
+        if self.view.is_read_only or not (live or api.clients or api.connections or api.stopping):
             self._switch_api_off("cut")
         elif api.stopping:
             title = f"The API goes off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
@@ -364,7 +357,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         from console.tui.screens.benches.screen import BenchesScreen
 
         if not isinstance(self.screen, BenchesScreen):
-            self.push_screen(BenchesScreen(self.link, model=self.viewed_model, form=form))
+            self.push_screen(BenchesScreen(self.link, model=self.view.model_name, form=form))
 
     def action_autotune(self) -> None:
         """Find the best settings of the model in view: what it is to go by first, then the Tune screen."""
@@ -377,7 +370,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         if self.link.tuning.report().under_way:
             self.action_open("tune")
         elif not isinstance(self.screen, TuneFormScreen):
-            self.push_screen(TuneFormScreen(self.link, model=self.viewed_model, draft=self._tune_draft), go)
+            self.push_screen(TuneFormScreen(self.link, model=self.view.model_name, draft=self._tune_draft), go)
 
     @cached_property
     def _tune_draft(self) -> TuneDraft:
@@ -390,9 +383,10 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Quit; ask first when that would cut answers off."""
         from console.tui.screens.dialogs import ConfirmScreen
 
-        snapshot = self.link.snapshot()
+        snapshot = self.view.published
         unfinished = snapshot.running + snapshot.queued
-        if self.standing.reach not in ("here", "starting") or not unfinished or isinstance(self.screen, ConfirmScreen):
+        local = self.view.link_status.reach in ("here", "starting")
+        if not local or not unfinished or isinstance(self.screen, ConfirmScreen):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
@@ -405,9 +399,9 @@ class EricApp(StyledApp, inherit_bindings=False):
         """What the palette offers besides the keys."""
         yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
         yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
-        for name, measures in {} if self.standing.read_only else BENCH_DESCRIPTIONS.items():
+        for name, measures in {} if self.view.is_read_only else BENCH_DESCRIPTIONS.items():
             yield SystemCommand(f"Bench {name}", measures, partial(self.action_benches, name))
-        if not self.standing.read_only:
+        if not self.view.is_read_only:
             yield SystemCommand("Autotune", "Find the best settings of the model by trying them", self.action_autotune)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)

@@ -12,17 +12,18 @@ from console.link.protocol import EngineLink
 from console.link.status import link_status
 from console.tui import modes
 from console.tui.app import EricApp
-from console.tui.screens.attach.instances import InstanceReading, InstanceRow, instance_state
+from console.tui.screens.attach.instances import InstanceReading, InstanceRow
 from console.tui.screens.base import ConsoleRow
+from console.tui.view import View
 from console.tuning.knobs import Knobs
 
 
 @dataclass(slots=True)
-class _View:
-    """Where an instance was left: the screen, and the model in view."""
+class _Place:
+    """Screen and model in view of an instance, to come back to."""
 
     mode: str
-    key: str = ""
+    model_key: str = ""
 
 
 class AttachedApp(EricApp):
@@ -37,21 +38,24 @@ class AttachedApp(EricApp):
 
     def __init__(self, links: Sequence[EngineLink], **options: Any) -> None:
         self.links = tuple(links)
+        self.readings: tuple[InstanceReading, ...] = ()
         self._at = 0
         super().__init__(self.links[0], **options)
-        self._views = [_View(_own(self.DEFAULT_MODE, number)) for number in range(len(self.links))]
+        self._places = [_Place(_own(self.DEFAULT_MODE, number)) for number in range(len(self.links))]
         for number in range(1, len(self.links)):
             for mode in modes.MODES:
                 self.add_mode(_own(mode.name, number), mode.factory)
 
-    def readings(self) -> Sequence[InstanceReading]:
-        """How each instance is."""
-        found = []
-        for number, link in enumerate(self.links):
-            standing = link_status(link)
-            state = instance_state(standing, link.snapshot())
-            found.append(InstanceReading(standing.name, state, number == self._at))
-        return found
+    def read_view(self, model_key: str | None = None) -> View:
+        """Read the instance in view, and the other ones for the row and the list of instances."""
+        view = super().read_view(model_key)
+        self.readings = tuple(
+            InstanceReading(view.link_status, view.published, in_view=True)
+            if number == self._at
+            else InstanceReading(link_status(link), link.snapshot(), in_view=False)
+            for number, link in enumerate(self.links)
+        )
+        return view
 
     def own_mode(self, mode: str) -> str:
         """The mode that shows that screen of the instance in view."""
@@ -82,10 +86,12 @@ class AttachedApp(EricApp):
         """Bring an instance into view, as it was left."""
         if number == self._at or not 0 <= number < len(self.links):
             return
-        self._views[self._at] = _View(self.current_mode, self.viewed_key)
+        self._places[self._at] = _Place(self.current_mode, self.view.model_key)
         self._at, self.link = number, self.links[number]
-        self.viewed_key, self._knobs = self._views[number].key, Knobs()
-        self.switch_mode(self._views[number].mode)
+        place = self._places[number]
+        self._knobs = Knobs()
+        self.read_view(place.model_key)
+        self.switch_mode(place.mode)
         self.call_after_refresh(self.refresh_screen)
 
 

@@ -315,7 +315,7 @@ async def test_what_did_not_change_is_not_drawn_anew(monkeypatch: pytest.MonkeyP
         drawn: list[object] = []
         with monkeypatch.context() as patched:
             patched.setattr(Widget, "refresh", lambda self, *_, **__: drawn.append(self))
-            screen.refresh_view()
+            screen.redraw()
         assert drawn == []
 
 

@@ -110,7 +110,7 @@ async def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.Monkey
     app, link = an_app()
     drawn: list[str | None] = []
     async with app.run_test(size=WIDE) as pilot:
-        screen = await opened(pilot)
+        await opened(pilot)
         update = InsightPanel.update
 
         def noted(self: InsightPanel, *arguments: Any, **named: Any) -> None:
@@ -118,10 +118,10 @@ async def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.Monkey
             update(self, *arguments, **named)
 
         monkeypatch.setattr(InsightPanel, "update", noted)
-        screen.refresh_view()
+        app.refresh_screen()
         assert drawn == []
         link.show(insight_scenes.hours_of_work(longest_context_tokens=7777))
-        screen.refresh_view()
+        app.refresh_screen()
         assert drawn == ["insight-context"]
 
 

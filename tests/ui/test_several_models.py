@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.tui import in_view
+from console.tui import view
 from console.tui.app import EricApp
 from console.tui.commands import entries
 from console.tui.screens.chat.screen import ChatScreen
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.long
 
 def test_the_model_in_view_gives_the_snapshot_its_state_and_knobs() -> None:
     snapshot = fleet_scenes.two_models()
-    shown = in_view.in_view(snapshot, "demo#2")
+    shown = view.in_view(snapshot, "demo#2")
     assert shown.status.spec is not None
     assert (shown.status.spec.name, shown.target_workers, shown.max_prompts) == ("demo", 1, 16)
-    assert [worker.id for worker in in_view.workers_of(shown)] == ["w2"]
-    assert in_view.in_view(snapshot, "gone#9") is snapshot
+    assert [worker.id for worker in view.workers_of(shown)] == ["w2"]
+    assert view.in_view(snapshot, "gone#9") is snapshot
 
 
 def test_models_come_into_view_round_and_round() -> None:
     snapshot = fleet_scenes.two_models()
-    assert in_view.next_model_key(snapshot, "") == "demo#2"
-    assert in_view.next_model_key(snapshot, "demo#2") == "NeuralHermes-7B#1"
-    assert in_view.next_model_key(snapshot, "gone#9") == "demo#2"
-    assert in_view.next_model_key(scenes.empty(), "") == ""
+    assert view.next_model_key(snapshot, "") == "demo#2"
+    assert view.next_model_key(snapshot, "demo#2") == "NeuralHermes-7B#1"
+    assert view.next_model_key(snapshot, "gone#9") == "demo#2"
+    assert view.next_model_key(scenes.empty(), "") == ""
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])

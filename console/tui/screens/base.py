@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -12,34 +11,24 @@ from textual.binding import ActiveBinding
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
-from console.link.protocol import ApiStatus, EngineLink
+from console.link.protocol import EngineLink
 from console.tui.bindings import without_mutating_actions
+from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.header import StatusLine, TabRow
-from engine.snapshot import RequestRow, Snapshot
+from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
     from console.tui.app import EricApp
 
 T = TypeVar("T")
 
-JUST_S = 0.1
-"""What was drawn so long ago at most need not be drawn again, but for another snapshot."""
-
-
-@runtime_checkable
-class LiveScreen(Protocol):
-    """A screen that shows the engine as it is now."""
-
-    def refresh_view(self) -> None:
-        """Show the latest snapshot; called four times a second while it can be seen."""
-
 
 class ConsoleRow(Widget):
     """A row that an app adds to every screen."""
 
     def show(self) -> None:
-        """Draw anew, where anything changed."""
+        """Draw the row again, where anything changed."""
 
 
 class AppScreen(Screen[T]):
@@ -53,11 +42,18 @@ class AppScreen(Screen[T]):
         assert isinstance(self.app, EricApp)
         return self.app
 
+    def show_view(self, view: View) -> None:
+        """Draw `view`, and nothing that was read otherwise; called four times a second while the screen can be seen."""
+
+    def redraw(self) -> None:
+        """Draw the app's current view again, after a change on this side."""
+        self.show_view(self.console.view)
+
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
         """What keys mean now; orders mean nothing where none are taken."""
         active = super().active_bindings
-        return without_mutating_actions(active) if self.console.standing.read_only else active
+        return without_mutating_actions(active) if self.console.view.is_read_only else active
 
     def cancel_request(self, row: RequestRow | None) -> None:
         """Cancel a request after a question, or say why there is nothing to cancel; where no command is taken, the link
@@ -68,7 +64,7 @@ class AppScreen(Screen[T]):
             self.notify("Choose a request with the arrow keys first.", severity="warning")
         elif row.state == "finished":
             self.notify(f"{row.id} has ended already.", markup=False)
-        elif self.console.standing.read_only:
+        elif self.console.view.is_read_only:
             self._cancel(row)
         else:
             question = ConfirmScreen(
@@ -84,7 +80,7 @@ class AppScreen(Screen[T]):
 
 
 class ConsolePage(ModalScreen[T], AppScreen[T]):
-    """Over a mode's screen; one with `refresh_view` shows the engine as it is now."""
+    """A page over a mode's screen."""
 
 
 class ConsoleScreen(AppScreen[None]):
@@ -93,8 +89,7 @@ class ConsoleScreen(AppScreen[None]):
     MODE: ClassVar[str] = ""
     _link: EngineLink | None = None
     _look: tuple[object, ...] = ()
-    _drawn: Snapshot | None = None
-    _drawn_s = 0.0
+    _drawn: View | None = None
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
@@ -108,8 +103,8 @@ class ConsoleScreen(AppScreen[None]):
         """What is between the tabs and the footer."""
         yield from ()
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
-        """Show `snapshot`; called four times a second while this screen is seen, and when it comes up."""
+    def update_body(self, view: View) -> None:
+        """Draw the body of `view`; called four times a second while this screen is seen, and when it comes up."""
 
     @property
     def link(self) -> EngineLink:
@@ -122,21 +117,20 @@ class ConsoleScreen(AppScreen[None]):
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""
         self.console.perform(command, done=done)
 
-    def refresh_view(self) -> None:
-        """Show the latest snapshot now."""
-        self._drawn, self._drawn_s = self.link.snapshot(), time.monotonic()
-        snapshot, api = self.console.snapshot(), self.link.api_status()
+    def show_view(self, view: View) -> None:
+        """Draw the frame around the body, and the body."""
+        self._drawn = view
         with self.app.batch_update():
-            self.query_one(StatusLine).show(snapshot, api, self.console.standing)
+            self.query_one(StatusLine).show(view.snapshot, view.api, view.link_status)
             for row in self.query(ConsoleRow):
                 row.show()
-            self.query_one(TabRow).show(snapshot, read_only=self.console.standing.read_only)
-            self.update_body(snapshot, api)
+            self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only)
+            self.update_body(view)
 
     def on_mount(self) -> None:
         """Never a first frame without numbers."""
         self._look = self.console.look
-        self.refresh_view()
+        self.redraw()
 
     def on_screen_resume(self, event: events.ScreenResume) -> None:
         """Back from another mode: nothing stale. Textual would style every widget anew, too, where nothing changed, and
@@ -144,6 +138,5 @@ class ConsoleScreen(AppScreen[None]):
         look = self.console.look
         event.refresh_styles = look != self._look
         self._look = look
-        just_drawn = self._drawn is self.link.snapshot() and time.monotonic() - self._drawn_s < JUST_S
-        if self.is_mounted and not just_drawn:
-            self.refresh_view()
+        if self.is_mounted and self._drawn is not self.console.view:
+            self.redraw()

@@ -13,8 +13,8 @@ from console import text
 from console.link.protocol import ApiStatus
 from console.link.status import LinkStatus
 from console.text import local_time, simulated
-from console.tui.in_view import prompts_limit, workers_now
 from console.tui.modes import MODES
+from console.tui.view import prompts_limit, workers_now
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.states import model_state
 from engine.snapshot import Snapshot

@@ -36,6 +36,7 @@ from console.tui.screens.api.tables import (
 )
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted, is_ascii
 from console.tui.widgets.plot import draw
 from console.tui.widgets.table import Row, Table
@@ -207,8 +208,9 @@ class ApiScreen(ConsoleScreen):
         yield TablePanel("Clients", CLIENT_COLUMNS, empty="Nobody asked within the last minute.", id="clients")
         yield TablePanel("Failures", FAILURE_COLUMNS, empty="No request failed.", id="failures")
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """The server as it is now."""
+        snapshot, api = view.snapshot, view.api
         self._status, self._report = api, self.link.api.report()
         report = self._report
         self._curl = curl_line(

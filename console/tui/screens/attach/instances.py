@@ -10,13 +10,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.style import Style
 
 from console import text
-from console.link.protocol import EngineLink
-from console.link.status import LinkStatus, link_status
-from console.tui.screens.base import ConsoleRow
+from console.link.status import LinkStatus
+from console.tui.screens.base import ConsolePage, ConsoleRow
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.states import State, model_state
 from console.tui.widgets.table import Column, Row, Table, cell
@@ -38,18 +37,23 @@ _GAP = 3
 
 @dataclass(frozen=True, slots=True)
 class InstanceReading:
-    """One instance, as far as its row tells."""
+    """One instance in one frame."""
 
-    name: str
-    state: State
+    link_status: LinkStatus
+    snapshot: Snapshot
     in_view: bool
 
+    @property
+    def name(self) -> str:
+        """Host and port."""
+        return self.link_status.name
 
-def instance_state(standing: LinkStatus, snapshot: Snapshot) -> State:
-    """How the connection is where that is not well, else how the model is."""
-    if standing.silent_s:
-        return State("◌", f"no data for {standing.silent_s} s", "$worker-failed")
-    return _REACH.get(standing.reach) or model_state(snapshot.status.state)
+    @property
+    def state(self) -> State:
+        """State of the connection where that is not well, else of the model."""
+        if self.link_status.silent_s:
+            return State("◌", f"no data for {self.link_status.silent_s} s", "$worker-failed")
+        return _REACH.get(self.link_status.reach) or model_state(self.snapshot.status.state)
 
 
 class InstanceRow(ConsoleRow):
@@ -65,19 +69,26 @@ class InstanceRow(ConsoleRow):
 
     def __init__(self, app: AttachedApp) -> None:
         super().__init__()
-        self._instances = app.readings
-        self._readings: Sequence[InstanceReading] = ()
+        self._app = app
+        self._content = Content("")
 
     def show(self) -> None:
-        """As they are now."""
-        readings = self._instances()
-        if readings != self._readings:
-            self._readings = readings
+        """Draw the row again, where anything changed."""
+        content = self._row()
+        if not content.is_same(self._content):
+            self._content = content
             self.refresh()
 
+    def on_resize(self) -> None:
+        """Fit the names into the row."""
+        self.show()
+
     def render(self) -> Content:
-        """All of them, names giving way."""
-        return fitted(self.app, instance_row(self._readings, self.size.width))
+        """The row as it was last shown."""
+        return self._content
+
+    def _row(self) -> Content:
+        return fitted(self.app, instance_row(self._app.readings, self.size.width))
 
 
 def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:
@@ -111,7 +122,7 @@ _COLUMNS = (
 )
 
 
-class InstancesScreen(ModalScreen[None]):
+class InstancesScreen(ConsolePage[None]):
     """Enter brings the instance under the cursor into view."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -127,7 +138,7 @@ class InstancesScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         """Never empty."""
-        self.refresh_view()
+        self.redraw()
 
     @property
     def console(self) -> AttachedApp:
@@ -137,10 +148,9 @@ class InstancesScreen(ModalScreen[None]):
         assert isinstance(self.app, AttachedApp)
         return self.app
 
-    def refresh_view(self) -> None:
-        """As they are now."""
-        rows = [_row(number, link) for number, link in enumerate(self.console.links)]
-        self.query_one(Table).show(rows)
+    def show_view(self, view: View) -> None:
+        """Show a row for each instance."""
+        self.query_one(Table).show([_row(number, each) for number, each in enumerate(self.console.readings)])
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Go there."""
@@ -149,9 +159,8 @@ class InstancesScreen(ModalScreen[None]):
         self.console.call_after_refresh(self.console.action_view, int(event.key))
 
 
-def _row(number: int, link: EngineLink) -> Row:
-    standing, snapshot = link_status(link), link.snapshot()
-    state = instance_state(standing, snapshot)
+def _row(number: int, reading: InstanceReading) -> Row:
+    standing, snapshot, state = reading.link_status, reading.snapshot, reading.state
     name, shown = cell(standing.name, "bold"), cell(f"{state.glyph} {state.word}", state.style)
     if standing.stale:
         return Row(str(number), (name, shown, cell(standing.reason, "$muted")))

@@ -23,6 +23,7 @@ from console.tui.screens.benches.form import BenchFormScreen
 from console.tui.screens.benches.plot import BenchPlot, plottable_columns
 from console.tui.screens.benches.result import BenchHistoryTable, BenchResultScreen
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.view import View
 from console.tui.widgets.bench import BenchProgressPanel
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import fitted
@@ -102,7 +103,7 @@ class BenchesScreen(ConsolePage[None]):
 
     def on_mount(self) -> None:
         """Never empty for long."""
-        self.refresh_view()
+        self.redraw()
         self._read_history()
         if self._form:
             self.action_new(self._form)
@@ -114,8 +115,8 @@ class BenchesScreen(ConsolePage[None]):
         """The results."""
         return self.query_one(BenchHistoryTable)
 
-    def refresh_view(self) -> None:
-        """How the bench under way goes; when it ends, the results are read anew."""
+    def show_view(self, view: View) -> None:
+        """Show the progress of the bench under way; read the results again when it ends."""
         before, self._report = self._report, self._link.benches.report()
         report = self._report
         now = self.query_one("#bench-now")
@@ -216,7 +217,7 @@ class BenchesScreen(ConsolePage[None]):
 
     def _begun(self, begun: bool | None) -> None:
         if begun:
-            self.refresh_view()
+            self.redraw()
 
     def action_cancel(self) -> None:
         """End what goes on."""

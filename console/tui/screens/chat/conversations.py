@@ -12,15 +12,14 @@ from textual.containers import Container, Horizontal, Vertical
 
 from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat, Turn
 from console.chats.export import Kind, export, from_json, read_into, to_json, to_markdown, write_new
-from console.link.protocol import ApiStatus
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.chat.conversation_list import ChatList, ChatShelf
 from console.tui.screens.chat.input import ChatInput, ChatLine
 from console.tui.screens.chat.pane import Pane
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from console.tui.view import View
 from engine.errors import EngineError, InvalidRequest
-from engine.snapshot import Snapshot
 
 # Conversations to files in the folder that the console was started in, and back.
 
@@ -165,12 +164,13 @@ class ConversationsScreen(ConsoleScreen):
         """Nothing works before a conversation is there."""
         return bool(self._panes) and super().check_action(action, parameters)
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """Say who would answer."""
         for pane in self._panes:
-            pane.title(snapshot, named=self._title if len(self._panes) == 1 else "")
+            pane.title(view.snapshot, named=self._title if len(self._panes) == 1 else "")
         if self._panes:
-            self._counter.model_is((self.console.viewed_model, snapshot.status.state, snapshot.status.spec))
+            status = view.snapshot.status
+            self._counter.model_is((view.model_name, status.state, status.spec))
         if self._panes and self._store.problem != self._told:
             self._told = self._store.problem
             self.notify(self._told, severity="error", markup=False, timeout=10)
@@ -212,7 +212,7 @@ class ConversationsScreen(ConsoleScreen):
         self.query_one(ChatList).show(self._store.conversations(shelf.search), self._chat.id)
         kept = self._store.conversation(self._chat.id) if self._chat.id is not None else None
         self._title = (kept.title if kept is not None else "") or "New conversation"
-        self.refresh_view()
+        self.redraw()
 
     def _changed(self) -> None:
         """Other turns are shown."""

@@ -49,7 +49,7 @@ class Pane:
     @property
     def model(self) -> str:
         """The name that is asked; "" is the engine's first model."""
-        return self.branch.settings.model or self._console.viewed_model
+        return self.branch.settings.model or self._console.view.model_name
 
     @property
     def path(self) -> Sequence[Turn]:
@@ -95,7 +95,7 @@ class Pane:
     async def answer(self) -> None:
         """Let the model answer the last question."""
         params, messages = self._params(), self.chat.messages(self.branch)
-        spec = self._console.snapshot().status.spec
+        spec = self._console.view.snapshot.status.spec
         turn = self.chat.begin_answer(self.branch, self.model or (spec.name if spec is not None else ""))
         await self.show()
         self._start(turn, messages, params, continues=False)

@@ -93,7 +93,7 @@ class ChatScreen(ConversationsScreen):
         """Whether there is who could answer; says so where there is not."""
         if not self._panes:
             return False
-        if self.console.snapshot().status.state in ANSWERING:
+        if self.console.view.snapshot.status.state in ANSWERING:
             return True
         self.notify(NO_MODEL, severity="warning", markup=False)
         return False
@@ -263,7 +263,7 @@ class ChatScreen(ConversationsScreen):
             ChatSettingsScreen(
                 pane.branch.settings,
                 self.link.sampling_defaults(pane.model),
-                models=_models(self.link.snapshot()),
+                models=_models(self.console.view.published),
                 store=self._store,
                 title=f"Chat settings of the {side} side" if side else "Chat settings",
             ),
@@ -284,7 +284,7 @@ class ChatScreen(ConversationsScreen):
     def _use(self, pane: Pane, settings: ChatSettings) -> None:
         self._chat.set_settings(pane.branch, settings)
         self._counter.ask()
-        self.refresh_view()
+        self.redraw()
 
     async def action_split(self) -> None:
         """Ask two models or settings side by side; or go on with the pane in focus alone."""

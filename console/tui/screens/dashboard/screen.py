@@ -15,13 +15,13 @@ from textual.widget import Widget
 
 from console import text
 from console.adviser import Advice, Look, Open, Turn
-from console.link.protocol import ApiStatus
 from console.tui.keymap import INSIGHT
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dashboard.devices import DevicesPanel, is_many
 from console.tui.screens.dashboard.workers import WorkersPanel
 from console.tui.screens.requests.table import RequestsPanel
 from console.tui.screens.worker.screen import WorkerScreen
+from console.tui.view import View
 from console.tui.widgets.clickable import clickable, key_of
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.panel import refresh_rows
@@ -221,15 +221,16 @@ class DashboardScreen(ConsoleScreen):
         for panel in self.query(DevicesPanel):
             panel.fit()
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """Hand the snapshot on to the panels."""
+        snapshot = view.snapshot
         many = is_many(snapshot.devices)
         self.set_class(many, "-many")
         self.query_one("#many-devices" if many else "#devices", DevicesPanel).show(snapshot)
-        self.query_one(WorkersPanel).show(snapshot, self.console.standing)
+        self.query_one(WorkersPanel).show(view)
         self.query_one(SessionPanel).show(snapshot)
         self.query_one(ThroughputPanel).show(snapshot)
-        self.query_one(RequestsPanel).show(snapshot, api, self.console.standing)
+        self.query_one(RequestsPanel).show(view)
         self._show_advice()
 
     def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:
@@ -248,7 +249,7 @@ class DashboardScreen(ConsoleScreen):
         """Another span in the graphs."""
         panel = self.query_one(ThroughputPanel)
         panel.zoom()
-        panel.show(self.link.snapshot())
+        panel.show(self.console.view.snapshot)
 
     def action_newest(self) -> None:
         """Choose no request, and show the first ones."""
@@ -257,7 +258,7 @@ class DashboardScreen(ConsoleScreen):
     def action_cancel(self) -> None:
         """Cancel the request under the cursor."""
         key = self.query_one(RequestsPanel).table.cursor_key
-        self.cancel_request(next((row for row in self.link.snapshot().requests if row.id == key), None))
+        self.cancel_request(next((row for row in self.console.view.published.requests if row.id == key), None))
 
     # -- advice --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from console import text
 from console.link.status import LinkStatus
 from console.text import devices_name
 from console.tui.load_pace import LoadPaces, Pace
+from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import worker_state
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
@@ -49,8 +50,9 @@ class WorkersPanel(Vertical):
         """The table."""
         return self.query_one(Table)
 
-    def show(self, snapshot: Snapshot, standing: LinkStatus) -> None:
-        """The workers now, with their models where these are several."""
+    def show(self, view: View) -> None:
+        """Show the workers of `view`, with their models where there are several."""
+        snapshot = view.snapshot
         workers, several, medium = snapshot.workers, len(snapshot.models) > 1, self.screen.has_class("-medium")
         loads = {worker.id: worker.progress for worker in workers if worker.progress is not None}
         paces = self._paces.observe(snapshot.at, loads)
@@ -61,7 +63,7 @@ class WorkersPanel(Vertical):
             for worker in workers
         ]
         shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
-        self.table.show(rows, empty=_empty(snapshot, standing), columns=shown)
+        self.table.show(rows, empty=_empty(snapshot, view.link_status), columns=shown)
         ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
         set_subtitle(self, f"{ready} of {wanted} ready" if workers else "")

@@ -15,6 +15,7 @@ from console.tui.screens.base import ConsolePage
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.insight import text as words
 from console.tui.screens.insight.text import Room
+from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
 from engine.snapshot import Snapshot
@@ -91,11 +92,11 @@ class InsightScreen(ConsolePage[None]):
 
     def on_mount(self) -> None:
         """Never empty."""
-        self.refresh_view()
+        self.redraw()
 
-    def refresh_view(self) -> None:
-        """Show the latest snapshot."""
-        snapshot = self.console.snapshot()
+    def show_view(self, view: View) -> None:
+        """Draw every panel."""
+        snapshot = view.snapshot
         self.query_one("#insight-drafts").display = bool(snapshot.insight.drafts)
         with self.app.batch_update():
             for panel in self.query(InsightPanel):

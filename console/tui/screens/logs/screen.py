@@ -15,13 +15,12 @@ from textual.content import Content
 from textual.widgets import Input, Static
 
 from console import text
-from console.link.protocol import ApiStatus
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.logs.log_lines import LEVEL_NAMES, LEVELS, LogLines, line_text
 from console.tui.screens.logs.view import LogView
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.table import Column, Row, Table, cell
-from engine.snapshot import Snapshot
 from engine.system.files import private_opener
 
 # The parts of the program that said something, with how many lines each has; one of them, or all, is chosen.
@@ -97,9 +96,9 @@ class LogsScreen(ConsoleScreen):
             yield Input(placeholder="/ then a word", id="word", compact=True)
             yield Static(id="log-state", markup=False)
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """What came since the last look."""
-        if snapshot.log_total == self._seen:
+        if view.published.log_total == self._seen:
             return
         before, (self._seen, entries) = self._seen, self.link.logs(self._seen)
         if self._seen < before:  # a recording that was wound back

@@ -12,6 +12,7 @@ from textual.widgets import Input
 
 from console import text
 from console.tui.screens.base import ConsolePage
+from console.tui.view import View
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.snapshot import AdapterReading, ModelReading
@@ -42,16 +43,15 @@ class AdaptersScreen(ConsolePage[None]):
 
     def on_mount(self) -> None:
         """Never empty."""
-        self.refresh_view()
+        self.redraw()
 
-    @property
-    def reading(self) -> ModelReading | None:
-        """The model now; None once it is gone."""
-        return next((model for model in self.console.link.snapshot().models if model.key == self._model), None)
+    def _reading(self, view: View) -> ModelReading | None:
+        """Return the model; None once it is unloaded."""
+        return next((model for model in view.published.models if model.key == self._model), None)
 
-    def refresh_view(self) -> None:
-        """Show the adapters as they are now."""
-        model = self.reading
+    def show_view(self, view: View) -> None:
+        """Show the adapters of the model."""
+        model = self._reading(view)
         if model is None:
             self.dismiss()
             return
@@ -64,14 +64,14 @@ class AdaptersScreen(ConsolePage[None]):
         name, named, folder = event.value.strip().partition("=")
         if not named:
             name, folder = PurePath(name).name, name
-        if name and folder and (model := self.reading) is not None:
+        if name and folder and (model := self._reading(self.console.view)) is not None:
             event.input.value = ""
             command = self.console.link.attach(name.strip(), folder.strip(), model.name)
             self.console.perform(command, done=f"{name.strip()} is attached")
 
     def action_detach(self) -> None:
         """Let go of the adapter under the cursor."""
-        chosen, model = self.query_one(Table).cursor_key, self.reading
+        chosen, model = self.query_one(Table).cursor_key, self._reading(self.console.view)
         if chosen is None or model is None:
             self.notify("Choose an adapter with the arrow keys first.", severity="warning")
             return

@@ -10,7 +10,7 @@ from textual.widgets import Static
 from console import text
 from console.link.protocol import Fetching
 from console.text import device_name, devices_name, places_name
-from console.tui.in_view import default_model
+from console.tui.view import default_model
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import fitted

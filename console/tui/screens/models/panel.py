@@ -16,7 +16,7 @@ from textual.widgets import Static
 from console import text
 from console.link.protocol import NOTHING, LoadSettings, ModelsLink
 from console.text import device_name, places_name
-from console.tui.in_view import default_model
+from console.tui.view import default_model
 from console.tui.screens.models.form import LoadFormView
 from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.table import family, parameters, quantization

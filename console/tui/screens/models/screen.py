@@ -15,8 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from console import text
-from console.link.protocol import NOTHING, ApiStatus
-from console.tui.in_view import model_in_view
+from console.link.protocol import NOTHING
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.models.adapters import AdaptersScreen
@@ -34,11 +33,12 @@ from console.tui.screens.models.panel import (
     selection_hint,
 )
 from console.tui.screens.models.table import ModelTable
+from console.tui.view import View
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.table import Table
 from engine.errors import EngineError, LoadCancelled
 from engine.models.catalog import ModelEntry
-from engine.snapshot import ModelReading, ModelState, Snapshot
+from engine.snapshot import ModelReading, ModelState
 
 # The box for a model that is not in the table: a folder, or a hub id to be fetched.
 
@@ -177,15 +177,16 @@ class ModelsScreen(ConsoleScreen):
         """Look once."""
         self.action_rescan()
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
-        self.query_one(HubBox).display = not self.console.standing.read_only
+        self.query_one(HubBox).display = not view.is_read_only
+        snapshot = view.snapshot
         self.query_one(ModelLoad).show(snapshot, self.link.models.fetching())
         loaded = {str(status.spec.path): status.state for status in active_models(snapshot) if status.spec is not None}
         if loaded != self._loaded:
             self._loaded = loaded
             self.query_one(ModelTable).mark(loaded, self._marked)
-        self._describe(snapshot)
+        self._describe(view)
 
     def action_rescan(self) -> None:
         """Look for models again, and at what the devices have free."""
@@ -199,25 +200,26 @@ class ModelsScreen(ConsoleScreen):
             return
         self._scans += 1
         self.query_one(ModelTable).fill(entries)
-        self._describe(self.console.snapshot())
+        self._describe(self.console.view)
 
     # -- the selected model ------------------------------------------------------------------------------------------
 
     def on_table_moved(self, event: Table.Moved) -> None:
         """Describe it."""
-        self._describe(self.console.snapshot())
+        self._describe(self.console.view)
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """A row that is clicked twice shows its form."""
         self.action_edit()
 
-    def _describe(self, snapshot: Snapshot) -> None:
+    def _describe(self, view: View) -> None:
         """Show the selected model; its fit is found out anew where that may have changed."""
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
-        moment = (self._scans, snapshot.target_workers, snapshot.max_prompts, tuple(self._loaded.items()))
-        words = selection_hint(self.link.snapshot(), entry, read_only=self.console.standing.read_only)
+        knobs = view.snapshot.target_workers, view.snapshot.max_prompts
+        moment = (self._scans, *knobs, tuple(self._loaded.items()))
+        words = selection_hint(view.published, entry, read_only=view.is_read_only)
         self.query_one(ModelPanel).show(entry, words, moment)
 
     def action_edit(self) -> None:
@@ -352,7 +354,7 @@ class ModelsScreen(ConsoleScreen):
 
     def action_cancel_load(self) -> None:
         """Stop the load or download under way."""
-        snapshot = self.link.snapshot()
+        snapshot = self.console.view.published
         loading = any(status.state == "loading" for status in (snapshot.status, *active_models(snapshot)))
         if loading or self.link.models.fetching() is not None:
             self.perform(self.link.cancel_load())
@@ -361,12 +363,13 @@ class ModelsScreen(ConsoleScreen):
 
     def action_unload(self) -> None:
         """Drain and unload the selected model, where it is loaded, else the one in view; ask where requests run."""
-        snapshot, entry = self.console.snapshot(), self.query_one(ModelTable).selected
+        view, entry = self.console.view, self.query_one(ModelTable).selected
+        snapshot = view.snapshot
         if not active_models(snapshot) and snapshot.status.state == "unloaded":
             self.notify("No model is loaded.", severity="warning")
             return
         selected = next((model for model in snapshot.models if entry and is_loaded_from(model.status, entry)), None)
-        model = selected or model_in_view(snapshot, self.console.viewed_key)
+        model = selected or view.model
         spec = snapshot.status.spec
         shown = model.name if model is not None else spec.name if spec is not None else "The model"
         unfinished = num_live_requests(model, snapshot)
@@ -384,13 +387,13 @@ class ModelsScreen(ConsoleScreen):
         )
 
     def _unload(self, model: ModelReading | None, shown: str) -> None:
-        several = model is not None and len(self.link.snapshot().models) > 1
+        several = model is not None and len(self.console.view.published.models) > 1
         name = model.name if several and model is not None else ""
         self.perform(self.link.unload(name), done=f"{shown} is unloaded")
 
     def action_adapters(self) -> None:
         """The adapters of the model in view."""
-        model = model_in_view(self.link.snapshot(), self.console.viewed_key)
+        model = self.console.view.model
         if model is None or model.status.state not in ("ready", "idle"):
             self.notify("Load a model first: adapters are attached to one that serves.", severity="warning")
         else:

@@ -17,6 +17,7 @@ from textual.widgets import Static
 from console import text
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.requests.table import clock
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted, is_ascii
 from console.tui.widgets.plot import draw
 from console.tui.widgets.states import request_state
@@ -285,14 +286,14 @@ class RequestScreen(ConsolePage[None]):
 
     def on_mount(self) -> None:
         """Never empty for long."""
-        self.refresh_view()
+        self.redraw()
 
     def on_resize(self) -> None:
         """The chart is drawn to the width."""
         self.call_after_refresh(self._show)
 
-    def refresh_view(self) -> None:
-        """Ask how it is now, until it has ended and all of that is known."""
+    def show_view(self, view: View) -> None:
+        """Ask for the request's details, until it has ended and they are complete."""
         known = self._detail is not None and self._detail.row.state == "finished"
         if not (known or self._looking or self._gone):
             self._looking = True

@@ -10,17 +10,15 @@ from textual.containers import Vertical
 from textual.widgets import Input
 
 from console import text
-from console.link.protocol import ApiStatus
-from console.link.status import LinkStatus
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.detail import RequestScreen
 from console.tui.screens.requests.request_list import SHOWS, RequestList
 from console.tui.screens.requests.table import COLUMN_NAMES, RequestTable, count_text, empty_text
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
-from engine.snapshot import Snapshot
 
 
 class RequestsScreen(ConsoleScreen):
@@ -66,21 +64,21 @@ class RequestsScreen(ConsoleScreen):
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """What is live, and what ended since the last look."""
         self._seen, ended = self.link.requests.finished(self._seen)
-        self._requests.update([row for row in snapshot.requests if row.state != "finished"], ended)
-        self._show(snapshot)
+        self._requests.update([row for row in view.snapshot.requests if row.state != "finished"], ended)
+        self._show(view)
 
-    def _show(self, snapshot: Snapshot) -> None:
-        requests, panel = self._requests, self.query_one("#requests-list")
-        empty = _nothing(requests, snapshot, self.link.api_status(), self.console.standing)
+    def _show(self, view: View) -> None:
+        requests, panel, snapshot = self._requests, self.query_one("#requests-list"), view.snapshot
+        empty = _nothing(requests, view)
         self.table.show_requests(empty)
         set_title(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
         set_subtitle(panel, fitted(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
 
     def _rearranged(self) -> None:
-        self._show(self.console.snapshot())
+        self._show(self.console.view)
 
     # -- order and filter ---------------------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ class RequestsScreen(ConsoleScreen):
 
     def action_cancel_queued(self) -> None:
         """Cancel all that waits; ask first."""
-        queued = self.link.snapshot().queued
+        queued = self.console.view.published.queued
         if not queued:
             self.notify("No request waits.")
             return
@@ -159,7 +157,7 @@ class RequestsScreen(ConsoleScreen):
         self.perform(cancel())
 
 
-def _nothing(requests: RequestList, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> str:
+def _nothing(requests: RequestList, view: View) -> str:
     if requests.filtered:
         return "No request is like that. Esc shows all again."
-    return empty_text(snapshot, api, standing)
+    return empty_text(view)

@@ -11,14 +11,13 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from console import text
-from console.link.protocol import ApiStatus
-from console.link.status import LinkStatus
 from console.text import local_time
 from console.tui.screens.requests.request_list import RequestList, key_of
+from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import request_state
 from console.tui.widgets.table import Cell, Column, Listing, Row, Table, cell
-from engine.snapshot import RequestRow, Snapshot
+from engine.snapshot import RequestRow
 
 # Requests: the live ones first, then the last that ended.
 
@@ -61,12 +60,13 @@ class RequestsPanel(Vertical):
         """The table."""
         return self.query_one(Table)
 
-    def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> None:
-        """The requests now."""
+    def show(self, view: View) -> None:
+        """Show the requests of `view`."""
+        snapshot = view.snapshot
         ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
         self._rows = {row.id: row for row in ordered}
         live = sum(row.state != "finished" for row in ordered)
-        empty = empty_text(snapshot, api, standing)
+        empty = empty_text(view)
         self.table.show([request_row(row) for row in ordered], empty=empty, pinned=live)
         set_subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
 
@@ -121,8 +121,9 @@ def _progress(row: RequestRow) -> Cell:
     return (("━" * filled, style), ("━" * (_BAR - filled), "$gpu-free"))
 
 
-def empty_text(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus) -> str:
-    """Why there is no request, and what can be done here to have one."""
+def empty_text(view: View) -> str:
+    """Return why there is no request, and how to send one from here."""
+    snapshot, api, standing = view.snapshot, view.api, view.link_status
     state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
     if standing.reach == "recording":
         return "No requests at this time of the recording."

@@ -11,15 +11,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Input
 
-from console.link.protocol import ApiStatus
 from console.link.settings import SettingRow
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.settings.panel import USED, SettingPanel, SettingTable
 from console.tui.theme import AUTO_THEME
+from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
 from engine.errors import EngineError
-from engine.snapshot import Snapshot
 
 
 class SettingsScreen(ConsoleScreen):
@@ -59,7 +58,7 @@ class SettingsScreen(ConsoleScreen):
                 yield SettingTable()
             yield SettingPanel()
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """What somebody turned elsewhere, or wrote into the file."""
         rows = [self._as_seen(row) for row in self.link.settings.rows()]
         if rows != self._rows:
@@ -191,7 +190,7 @@ class SettingsScreen(ConsoleScreen):
             panel.close()
             self.query_one(SettingTable).focus()
         self.notify(_said(saved), markup=False)
-        self.refresh_view()
+        self.redraw()
         self._describe()
 
     def _use(self, row: SettingRow) -> None:

@@ -13,13 +13,11 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from console import text
-from console.link.protocol import ApiStatus
 from console.link.tuning import TuningReport
-from console.tui import in_view
-from console.tui.in_view import prompts_limit, workers_of
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
 from console.tui.screens.tune.changes import EffectTable, effect_details
+from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.graph import Curve, Graph, Point, Scale, Scatter, Span
@@ -194,16 +192,12 @@ class TuneScreen(ConsoleScreen):
             found.display = False
             yield TuningPanel()
 
-    @property
-    def model(self) -> ModelReading | None:
-        """The one in view."""
-        return in_view.model_in_view(self.link.snapshot(), self.console.viewed_key)
-
     # -- what is shown ------------------------------------------------------------------------------------------------
 
-    def update_body(self, snapshot: Snapshot, api: ApiStatus) -> None:
+    def update_body(self, view: View) -> None:
         """Hand the snapshot on."""
-        self.query_one(KnobPanel).show(snapshot, self.model)
+        snapshot = view.snapshot
+        self.query_one(KnobPanel).show(snapshot, view.model)
         span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
         self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
         self._show_tuning(self.link.tuning.report())
@@ -243,7 +237,7 @@ class TuneScreen(ConsoleScreen):
 
     def _show_change(self) -> None:
         effect = self.query_one(EffectTable).chosen(self.console.effects.found)
-        several = len(self.link.snapshot().models) > 1
+        several = len(self.console.view.published.models) > 1
         said = effect_details(effect, named=several) if effect is not None else Content("")
         self.query_one("#change", Static).update(fitted(self.app, said))
 
@@ -254,12 +248,12 @@ class TuneScreen(ConsoleScreen):
     def action_zoom(self) -> None:
         """Another span in the graph."""
         self._zoom = (self._zoom + 1) % len(ZOOMS)
-        self.refresh_view()
+        self.redraw()
 
     def action_latency(self) -> None:
         """The other latency."""
         self._ttft = not self._ttft
-        self.refresh_view()
+        self.redraw()
 
     # -- autotune -----------------------------------------------------------------------------------------------------
 
@@ -268,7 +262,7 @@ class TuneScreen(ConsoleScreen):
         if self._report.under_way:
             self.perform(self.link.tuning.cancel(), done="The engine is as it was before")
             return
-        if self.model is None:
+        if self.console.view.model is None:
             self.notify("There is no model yet. Press 2 to load one.", severity="warning")
             return
         self.console.action_autotune()
@@ -286,7 +280,7 @@ class TuneScreen(ConsoleScreen):
             self.notify("No settings were tried yet. Press f to do so.")
             return
         self._finding = not self._finding
-        self.refresh_view()
+        self.redraw()
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
@@ -296,7 +290,7 @@ class TuneScreen(ConsoleScreen):
         if effect is None:
             self.notify("No knob was turned yet.")
             return
-        change, models = effect.change, self.link.snapshot().models
+        change, models = effect.change, self.console.view.published.models
         name = change.knob.replace("_", " ")
         back = knob_text(change.knob, change.before)
         if self._value(change.knob, change.model) == change.before:
@@ -307,21 +301,22 @@ class TuneScreen(ConsoleScreen):
 
     def _value(self, knob: str, name: str) -> float | None:
         """A knob's value now, of the model of that name."""
-        snapshot = self.link.snapshot()
-        model = next((model for model in snapshot.models if model.name == name), self.model)
+        view = self.console.view
+        model = next((model for model in view.published.models if model.name == name), view.model)
         if knob == "idle_unload":
             return model.idle_unload_s if model is not None else None
-        target = snapshot if model is None else model
+        target = view.snapshot if model is None else model
         return target.target_workers if knob == "workers" else target.max_prompts
 
     def action_idle(self, by: int) -> None:
         """Sooner or later, or never."""
-        if (model := self.model) is None:
+        view = self.console.view
+        if (model := view.model) is None:
             self.notify("There is no model yet. Press 2 to load one.", severity="warning")
             return
         target = next_idle_unload(model.idle_unload_s, by)
         if target != model.idle_unload_s:
-            self.console.turn("idle_unload", target, self.console.viewed_model)
+            self.console.turn("idle_unload", target, view.model_name)
 
 
 def _points(seen: list[ObservedSetting], *, ttft: bool) -> list[Point]:

@@ -18,6 +18,7 @@ from console.text import device_name, devices_name, local_time
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.view import View
 from console.tui.widgets.clickable import key_hint
 from console.tui.widgets.glyphs import fitted, is_lettered
 from console.tui.widgets.panel import set_title
@@ -190,27 +191,25 @@ class WorkerScreen(ConsolePage[None]):
     def on_mount(self) -> None:
         """Never empty."""
         self.query_one(VerticalScroll).border_subtitle = self._hints(*_ACTIONS)
-        self.refresh_view()
+        self.redraw()
 
     def on_resize(self) -> None:
         """Bars and lines are cut to the width."""
-        self.call_after_refresh(self.refresh_view)
+        self.call_after_refresh(self.redraw)
 
-    @property
-    def reading(self) -> WorkerReading | None:
-        """The worker now; None once it is gone."""
-        workers = self.console.link.snapshot().workers
-        return next((worker for worker in workers if worker.id == self._worker), None)
+    def _reading(self, view: View) -> WorkerReading | None:
+        """Return the worker; None once it is removed."""
+        return next((worker for worker in view.published.workers if worker.id == self._worker), None)
 
-    def refresh_view(self) -> None:
-        """Show the worker as it is now."""
-        worker = self.reading
+    def show_view(self, view: View) -> None:
+        """Show the worker; where it was removed, the last that was read of it stays."""
+        worker = self._reading(view)
         page = self.query_one(VerticalScroll)
         if worker is None:
             page.border_subtitle = Content.assemble("it is gone  ", self._hints(_ACTIONS[-1]))
             return
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
-        snapshot = self.console.link.snapshot()
+        snapshot = view.published
         paces = self._paces.observe(snapshot.at, {worker.id: worker.progress} if worker.progress else {})
         self._read_log()
         shown = worker_card(
@@ -230,7 +229,7 @@ class WorkerScreen(ConsolePage[None]):
 
     def action_restart(self) -> None:
         """Start it again; ask first where requests would have to move."""
-        worker = self.reading
+        worker = self._reading(self.console.view)
         if worker is None:
             self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
         elif worker.active:
@@ -246,7 +245,7 @@ class WorkerScreen(ConsolePage[None]):
 
     def action_drain(self) -> None:
         """Let it finish and go; ask first: there is one worker less then."""
-        worker = self.reading
+        worker = self._reading(self.console.view)
         if worker is None:
             self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
         elif worker.state in ("draining", "stopping"):

@@ -1,10 +1,52 @@
-"""The model in view: of several that the engine holds, the one that knobs, chat and the top line are about. Pure."""
+"""View: everything that one frame of the console shows, read once; and the model in view, of several in the engine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
+from console.link.protocol import ApiStatus, EngineLink
+from console.link.status import LinkStatus, link_status
 from engine.snapshot import ModelReading, Snapshot, WorkerReading
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The input of one frame. The app reads it and passes it down; nothing else reads the link's snapshot.
+
+    published: the snapshot as the engine published it.
+    snapshot: the same with the state and the knobs of the model in view.
+    model_key: key of the model that the operator chose, "" for none.
+    """
+
+    published: Snapshot
+    snapshot: Snapshot
+    api: ApiStatus
+    link_status: LinkStatus
+    model_key: str = ""
+
+    @classmethod
+    def read(cls, link: EngineLink, model_key: str = "") -> View:
+        """Read the link: its snapshot exactly once."""
+        published = link.snapshot()
+        return cls(published, in_view(published, model_key), link.api_status(), link_status(link), model_key)
+
+    @property
+    def model(self) -> ModelReading | None:
+        """The model in view; None where there is none."""
+        return model_in_view(self.published, self.model_key)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in view where there are several; "" means the only one, or the engine's first."""
+        model = self.model
+        return model.name if model is not None and len(self.published.models) > 1 else ""
+
+    @property
+    def is_read_only(self) -> bool:
+        """True if the link refuses every command."""
+        return self.link_status.read_only
 
 
 def model_in_view(snapshot: Snapshot, key: str) -> ModelReading | None:
@@ -37,13 +79,13 @@ def next_model_key(snapshot: Snapshot, key: str) -> str:
 
 
 def workers_of(snapshot: Snapshot) -> tuple[WorkerReading, ...]:
-    """The workers of the model that `snapshot.status` tells of."""
+    """Return the workers of the model that `snapshot.status` describes."""
     spec = snapshot.status.spec
     return tuple(worker for worker in snapshot.workers if spec is None or worker.model in ("", spec.name))
 
 
 def prompts_limit(snapshot: Snapshot) -> int:
-    """What memory was found to allow of max prompts by the worker that has least of it; 0 where it allows them all."""
+    """Return the lowest limit that memory sets to max prompts on any worker; 0 where there is room for all of them."""
     limits = [worker.stats.prompts_limit for worker in workers_of(snapshot) if worker.stats.prompts_limit]
     found = min(limits, default=0)
     return found if found < snapshot.max_prompts else 0
