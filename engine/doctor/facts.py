@@ -1,13 +1,12 @@
-"""What was seen of a machine: plain values, so that every machine can be written down in a test."""
+"""Facts about a machine: plain values, so that every machine can be written down in a test."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.backends.common.native_kernels import Native
-
+S = TypeVar("S", bound=msgspec.Struct)
 Version = tuple[int, ...]
 PackageManager = Literal["apt", "dnf", "pacman", "zypper", ""]
 DriverState = Literal["ok", "absent", "not loaded", "mismatched", "failing"]
@@ -34,7 +33,7 @@ class Torch(Package, frozen=True, kw_only=True):
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
-    """NVIDIA's driver, as NVML tells. cuda: the newest CUDA it runs.  detail: NVML's own words when it fails.
+    """NVIDIA's driver, as NVML reports it. cuda: the newest CUDA it runs.  detail: NVML's own words when it fails.
 
     card: whether the PCI bus holds an NVIDIA display adapter, driver or not.
     container: whether this is one, whose driver would come from its host.
@@ -70,7 +69,7 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
-    """What compiling CUDA extensions takes. A path is "" where there is no such program.
+    """The tools that compiling CUDA extensions takes. A path is "" where there is no such program.
 
     ninja_off_path: where it is besides, since torch looks on PATH alone.  python_headers: whether Python.h is there.
     missing_headers: of CUDA's, those that the build would not find.
@@ -89,31 +88,11 @@ class Toolchain(msgspec.Struct, frozen=True, kw_only=True):
     other_toolkit: str = ""
 
 
-class Exllama(Package, frozen=True, kw_only=True):
-    """exllamav2 and its compiled kernels; `error` is about the package with its kernels in place.
-
-    missing_modules: modules it imports that are not installed.
-    kernels: "prebuilt" is a module exllamav2_ext on the path, "kept" one compiled here before.
-    kernels_error: why the kernels that are there cannot be loaded.
-    kept_at: the file that compiling for this torch and these GPUs makes, there or not; "" where that is not known.
-    """
-
-    missing_modules: tuple[str, ...] = ()
-    kernels: Literal["prebuilt", "kept", ""] = ""
-    kernels_error: str = ""
-    kept_at: str = ""
-
-
-class Attention(msgspec.Struct, frozen=True, kw_only=True):
-    """Which paged attention would compute, tried on every GPU that torch sees, and why that one; or an error."""
-
-    name: str = "gathered"
-    reason: str = "there is no CUDA device"
-    error: str = ""
-
-
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything. site_packages: where Python finds compiled modules.  kernel_cache: where kernels are compiled."""
+    """Everything. site_packages: where Python finds compiled modules.  kernel_cache: where kernels are compiled.
+
+    backends: what the doctor of each backend gathered.
+    """
 
     python: Version = (3, 11, 0)
     machine: str = "x86_64"
@@ -125,9 +104,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     torch: Torch = Torch()
     toolchain: Toolchain = Toolchain()
-    exllama: Exllama = Exllama()
-    flash_attn: Package = Package()
-    triton: Package = Package()
     ray: Package = Package()
-    native: Native = Native()
-    attention: Attention = Attention()
+    backends: tuple[msgspec.Struct, ...] = ()
+
+    def backend(self, kind: type[S]) -> S:
+        """Return the facts of a backend by their class, its defaults where there are none."""
+        return next((facts for facts in self.backends if isinstance(facts, kind)), kind())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -14,40 +12,24 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import platformdirs
 
-from engine.backends.common.native_kernels import read_native
-from engine.backends.paged_attention.choose import AttentionFacts, choose
 from engine.config import AttentionName
 from engine.devices import cpu_name, usable_cores, visible_devices
-from engine.doctor.examine import native_attention_problem
-from engine.doctor.facts import (
-    Attention,
-    Cpu,
-    Driver,
-    DriverState,
-    Exllama,
-    Facts,
-    Gpu,
-    Package,
-    PackageManager,
-    Toolchain,
-    Torch,
-)
-from engine.doctor.install import version_numbers
-from engine.doctor.probe_process import ProbeFailed, ask
-from engine.errors import InvalidRequest
+from engine.doctor.facts import Cpu, Driver, DriverState, Facts, Gpu, Package, PackageManager, Toolchain
+from engine.doctor.inspection import Asking, Inspection, backend_doctors, is_installed, version_of
+from engine.doctor.probe_process import ask
 from engine.system.child_process import child_environment
 from engine.system.memory import read_ram
 from engine.system.processor import cpu_flags
 
-# The NVIDIA driver and its GPUs, as NVML tells: no CUDA context is made and torch is not needed.
+# The NVIDIA driver and its GPUs, read through NVML: no CUDA context is made and torch is not needed.
 
 T = TypeVar("T")
 NVIDIA_VENDOR = "0x10de"
@@ -78,7 +60,7 @@ def read_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> tupl
 
 
 def has_card(folder: Path = PCI_DEVICES) -> bool:
-    """Whether the PCI bus holds an NVIDIA display adapter."""
+    """Return whether the PCI bus holds an NVIDIA display adapter."""
     try:
         devices = list(folder.iterdir())
     except OSError:
@@ -169,8 +151,8 @@ def read_toolchain(environ: Mapping[str, str] = os.environ) -> Toolchain:
     """All of it. Runs `nvcc --version` and the compiler's."""
     nvcc = find_nvcc(environ)
     compiler = shutil.which(environ.get("CXX") or "c++", path=environ.get("PATH")) or ""
-    said, complaint = _output_of(nvcc)
-    release = _RELEASE.search(said)
+    output, complaint = _output_of(nvcc)
+    release = _RELEASE.search(output)
     missing = missing_headers(nvcc, environ) if nvcc else ()
     return Toolchain(
         nvcc=nvcc,
@@ -194,9 +176,9 @@ def find_nvcc(environ: Mapping[str, str]) -> str:
     return shutil.which("nvcc", path=environ.get("PATH")) or shutil.which(str(DEFAULT_CUDA / "bin" / "nvcc")) or ""
 
 
-def compiler_version(said: str) -> str:
-    """ "g++ 12.2.0" or "clang++ 18.1" from what `c++ --version` says; "" from nothing."""
-    first = said.partition("\n")[0]
+def compiler_version(output: str) -> str:
+    """ "g++ 12.2.0" or "clang++ 18.1" from the output of `c++ --version`; "" from nothing."""
+    first = output.partition("\n")[0]
     found = _VERSION.findall(first)
     return f"{'clang++' if 'clang' in first else 'g++'} {found[-1]}" if found else ""
 
@@ -208,7 +190,7 @@ def missing_headers(nvcc: str, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def other_toolkit(headers: Sequence[str], parent: Path = DEFAULT_CUDA.parent) -> str:
-    """The newest toolkit beside the default one that has all of `headers`, "" where none does."""
+    """The newest toolkit next to the default one that has all of `headers`, "" where none does."""
     toolkits = sorted(parent.glob("cuda*"), reverse=True)
     return next((str(kit) for kit in toolkits if all((kit / "include" / name).is_file() for name in headers)), "")
 
@@ -234,7 +216,7 @@ def _scripts() -> str:
 
 
 def _output_of(program: str) -> tuple[str, str]:
-    """What `program --version` says on stdout, and the last line of its complaint."""
+    """Return the output of `program --version`, and the last line of its complaint."""
     if not program:
         return "", ""
     command = [program, "--version"]
@@ -256,18 +238,6 @@ def _output_of(program: str) -> tuple[str, str]:
 IMPORT_TIMEOUT_S = 90.0
 """For one library: importing torch from a cold network disk takes most of a minute."""
 
-EXLLAMA_NEEDS = ("safetensors", "tokenizers", "numpy", "rich", "PIL")
-"""What `import exllamav2, exllamav2.generator` imports besides torch."""
-
-S = TypeVar("S", bound=msgspec.Struct)
-P = TypeVar("P", bound=Package)
-
-
-class Asking(Protocol):
-    """`child.ask` with its timeout given."""
-
-    def __call__(self, answer: type[S], probe: str, *arguments: str) -> S: ...
-
 
 def gather(
     *,
@@ -281,7 +251,7 @@ def gather(
     """
     given_up = threading.Event()
     asking = partial(ask, timeout_s=timeout_s, cancelled=lambda: given_up.is_set() or cancelled())
-    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="doctor") as pool:
+    with ThreadPoolExecutor(max_workers=2 * len(backend_doctors()) + 2, thread_name_prefix="doctor") as pool:
         try:
             return _gathered(pool, asking, attention)
         except BaseException:  # a Ctrl-C: the pool would wait for its probes
@@ -289,15 +259,10 @@ def gather(
             raise
 
 
-def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts:
-    asked = partial(_asked, asking)
-    torch = pool.submit(asked, Torch, "torch", "torch")
-    flash_attn = pool.submit(asked, Package, "flash_attn", "package", "flash_attn")
-    triton = pool.submit(asked, Package, "triton", "package", "triton")
-    exllama = pool.submit(_exllama, asked)
-    cpu, native = read_cpu(), read_native()
-    problem = native_attention_problem(platform.machine(), cpu, native)
-    tried = pool.submit(_attention, attention, problem, torch, asking)
+def _gathered(pool: Executor, ask: Asking, attention: AttentionName) -> Facts:
+    cpu = read_cpu()
+    inspection = Inspection(pool, ask, attention=attention, cpu=cpu)
+    backends = [pool.submit(doctor.gather, inspection) for doctor in backend_doctors().values()]
     driver, gpus = read_gpus()
     return Facts(
         python=sys.version_info[:3],
@@ -309,13 +274,9 @@ def _gathered(pool: Executor, asking: Asking, attention: AttentionName) -> Facts
         driver=driver,
         gpus=gpus,
         toolchain=read_toolchain(),
-        native=native,
         ray=Package(installed=is_installed("ray"), version=version_of("ray")),
-        torch=torch.result(),
-        exllama=exllama.result(),
-        flash_attn=flash_attn.result(),
-        triton=triton.result(),
-        attention=tried.result(),
+        torch=inspection.torch.result(),
+        backends=tuple(backend.result() for backend in backends),
     )
 
 
@@ -329,52 +290,3 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
         ram_total_bytes=ram.total_bytes,
         ram_free_bytes=ram.free_bytes,
     )
-
-
-def is_installed(module: str) -> bool:
-    """Whether `import module` would find something; imports nothing."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def version_of(distribution: str) -> str:
-    """The installed version, "" where there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _asked(asking: Asking, kind: type[P], module: str, probe: str, *arguments: str) -> P:
-    """The probe's answer about an installed module; a failing probe is the module's error."""
-    if not is_installed(module):
-        return kind()
-    try:
-        found = asking(kind, probe, *arguments)
-    except ProbeFailed as failure:
-        found = kind(installed=True, error=str(failure))
-    return msgspec.structs.replace(found, version=found.version or version_of(module))
-
-
-def _exllama(asked: Callable[..., Exllama]) -> Exllama:
-    """exllamav2, and what it imports that is not installed."""
-    if not is_installed("exllamav2"):
-        return Exllama()
-    missing = tuple(name for name in EXLLAMA_NEEDS if not is_installed(name))
-    return msgspec.structs.replace(asked(Exllama, "exllamav2", "exllama"), missing_modules=missing)
-
-
-def _attention(wanted: AttentionName, native_problem: str, torch: Future[Torch], asking: Asking) -> Attention:
-    """Decided here where torch sees no GPU, tried on each of them where it does."""
-    try:
-        if torch.result().gpus:
-            return asking(Attention, "attention", wanted)
-        version = version_numbers(torch.result().version)
-        choice = choose(wanted, AttentionFacts(capability=None, torch=version, native_problem=native_problem))
-    except ProbeFailed as failure:
-        return Attention(error=f"trying it on the GPUs: {failure}")
-    except InvalidRequest as refusal:
-        return Attention(error=refusal.message)
-    return Attention(name=choice.name, reason=choice.reason)

@@ -7,20 +7,9 @@ from typing import Literal
 from engine.doctor.facts import PackageManager, Version
 from engine.system.install_command import pip_install
 
-# The prebuilt wheels of exllamav2 0.3.2: one per Python, torch and CUDA, for Linux on x86_64.
-#
-# Source: the build matrix of the project's release workflow, and the files of release v0.3.2.
-
-RELEASE = "https://github.com/turboderp-org/exllamav2/releases/download/v0.3.2"
-PYTHONS = ((3, 11), (3, 12), (3, 13))
-CUDA_BY_TORCH: dict[Version, tuple[str, ...]] = {
-    (2, 6): ("12.4", "11.8"),
-    (2, 7): ("12.8",),
-    (2, 8): ("12.8",),
-    (2, 9): ("12.8",),
-}
-NEWEST_TORCH = max(CUDA_BY_TORCH)
-NEWEST_CUDA = CUDA_BY_TORCH[NEWEST_TORCH][0]
+ADVISED_TORCH: Version = (2, 9)
+ADVISED_CUDA = "12.8"
+"""The newest torch, and its CUDA, that every backend runs on."""
 
 
 def version_numbers(version: str) -> Version:
@@ -36,20 +25,6 @@ def version_numbers(version: str) -> Version:
 def cuda_tag(cuda: str) -> str:
     """ "12.8" -> "cu128"."""
     return "cu" + "".join(cuda.split(".")[:2])
-
-
-def wheel_for(python: Version, machine: str, torch: str, cuda: str) -> str:
-    """The file name of the wheel for this Python, processor, torch and CUDA; "" where the release has none."""
-    release = version_numbers(torch)[:2]
-    if machine != "x86_64" or python[:2] not in PYTHONS or cuda not in CUDA_BY_TORCH.get(release, ()):
-        return ""
-    tag = "cp" + "".join(map(str, python[:2]))
-    return f"exllamav2-0.3.2+{cuda_tag(cuda)}.torch{'.'.join(map(str, release))}.0-{tag}-{tag}-linux_x86_64.whl"
-
-
-def wheel_url(wheel: str) -> str:
-    """Where `wheel` is fetched."""
-    return f"{RELEASE}/{wheel}"
 
 
 System = Literal["driver", "toolkit", "compiler", "python headers"]
@@ -93,8 +68,8 @@ def driver_command(manager: PackageManager) -> str:
 
 
 def torch_command(*, force: bool = False) -> str:
-    """torch for GPUs: the newest release that exllamav2 has prebuilt kernels for."""
-    release = ".".join(map(str, NEWEST_TORCH))
+    """Return the command for torch on GPUs: the newest release that all backends run on."""
+    release = ".".join(map(str, ADVISED_TORCH))
     again = ["--force-reinstall"] if force else []
-    index = f"https://download.pytorch.org/whl/{cuda_tag(NEWEST_CUDA)}"
+    index = f"https://download.pytorch.org/whl/{cuda_tag(ADVISED_CUDA)}"
     return f"`{pip_install(*again, f'torch=={release}.*', '--index-url', index)}`"

@@ -12,15 +12,12 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.doctor.inspection import ProbeFailed
 from engine.system.child_process import python_command
 from engine.worker_process.process import signal_name, worker_environment
 
 POLL_S = 0.1
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class ProbeFailed(Exception):
-    """The probe gave no answer; the message is one clause that says why."""
 
 
 def ask(
@@ -44,7 +41,7 @@ def ask(
 
 
 def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]) -> bytes:
-    """What the command wrote to stdout."""
+    """Return what the command wrote to stdout."""
     deadline = time.monotonic() + timeout_s
     with subprocess.Popen(
         command,
@@ -79,6 +76,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _how_it_ended(code: int, complaint: bytes) -> str:
     """The signal or the exit code, with the line of stderr that says most: Python's own of a crash, or the last."""
     lines = [line.strip() for line in complaint.decode(errors="replace").splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
+    complaint_line = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
     how = f"importing it ends the process with {signal_name(-code)}" if code < 0 else f"it exits with code {code}"
-    return f"{how}: {said}" if said else how
+    return f"{how}: {complaint_line}" if complaint_line else how

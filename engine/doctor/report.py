@@ -1,4 +1,4 @@
-"""What the doctor says: findings with the advice that mends them, and which backends could run."""
+"""The doctor's report: findings with the advice that mends them, and which backends could run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_run(self) -> bool:
-        """Whether the chosen backend could run here, with the model that was named."""
+        """True if the chosen backend could run here, with the model that was named."""
         return not self.lacks[self.backend] and not self.refusal
 
     @property

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
-    "exllamav2": ("cuda", {"engine/doctor/probe.py", "engine/worker_process/factory.py"}),
+    "exllamav2": ("cuda", {"engine/backends/exllamav2/doctor.py", "engine/worker_process/factory.py"}),
     "ray": ("ray", {"engine/cluster"}),
     "opentelemetry": ("otel", {"console/api/http/tracing.py"}),
     "pip": ("", {"engine/system/install_command.py"}),  # whether it is there

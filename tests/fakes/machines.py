@@ -6,7 +6,10 @@ from typing import Any
 
 import msgspec
 
-from engine.doctor.facts import Attention, Cpu, Driver, Exllama, Facts, Gpu, Package, Toolchain, Torch
+from engine.backends.common.native_kernels import Native
+from engine.backends.exllamav2.doctor import Exllama
+from engine.backends.paged_attention.doctor import Attention
+from engine.doctor.facts import Cpu, Driver, Facts, Gpu, Package, Toolchain, Torch
 
 GIB = 1024**3
 KEPT = "/home/op/.cache/ericllm/kernels/exllamav20.3.2-torch2.9.1/exllamav2_ext/exllamav2_ext.so"
@@ -39,44 +42,55 @@ TOOLS = Toolchain(
     python_headers=True,
 )
 
-H100_WITH_EVERYTHING = msgspec.structs.replace(
+BACKENDS: dict[str, type[msgspec.Struct]] = {"exllama": Exllama, "attention": Attention, "native": Native}
+
+
+def changed(facts: Facts, **parts: Any) -> Facts:
+    """`facts` with parts changed, those of backends by the names above: a dict changes fields of a part, anything else
+    takes its place."""
+    before: dict[str, Any] = {name: facts.backend(kind) for name, kind in BACKENDS.items()}
+    before |= {name: getattr(facts, name) for name in facts.__struct_fields__}
+    after = {
+        name: msgspec.structs.replace(before[name], **value) if isinstance(value, dict) else value
+        for name, value in parts.items()
+    }
+    backends = tuple((before | after)[name] for name in BACKENDS)
+    machine = {name: value for name, value in after.items() if name not in BACKENDS}
+    return msgspec.structs.replace(facts, **machine, backends=backends)
+
+
+H100_WITH_EVERYTHING = changed(
     WITHOUT_GPU,
     driver=Driver(state="ok", version="580.65.06", cuda="13.0", card=True),
     gpus=(H100,),
     torch=Torch(installed=True, version="2.9.1+cu128", cuda="12.8", gpus=1, architectures=("sm_80", "sm_90")),
     toolchain=TOOLS,
-    exllama=Exllama(installed=True, version="0.3.2", kernels="prebuilt", kept_at=KEPT),
-    flash_attn=Package(installed=True, version="2.8.3"),
-    triton=Package(installed=True, version="3.5.1"),
     ray=Package(installed=True, version="2.49.0"),
-    attention=Attention(name="flash", reason="flash-attn is installed and fits"),
+    exllama=Exllama(installed=True, version="0.3.2", kernels="prebuilt", kept_at=KEPT),
+    attention=Attention(
+        name="flash",
+        reason="flash-attn is installed and fits",
+        flash_attn=Package(installed=True, version="2.8.3"),
+        triton=Package(installed=True, version="3.5.1"),
+    ),
 )
 
-H100_TO_COMPILE = msgspec.structs.replace(
-    H100_WITH_EVERYTHING, exllama=Exllama(installed=True, version="0.3.2", kept_at=KEPT)
-)
+H100_TO_COMPILE = changed(H100_WITH_EVERYTHING, exllama=Exllama(installed=True, version="0.3.2", kept_at=KEPT))
 
-TURING = msgspec.structs.replace(
+TURING = changed(
     H100_WITH_EVERYTHING,
     gpus=(RTX_2080_TI,),
     torch=Torch(installed=True, version="2.9.1+cu128", cuda="12.8", gpus=1, architectures=("sm_75", "sm_80")),
-    flash_attn=Package(),
-    attention=Attention(name="gathered", reason="flash-attn is not installed; Triton supports 8.0 and newer"),
+    attention={
+        "name": "gathered",
+        "reason": "flash-attn is not installed; Triton supports 8.0 and newer",
+        "flash_attn": Package(),
+    },
 )
 
-CPU_TORCH_ON_A_GPU_MACHINE = msgspec.structs.replace(
+CPU_TORCH_ON_A_GPU_MACHINE = changed(
     H100_WITH_EVERYTHING,
     torch=Torch(installed=True, version="2.13.0+cpu"),
     exllama=Exllama(),
-    flash_attn=Package(),
-    attention=Attention(),
+    attention=Attention(triton=Package(installed=True, version="3.5.1")),
 )
-
-
-def changed(facts: Facts, **parts: Any) -> Facts:
-    """`facts` with parts changed: a dict changes fields of that part, anything else takes its place."""
-    whole = {
-        name: msgspec.structs.replace(getattr(facts, name), **value) if isinstance(value, dict) else value
-        for name, value in parts.items()
-    }
-    return msgspec.structs.replace(facts, **whole)

@@ -18,9 +18,11 @@ from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
 from console.settings.sources import Sources
 from engine.backends.common.native_kernels import instruction_set_here
-from engine.doctor.facts import Exllama, Package
+from engine.backends.exllamav2.doctor import Exllama
+from engine.doctor.facts import Package
 from engine.doctor.gather import gather
-from engine.doctor.probe_process import ProbeFailed, ask
+from engine.doctor.inspection import ProbeFailed
+from engine.doctor.probe_process import ask
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,7 +174,7 @@ def exllamav2_looked_at(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Exllam
     """What the probe says of it, with its cache in a folder of its own."""
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    return ask(Exllama, "exllama", timeout_s=60.0)
+    return ask(Exllama, "exllamav2", timeout_s=60.0)
 
 
 def test_exllamav2_without_kernels_is_never_imported_and_says_where_they_would_be(

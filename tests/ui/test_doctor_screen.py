@@ -52,7 +52,7 @@ async def test_the_verdict_stands_above_the_findings(size: tuple[int, int]) -> N
 
 
 async def test_what_is_wrong_is_shown_with_the_command_that_mends_it() -> None:
-    facts = machines.changed(machines.CPU_TORCH_ON_A_GPU_MACHINE, flash_attn=BROKEN_FLASH)
+    facts = machines.changed(machines.CPU_TORCH_ON_A_GPU_MACHINE, attention={"flash_attn": BROKEN_FLASH})
     async with EricApp(a_link_to(facts)).run_test(size=(140, 70)) as pilot:
         await opened(pilot)
         await looked(pilot)
@@ -127,7 +127,7 @@ async def test_values_begin_in_one_column_and_all_can_be_reached_on_a_small_term
 
 
 def test_the_doctor_looks_right(snap_compare: Any) -> None:
-    facts = machines.changed(machines.H100_TO_COMPILE, flash_attn=BROKEN_FLASH)
+    facts = machines.changed(machines.H100_TO_COMPILE, attention={"flash_attn": BROKEN_FLASH})
 
     async def open_it(pilot: Pilot[Any]) -> None:
         await opened(pilot)

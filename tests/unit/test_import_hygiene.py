@@ -47,6 +47,7 @@ def test_deciding_needs_no_torch() -> None:
     heavy = (*(f"engine.backends.{part}" for part in parts), "engine.models.synthetic")
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += ["engine.backends.paged_attention.choose"]
+    light += [f"engine.backends.{part}.doctor" for part in parts]
     assert loaded_after(light, TORCH) == []
 
 

@@ -12,7 +12,7 @@ from engine.config import DeviceShare
 from engine.devices import cpu_limits
 from engine.devices.cpu_limits import LimitsFile, measure_cpu
 from engine.devices.nvml import nvidia_limits
-from engine.doctor.probe_process import ProbeFailed
+from engine.doctor.inspection import ProbeFailed
 from engine.errors import EngineError
 from engine.metrics.insight import WorkerCounters, WorkMeter
 from engine.snapshot import DeviceLimits, DeviceReading, DeviceWork

@@ -57,6 +57,18 @@ def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
     return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"
 
 
+def native_problem(machine: str, flags: Set[str], native: Native) -> str:
+    """Return why the native kernels would not compute on such a CPU, as a clause; "" where they would."""
+    kernels = instruction_set(machine, flags)
+    if not kernels:
+        return "the native kernels need AVX2 on x86-64 Linux"
+    if native.off:
+        return "ERICLLM_NATIVE keeps the native kernels off"
+    if kernels in native.kept:
+        return ""
+    return native.folder_problem if native.compiler else "there is no C++ compiler to make the native kernels with"
+
+
 def instruction_set_here() -> InstructionSet | None:
     """What a load in a process started from this one would want compiled, None where the kernels do not run."""
     if _is_off() or sys.platform != "linux":

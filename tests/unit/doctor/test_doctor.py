@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.backends.common.native_kernels import Native
-from engine.doctor.examine import examine, native_attention_problem
-from engine.doctor.facts import Attention, Cpu, Driver, Gpu, Package, Torch
+from engine.backends.common.native_kernels import Native, native_problem
+from engine.backends.paged_attention.doctor import Attention
+from engine.doctor.examine import examine
+from engine.doctor.facts import Driver, Gpu, Package, Torch
 from tests.fakes.examined import exllama, found, names
 from tests.fakes.machines import (
     CPU_TORCH_ON_A_GPU_MACHINE,
@@ -65,14 +66,14 @@ def test_turing_without_flash_attn_runs_and_says_which_attention_and_why() -> No
 
 
 def test_flash_attn_on_turing_is_named_unfit_and_not_wrong() -> None:
-    report = exllama(changed(TURING, flash_attn=Package(installed=True, version="2.8.3")))
+    report = exllama(changed(TURING, attention={"flash_attn": Package(installed=True, version="2.8.3")}))
     assert found(report, "flash-attn").state == "note"
     assert "compute capability 8.0" in found(report, "flash-attn").value
 
 
 def test_a_broken_flash_attn_is_named_with_its_symbol_and_stops_nothing() -> None:
     flash = Package(installed=True, version="2.8.3", error="undefined symbol: _ZNK3c106SymInt6sym_neERKS0_")
-    report = exllama(changed(H100_WITH_EVERYTHING, flash_attn=flash))
+    report = exllama(changed(H100_WITH_EVERYTHING, attention={"flash_attn": flash}))
     assert report.can_run
     assert found(report, "flash-attn").state == "broken"
     assert "undefined symbol" in found(report, "flash-attn").value
@@ -197,6 +198,6 @@ def test_it_says_which_kernels_multiply_by_the_weights(
         ("aarch64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), "need AVX2 on x86-64 Linux"),
     ],
 )
-def test_native_attention_is_told_with_what_it_lacks(machine: str, flags: set[str], native: Native, words: str) -> None:
-    problem = native_attention_problem(machine, Cpu(flags=frozenset(flags)), native)
+def test_native_attention_names_what_it_lacks(machine: str, flags: set[str], native: Native, words: str) -> None:
+    problem = native_problem(machine, flags, native)
     assert words in problem if words else problem == ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from console.runtime.doctor import as_json, as_text
-from engine.doctor.facts import Exllama, Package, Toolchain, Torch
+from engine.backends.exllamav2.doctor import Exllama
+from engine.doctor.facts import Package, Toolchain, Torch
 from tests.fakes.examined import exllama, found
 from tests.fakes.machines import CPU_TORCH_ON_A_GPU_MACHINE, H100_TO_COMPILE, TOOLS, TURING, WITHOUT_GPU, changed
 
@@ -33,7 +34,7 @@ def test_every_thing_that_is_missing_or_broken_comes_with_a_command_or_stands_on
     machines = (
         CPU_TORCH_ON_A_GPU_MACHINE,
         changed(H100_TO_COMPILE, toolchain=Toolchain()),
-        changed(TURING, triton=Package(), exllama=Exllama()),
+        changed(TURING, attention={"triton": Package()}, exllama=Exllama()),
         changed(WITHOUT_GPU, driver={"card": True}, torch=Torch()),
         changed(H100_TO_COMPILE, toolchain=msgspec.structs.replace(TOOLS, nvcc_version="11.8")),
     )

@@ -1,35 +1,122 @@
-"""Findings about exllamav2, and the three ways to its kernels. Pure."""
+"""The doctor's findings about exllamav2: the package, its kernels, and the three ways to them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import Literal
+
+import msgspec
 
 from engine.backends.exllamav2.errors import VERSION, reinstall
-from engine.doctor.facts import Facts
-from engine.doctor.install import (
-    NEWEST_CUDA,
-    NEWEST_TORCH,
-    system_command,
-    torch_command,
-    version_numbers,
-    wheel_for,
-    wheel_url,
-)
+from engine.backends.paged_attention import doctor as attention
+from engine.doctor.facts import Facts, Package, Version
+from engine.doctor.inspection import Inspection, first_line, is_installed
+from engine.doctor.install import ADVISED_CUDA, ADVISED_TORCH, cuda_tag, system_command, torch_command, version_numbers
+from engine.doctor.machine import gpu_lacks, torch_lacks
 from engine.doctor.report import Finding, State
 from engine.system.install_command import install_extra, pip_install
+
+NEEDS_GPU = True
+NEEDED_MODULES = ("safetensors", "tokenizers", "numpy", "rich", "PIL")
+"""Imports of `exllamav2` and `exllamav2.generator` besides torch."""
 
 _AREA = "ExLlamaV2"
 _WAYS = "Ways to its kernels"
 
 
-def exllama_findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
+class Exllama(Package, frozen=True, kw_only=True):
+    """exllamav2 and its compiled kernels; `error` is about the package with its kernels in place.
+
+    missing_modules: modules it imports that are not installed.
+    kernels: "prebuilt" is a module exllamav2_ext on the path, "kept" one compiled here before.
+    kernels_error: why the kernels that are there cannot be loaded.
+    kept_at: the file that compiling for this torch and these GPUs makes, there or not; "" where that is unknown.
+    """
+
+    missing_modules: tuple[str, ...] = ()
+    kernels: Literal["prebuilt", "kept", ""] = ""
+    kernels_error: str = ""
+    kept_at: str = ""
+
+
+def gather(inspection: Inspection) -> Exllama:
+    """Look at exllamav2, and at the modules that it imports."""
+    found = inspection.package("exllamav2", Exllama, "exllamav2").result()
+    missing = tuple(name for name in NEEDED_MODULES if not is_installed(name)) if found.installed else ()
+    return msgspec.structs.replace(found, missing_modules=missing)
+
+
+def probe(*arguments: str) -> Exllama:
+    """Import exllamav2 with the kernels that are there already: without any it is not, since that compiles them.
+
+    flash-attn is kept out: it is looked at on its own, and a broken one would hide what this is about.
+    """
+    os.environ["EXLLAMA_NO_FLASH_ATTN"] = "1"
+    found = Exllama(installed=True)
+    try:
+        from engine.backends.exllamav2.library import EXTENSION, planned_build
+
+        kept_at = planned_build().workspace / f"{EXTENSION}.so"
+        found = msgspec.structs.replace(found, kept_at=str(kept_at))
+        if importlib.util.find_spec(EXTENSION) is not None:
+            found = msgspec.structs.replace(found, kernels="prebuilt")
+        elif kept_at.is_file():
+            found = msgspec.structs.replace(found, kernels="kept")
+            sys.path.insert(0, str(kept_at.parent))
+        else:
+            return found
+    except Exception as error:
+        return msgspec.structs.replace(found, error=first_line(error))
+    try:
+        importlib.import_module(EXTENSION)
+    except Exception as error:
+        return msgspec.structs.replace(found, kernels_error=first_line(error))
+    try:
+        importlib.import_module("exllamav2.generator")
+    except Exception as error:
+        return msgspec.structs.replace(found, error=first_line(error))
+    return found
+
+
+def lacks(facts: Facts) -> str:
+    """Return why the exllamav2 backend could not run: the first thing that it lacks, as a clause; "" where it could."""
+    checks = (torch_lacks, gpu_lacks, _package_lacks, _kernels_lack, attention.lacks)
+    return next(filter(None, (check(facts) for check in checks)), "")
+
+
+def _package_lacks(facts: Facts) -> str:
+    exllama = facts.backend(Exllama)
+    if not exllama.installed:
+        return "the package exllamav2 is not installed"
+    if exllama.missing_modules:
+        return f"exllamav2 imports {join_names(exllama.missing_modules)}, which is not installed"
+    if other_release(exllama.version):
+        return f"exllamav2 {exllama.version} is installed, and the backend is written for {VERSION}"
+    return f"exllamav2 cannot be imported: {exllama.error}" if exllama.error else ""
+
+
+def _kernels_lack(facts: Facts) -> str:
+    exllama = facts.backend(Exllama)
+    if exllama.kernels_error:
+        return f"its kernels cannot be loaded: {exllama.kernels_error}"
+    if kernels_in_place(facts):
+        return ""
+    lacking = toolchain_lacks(facts)
+    return f"its kernels are not compiled, and compiling them lacks {join_names(lacking)}" if lacking else ""
+
+
+def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
     """The package, its kernels, and what compiling them takes where they are not there yet.
 
     wanted: whether it matters on this machine; where it does not, what it lacks is a note without advice.
     """
     if not wanted:
-        have = f"{facts.exllama.version} installed" if facts.exllama.installed else "not installed"
+        have = f"{facts.backend(Exllama).version} installed" if facts.backend(Exllama).installed else "not installed"
         yield Finding(_AREA, "exllamav2", "note", f"{have}; it computes on NVIDIA GPUs, and there is none")
         return
     yield _package_finding(facts)
@@ -40,20 +127,20 @@ def exllama_findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
 
 
 def kernels_in_place(facts: Facts) -> bool:
-    """Whether compiled kernels are there that load. Those compiled here before are loaded through torch's compiler
-    driver, which wants its tools even where nothing is left to compile."""
-    exllama = facts.exllama
+    """Return whether compiled kernels are there that load. Those compiled here before are loaded through torch's
+    compiler driver, which wants its tools even where nothing is left to compile."""
+    exllama = facts.backend(Exllama)
     loadable = exllama.kernels == "prebuilt" or (exllama.kernels == "kept" and not toolchain_lacks(facts))
     return loadable and not exllama.kernels_error
 
 
 def other_release(version: str) -> bool:
-    """Whether `version` of exllamav2 is not the one that the backend takes, whatever it was built for."""
+    """Return whether `version` of exllamav2 is not the one that the backend takes, whatever it was built for."""
     return bool(version) and version.partition("+")[0] != VERSION
 
 
 def toolchain_lacks(facts: Facts) -> tuple[str, ...]:
-    """What compiling the kernels for this torch lacks, each in a word or two."""
+    """Return what compiling the kernels for this torch lacks, each in a word or two."""
     tools = facts.toolchain
     lacks = {
         "a torch for CUDA": not facts.torch.cuda,
@@ -84,7 +171,7 @@ def ways_to_kernels(facts: Facts) -> Iterator[Finding]:
 
 def _kept_way(facts: Facts) -> Finding:
     """Where compiled kernels are kept, and how another machine gets them."""
-    kept_at = facts.exllama.kept_at
+    kept_at = facts.backend(Exllama).kept_at
     if not kept_at:
         return Finding(_WAYS, "3 kept", "note", f"compiled once, they are kept under {facts.kernel_cache}")
     copy = f"`scp HOST:{kept_at} {facts.site_packages}/`"
@@ -93,7 +180,7 @@ def _kept_way(facts: Facts) -> Finding:
 
 
 def _package_finding(facts: Facts) -> Finding:
-    exllama = facts.exllama
+    exllama = facts.backend(Exllama)
     if not exllama.installed:
         advice = f"Install it: `{install_extra('cuda')}`."
         return Finding(_AREA, "exllamav2", "missing", "not installed", advice)
@@ -105,20 +192,19 @@ def _package_finding(facts: Facts) -> Finding:
         value = f"{exllama.version}, and this backend is written for {VERSION}"
         return Finding(_AREA, "exllamav2", "broken", value, f"Install that: `{reinstall()}`.")
     if exllama.error:
-        advice = f"Install it anew: `{reinstall()}`."
+        advice = f"Install it again: `{reinstall()}`."
         return Finding(_AREA, "exllamav2", "broken", f"{exllama.version} cannot be imported: {exllama.error}", advice)
     return Finding(_AREA, "exllamav2", "ok", exllama.version)
 
 
 def _kernels_finding(facts: Facts) -> Finding:
-    exllama, lacking = facts.exllama, toolchain_lacks(facts)
+    exllama, lacking = facts.backend(Exllama), toolchain_lacks(facts)
     if exllama.kernels_error:
         return _broken_kernels(facts)
     if kernels_in_place(facts):
-        kept = f"compiled here, kept as {exllama.kept_at}"
-        return Finding(
-            _AREA, "kernels", "ok", kept if exllama.kernels == "kept" else "prebuilt, and fit for this torch"
-        )
+        compiled_here = exllama.kernels == "kept"
+        value = f"compiled here, kept as {exllama.kept_at}" if compiled_here else "prebuilt, and fit for this torch"
+        return Finding(_AREA, "kernels", "ok", value)
     if exllama.kernels == "kept":
         advice = f"Put them where Python finds them by itself: `cp {exllama.kept_at} {facts.site_packages}/`."
         return Finding(
@@ -130,9 +216,9 @@ def _kernels_finding(facts: Facts) -> Finding:
 
 
 def _broken_kernels(facts: Facts) -> Finding:
-    value = f"there, but not loadable: {facts.exllama.kernels_error}"
-    if facts.exllama.kernels == "kept":
-        advice = f"Remove them, so that they are compiled anew: `rm {facts.exllama.kept_at}`."
+    value = f"there, but not loadable: {facts.backend(Exllama).kernels_error}"
+    if facts.backend(Exllama).kernels == "kept":
+        advice = f"Remove them, so that they are compiled again: `rm {facts.backend(Exllama).kept_at}`."
     else:
         advice = f"Take the package without kernels: `{reinstall()}`."
     return Finding(_AREA, "kernels", "broken", value, advice)
@@ -143,8 +229,8 @@ def _toolchain_findings(facts: Facts) -> Iterator[Finding]:
     yield _nvcc_finding(facts)
     compiler = system_command(manager, "compiler")
     yield _tool("C++ compiler", tools.compiler_version or tools.compiler, f"Install one: {compiler}.")
-    beside = f"It is not on PATH: `export PATH={PurePath(tools.ninja_off_path).parent}:$PATH`."
-    yield _tool("ninja", tools.ninja, beside if tools.ninja_off_path else f"Install it: `{pip_install('ninja')}`.")
+    path_advice = f"It is not on PATH: `export PATH={PurePath(tools.ninja_off_path).parent}:$PATH`."
+    yield _tool("ninja", tools.ninja, path_advice if tools.ninja_off_path else f"Install it: `{pip_install('ninja')}`.")
     headers = system_command(manager, "python headers", python=facts.python)
     yield _tool("Python.h", "found" if tools.python_headers else "", f"Install Python's headers: {headers}.")
     if tools.nvcc and tools.missing_headers:
@@ -155,13 +241,13 @@ def _toolchain_findings(facts: Facts) -> Iterator[Finding]:
 
 def _nvcc_finding(facts: Facts) -> Finding:
     tools = facts.toolchain
-    wanted = facts.torch.cuda or NEWEST_CUDA
+    wanted = facts.torch.cuda or ADVISED_CUDA
     install = system_command(facts.package_manager, "toolkit", cuda=wanted)
     if not tools.nvcc:
         return Finding(_AREA, "nvcc", "missing", "not found", f"Install the CUDA toolkit of torch: {install}.")
     if tools.nvcc_error:
         value = f"{tools.nvcc} does not run: {tools.nvcc_error}"
-        return Finding(_AREA, "nvcc", "broken", value, f"Install the CUDA toolkit anew: {install}.")
+        return Finding(_AREA, "nvcc", "broken", value, f"Install the CUDA toolkit again: {install}.")
     mismatch = _mismatch(facts)
     value = f"{tools.nvcc_version} ({tools.nvcc})"
     if mismatch:
@@ -178,13 +264,13 @@ def _mismatch(facts: Facts) -> str:
 
 
 def _no_wheel(facts: Facts) -> str:
-    newest = ".".join(map(str, NEWEST_TORCH))
+    newest = ".".join(map(str, ADVISED_TORCH))
     if facts.machine != "x86_64":
         return f"none for {facts.machine}: they exist for x86_64 alone"
     torch = f"torch {facts.torch.version.partition('+')[0]}" if facts.torch.version else "no torch"
     cuda = f"CUDA {facts.torch.cuda}" if facts.torch.cuda else "no CUDA"
     python = ".".join(map(str, facts.python[:2]))
-    return f"none for {torch} with {cuda} on Python {python}: they exist up to torch {newest}, with CUDA {NEWEST_CUDA}"
+    return f"none for {torch} with {cuda} on Python {python}: they exist up to torch {newest}, with CUDA {ADVISED_CUDA}"
 
 
 def _headers_advice(facts: Facts) -> str:
@@ -208,3 +294,31 @@ def _shortened(names: tuple[str, ...]) -> str:
 def join_names(names: tuple[str, ...]) -> str:
     """ "a, b and c"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+# The prebuilt wheels: one per Python, torch and CUDA, for Linux on x86_64.
+#
+# Source: the build matrix of the project's release workflow, and the files of release v0.3.2.
+
+RELEASE = f"https://github.com/turboderp-org/exllamav2/releases/download/v{VERSION}"
+PYTHONS = ((3, 11), (3, 12), (3, 13))
+CUDA_BY_TORCH: dict[Version, tuple[str, ...]] = {
+    (2, 6): ("12.4", "11.8"),
+    (2, 7): ("12.8",),
+    (2, 8): ("12.8",),
+    ADVISED_TORCH: (ADVISED_CUDA,),
+}
+
+
+def wheel_for(python: Version, machine: str, torch: str, cuda: str) -> str:
+    """The file name of the wheel for this Python, processor, torch and CUDA; "" where the release has none."""
+    release = version_numbers(torch)[:2]
+    if machine != "x86_64" or python[:2] not in PYTHONS or cuda not in CUDA_BY_TORCH.get(release, ()):
+        return ""
+    tag = "cp" + "".join(map(str, python[:2]))
+    return f"exllamav2-{VERSION}+{cuda_tag(cuda)}.torch{'.'.join(map(str, release))}.0-{tag}-{tag}-linux_x86_64.whl"
+
+
+def wheel_url(wheel: str) -> str:
+    """Where `wheel` is fetched."""
+    return f"{RELEASE}/{wheel}"
