@@ -13,14 +13,14 @@ from aiohttp import web
 from console.api.admin.operator import Operator
 from console.api.app import application
 from console.api.context import ApiContext
-from console.api.dialects.registry import DialectRegistry
+from console.api.dialects.registry import DialectRegistry, discover
 from console.api.http.auth import Authenticator
 from console.api.http.connections import Runner
 from console.api.http.errors import CannotListen, Unprotected
 from console.api.http.key_file import KeysUnavailable
 from console.api.http.keys import Keys
 from console.api.http.listening import Address, Listener, max_connections, raise_file_limit
-from console.api.http.scopes import in_words
+from console.api.http.scopes import describe_scopes
 from console.api.http.tls import Certificate, certificate_of
 from console.api.openapi import Place, places_of
 from console.api.settings import ApiSettings
@@ -62,12 +62,14 @@ class ApiServer:
         self._link = link
         self._settings = settings
         self._wanted = Address(settings.host, settings.port)
-        self._context = ApiContext(engine, settings, operator)
+        dialects = discover()
+        unnamed = frozenset[str]().union(*(dialect.unnamed_models for dialect in dialects))
+        self._context = ApiContext(engine, settings, operator, unnamed)
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
         self._door = Authenticator(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
         self._certificate: Certificate | None = None
-        self._dialects = DialectRegistry(self._context)
+        self._dialects = DialectRegistry(self._context, dialects)
         self._runner: Runner | None = None
         self._listener: Listener | None = None
         self._saving: asyncio.Task[None] | None = None
@@ -200,7 +202,7 @@ class ApiServer:
     async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """A new key, told this once. Raises InvalidRequest, or KeysUnavailable where it cannot be kept."""
         made = await asyncio.to_thread(self._keys.make, name, scopes, limits)
-        log.info("the key %s was made; it may %s", made.name, in_words(made.scopes))
+        log.info("the key %s was made; it may %s", made.name, describe_scopes(made.scopes))
         return made
 
     async def revoke_key(self, name: str) -> None:

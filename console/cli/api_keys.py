@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from console.api.http.keys import Keys
-from console.api.http.scopes import SCOPES, in_words
+from console.api.http.scopes import SCOPES, describe_scopes
 from console.link.api import MAX_LIMIT, KeyLimits, KeyReading
 from console.runtime.output import OutputFailed, say, write
 from console.settings.schema import state_dir
@@ -25,7 +25,7 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         case "make":
             limits = KeyLimits(requests_per_min=given.rate, tokens_per_min=given.tokens, concurrent=given.concurrent)
             made = keys.make(given.name, tuple(given.scope or ["use"]), limits)
-            say(f"the key {made.name} may {in_words(made.scopes)}; it is shown this once")
+            say(f"the key {made.name} may {describe_scopes(made.scopes)}; it is shown this once")
             try:
                 write(made.key)
             except (OutputFailed, BrokenPipeError):
@@ -44,7 +44,7 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def _line(key: KeyReading) -> str:
     made = time.strftime("%Y-%m-%d", time.localtime(key.made_at))
     used = "never used" if key.last_used_at is None else f"{key.requests:,} requests"
-    parts = (key.name, f"may {in_words(key.scopes)}", key.limits.in_words(), f"made {made}", used)
+    parts = (key.name, f"may {describe_scopes(key.scopes)}", key.limits.in_words(), f"made {made}", used)
     return ", ".join(part for part in parts if part)
 
 

@@ -110,7 +110,7 @@ async def test_a_packed_body_that_is_cut_short_is_said_to_be(small: Served, name
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     async with small.http.post("/generate", data=PACKED[name][:kept], headers=headers) as response:
         assert response.status == 400
-        assert (await response.json())["error"]["message"] == f"The {encoding} body is cut short"
+        assert (await response.json())["error"]["message"] == f"The {encoding} body is truncated"
 
 
 @pytest.mark.parametrize("name", ["gzip", "deflate"])

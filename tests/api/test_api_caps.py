@@ -73,7 +73,7 @@ async def test_a_body_that_nests_too_deep_is_refused_before_it_is_read(capped: S
     for _ in range(6):
         deep = [deep]
     error = await capped.refusal("/v1/completions", prompt=deep)
-    assert error["message"] == "The body nests deeper than the 6 levels that are allowed"
+    assert error["message"] == "The body nests deeper than 6 levels"
 
 
 async def test_a_header_that_is_too_long_is_a_431(capped: Served) -> None:

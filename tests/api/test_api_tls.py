@@ -104,7 +104,7 @@ def broken(folder: Path, how: str, pair: Pair) -> Pair:
     ("how", "sentence"),
     [
         ("missing", r"none\.key cannot be read: No such file"),
-        ("nonsense", "no certificate and key in PEM"),
+        ("nonsense", "not a certificate and key in PEM"),
         ("strangers", "they do not belong together"),
         ("unreachable", r"n cannot be read: File name too long"),
         ("short", "the key is too short"),

@@ -286,7 +286,7 @@ async def test_a_prompt_of_a_websocket_holds_no_more_than_a_body(api: Served) ->
             told = await socket.receive_json()
             assert told["event"] == "error"
             assert told["error"]["param"] in ("prompt", None)
-            assert "holds too much" in told["error"]["message"] or "nests deeper" in told["error"]["message"]
+            assert "is too large" in told["error"]["message"] or "nests deeper" in told["error"]["message"]
 
 
 @pytest.mark.parametrize("has_prompt", [False, True])

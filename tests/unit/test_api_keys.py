@@ -26,7 +26,7 @@ from tests.fakes.owners import belongs_to_another
 
 def opened(folder: Path) -> Keys:
     """The keys of a folder; those of other programs are known at the next look, without a second's wait."""
-    keys = Keys(folder, look_s=0.0)
+    keys = Keys(folder, reload_s=0.0)
     keys.open()
     return keys
 
@@ -131,7 +131,7 @@ async def test_keys_and_what_they_did_outlive_the_program(tmp_path: Path) -> Non
     made = keys.make("app", ("use",))
     found = await keys.find(made.key)
     assert found is not None
-    keys.note(found, requests=1, prompt_tokens=7, output_tokens=9)
+    keys.record_usage(found, requests=1, prompt_tokens=7, output_tokens=9)
     keys.save()
     (reading,) = opened(tmp_path).readings()
     assert (reading.requests, reading.prompt_tokens, reading.output_tokens) == (1, 7, 9)
@@ -147,7 +147,7 @@ async def test_what_a_key_did_in_two_programs_adds_up(tmp_path: Path) -> None:
     for keys in (first, second, first):
         found = await keys.find(made.key)
         assert found is not None
-        keys.note(found, requests=1)
+        keys.record_usage(found, requests=1)
         keys.save()
     assert [reading.requests for reading in first.readings()] == [3]
 

@@ -20,11 +20,11 @@ class Clock:
         return self.now
 
 
-def passes(gate: KeyLimiter, times: int) -> int:
+def passes(limiter: KeyLimiter, times: int) -> int:
     """How many requests in a row get through, each of which ends at once."""
     for at in range(times):
         try:
-            with gate.passed("k"):
+            with limiter.admit("k"):
                 pass
         except RateLimited:
             return at
@@ -33,44 +33,44 @@ def passes(gate: KeyLimiter, times: int) -> int:
 
 def test_a_minute_s_requests_may_come_at_once_and_then_one_by_one() -> None:
     clock = Clock()
-    gate = KeyLimiter(KeyLimits(requests_per_min=60), clock)
-    assert passes(gate, 100) == 60
+    limiter = KeyLimiter(KeyLimits(requests_per_min=60), clock)
+    assert passes(limiter, 100) == 60
     clock.now += 1
-    assert passes(gate, 100) == 1
+    assert passes(limiter, 100) == 1
     clock.now += 3600
-    assert passes(gate, 100) == 60
+    assert passes(limiter, 100) == 60
 
 
 def test_who_is_refused_can_come_back_when_it_was_told_and_not_before() -> None:
     clock = Clock()
-    gate = KeyLimiter(KeyLimits(requests_per_min=7), clock)
-    passes(gate, 7)
-    with pytest.raises(RateLimited) as no, gate.passed("k"):
+    limiter = KeyLimiter(KeyLimits(requests_per_min=7), clock)
+    passes(limiter, 7)
+    with pytest.raises(RateLimited) as no, limiter.admit("k"):
         pass
     wait_s = no.value.details["retry_after_s"]
     assert isinstance(wait_s, float)
     clock.now += wait_s - 0.01
-    assert passes(gate, 1) == 0
+    assert passes(limiter, 1) == 0
     clock.now += 0.02
-    assert passes(gate, 1) == 1
+    assert passes(limiter, 1) == 1
 
 
 def test_tokens_beyond_a_minute_s_are_owed() -> None:
     clock = Clock()
-    gate = KeyLimiter(KeyLimits(tokens_per_min=100), clock)
-    gate.used(250)
+    limiter = KeyLimiter(KeyLimits(tokens_per_min=100), clock)
+    limiter.record_tokens(250)
     clock.now += 89
-    assert passes(gate, 1) == 0
+    assert passes(limiter, 1) == 0
     clock.now += 2
-    assert passes(gate, 1) == 1
+    assert passes(limiter, 1) == 1
 
 
 def test_a_request_that_is_refused_takes_nothing() -> None:
     clock = Clock()
-    gate = KeyLimiter(KeyLimits(requests_per_min=2, concurrent=1), clock)
-    with gate.passed("k"):
-        assert passes(gate, 5) == 0
-    assert passes(gate, 1) == 1
+    limiter = KeyLimiter(KeyLimits(requests_per_min=2, concurrent=1), clock)
+    with limiter.admit("k"):
+        assert passes(limiter, 5) == 0
+    assert passes(limiter, 1) == 1
 
 
 def test_a_key_without_limits_passes_always() -> None:
@@ -80,10 +80,10 @@ def test_a_key_without_limits_passes_always() -> None:
 def test_addresses_are_forgotten_rather_than_kept_without_end() -> None:
     addresses = AddressLimiter(1, Clock())
     for number in range(MAX_ADDRESSES + 1):
-        addresses.enter(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
-    addresses.enter("10.0.0.0")
+        addresses.count(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    addresses.count("10.0.0.0")
     with pytest.raises(RateLimited):
-        addresses.enter("10.0.0.255")
+        addresses.count("10.0.0.255")
 
 
 @given(st.integers(1, 10_000), st.lists(st.floats(0, 100), max_size=50))

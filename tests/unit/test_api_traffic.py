@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.api.http.traffic import LAST_FAILURES, LINGER_S, MAX_CLIENTS, Ending, Rate, Traffic
+from console.api.http.traffic import LAST_FAILURES, LINGER_S, MAX_CLIENTS, CallFailure, Rate, Traffic
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def asked(traffic: Traffic, address: str = "10.0.0.1", failure: Ending | None = None) -> None:
+def asked(traffic: Traffic, address: str = "10.0.0.1", failure: CallFailure | None = None) -> None:
     """One request, from beginning to end."""
     call = traffic.enter(address, "test", "GET", "/x")
     traffic.admit(call, "")
@@ -75,7 +75,7 @@ async def test_what_is_kept_is_bounded_however_many_come() -> None:
     for at in range(MAX_CLIENTS + 20):
         call = traffic.enter(f"10.0.{at // 256}.{at % 256}", "agent " * 1000, "GET", "/" + "x" * 10_000)
         traffic.admit(call, "")
-        call.failure = Ending(400, "invalid_request", "no " * 1000)
+        call.failure = CallFailure(400, "invalid_request", "no " * 1000)
         traffic.leave(call)
     clients = traffic.clients()
     assert len(clients) == MAX_CLIENTS

@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from console.api.http.observability import AccessLine, _encoded
-from console.api.http.traffic import Ending, Traffic, readable
+from console.api.http.observability import AccessLine, _encode
+from console.api.http.traffic import CallFailure, Traffic, readable
 from console.api.metrics import SnapshotCollector
 from console.runtime.logs import logging_to
 from engine.system.log import LogRing
@@ -105,7 +105,7 @@ def test_the_access_log_is_clean_json_that_says_what_was_asked() -> None:
     )
     numbers = dict.fromkeys(("status", "prompt_tokens", "cached_tokens", "output_tokens", "total_s", "bytes"), 1)
     line = AccessLine(**{**texts, **numbers, "answers": [HOSTILE], "finish_reasons": []})
-    encoded = _encoded(line)
+    encoded = _encode(line)
     assert ANY_UNSAFE.search(encoded.decode()) is None
     assert msgspec.json.decode(encoded, type=AccessLine) == line
 
@@ -113,7 +113,7 @@ def test_the_access_log_is_clean_json_that_says_what_was_asked() -> None:
 async def test_what_a_client_says_of_itself_is_shown_as_escapes() -> None:
     traffic = Traffic()
     call = traffic.enter("10.0.0.1", f"agent {HOSTILE}", "GET", f"/z{HOSTILE}")
-    call.failure = Ending(401, "invalid_api_key", f"no {HOSTILE}")
+    call.failure = CallFailure(401, "invalid_api_key", f"no {HOSTILE}")
     traffic.admit(call, "")
     (client,) = traffic.clients()
     traffic.leave(call)

@@ -73,7 +73,7 @@ def test_the_member_that_holds_too_much_is_named(raw: bytes, member: str | None)
     with pytest.raises(InvalidRequest) as refused:
         JsonBounds().check(raw)
     assert refused.value.details.get("param") == member
-    assert str(refused.value).startswith(f"{member or 'The body'} holds too much")
+    assert str(refused.value).startswith(f"{member or 'The body'} is too large")
     assert str(MAX_ITEMS) in str(refused.value) or str(MAX_VALUES) in str(refused.value)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from console.bench.kinds import PLANS
-from console.cli.bench import RESULT_COMMANDS as LOOKING
+from console.cli.bench import RESULT_COMMANDS as READ_METHODS
 from console.cli.main import COMMANDS, Parser
 from console.settings.schema import Group, Settings
 
@@ -65,7 +65,7 @@ def _of_command(name: str) -> Iterator[argparse.ArgumentParser]:
     yield _made(name)
     if name == "bench":
         yield from (_made(name, plan) for plan in PLANS)
-        yield from _within(_made(name, LOOKING[0]))
+        yield from _within(_made(name, READ_METHODS[0]))
     else:
         yield from _within(_made(name))
 

@@ -27,7 +27,7 @@ from console.api.dialects.openai.embeddings import EmbeddingEndpoint
 from console.api.dialects.openai.models import Models
 from console.api.http.errors import ErrorFormatter, envelope
 from console.api.http.request_body import document_of
-from console.api.http.scopes import LOOKING
+from console.api.http.scopes import READ_METHODS
 from console.api.http.traffic import call_of
 from console.api.requests.schemas import attach_specs, endpoint_specs
 from console.link.api import DialectReading
@@ -141,7 +141,7 @@ class DialectRegistry:
         here = self._asked(request)
         if len(here) < 2:
             return here[0] if here else None
-        if request.method in LOOKING:
+        if request.method in READ_METHODS:
             return self._first_on(here)
         try:
             body = await document_of(request)

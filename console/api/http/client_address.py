@@ -1,4 +1,4 @@
-"""Which address a request comes from: that of its connection, or what a trusted proxy says who asked it."""
+"""The address of a request's client: that of its connection, or the one that a trusted proxy forwards."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ _CLIENT = web.RequestKey("client_address", str)
 _HEADER = "X-Forwarded-For"
 _LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 UNIX = "unix"
-"""What clients of a socket in the file system have for an address; a proxy there is trusted as one at 127.0.0.1 is."""
+"""Address of clients of a Unix socket; a proxy there is trusted like one at 127.0.0.1."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def client_address(request: web.Request) -> str:
-    """The address that a request comes from, as `resolving` found it."""
+    """Return the client's address that `client_address_middleware` resolved."""
     return request.get(_CLIENT) or ""
 
 
 def peer_of(request: web.Request) -> str:
-    """The address that the connection comes from, UNIX for one through a socket in the file system."""
+    """Return the address at the other end of the connection, UNIX for a Unix socket."""
     transport = request.transport
     sock = None if transport is None else transport.get_extra_info("socket")
     return UNIX if sock is not None and sock.family == socket.AF_UNIX else request.remote or ""
 
 
 def is_local_address(address: str) -> bool:
-    """Whether a client is a program of this machine."""
+    """Return whether a client is a program on this machine."""
     return address == UNIX or is_loopback(address)
 
 
 def client_address_middleware(proxies: Sequence[Network]) -> Middleware:
-    """Finds out who asks, for all that tells clients apart: log, limits, turns. proxies: those whose word is taken."""
+    """Resolve the client's address for logs, limits and fair sharing. proxies: networks whose X-Forwarded-For is
+    trusted."""
 
     @web.middleware
     async def resolve(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -49,8 +50,8 @@ def client_address_middleware(proxies: Sequence[Network]) -> Middleware:
 
 
 def _resolved(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -> str:
-    """The last address that no trusted proxy has: each adds behind the others whom it was asked by, and what stands
-    before that anybody may have written."""
+    """Return the last address that is not a trusted proxy's. Each proxy appends the address it was called from; entries
+    before the first untrusted one may be forged."""
     hops = [hop.strip() for line in forwarded for hop in line.split(",")]
     address = _plain(peer)
     while hops and _is_trusted(address, proxies):
@@ -62,7 +63,7 @@ def _resolved(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -
 
 
 def _plain(address: str) -> str:
-    """Without a port, and IPv4 as such where it came over IPv6."""
+    """Remove the port, and map IPv4-in-IPv6 addresses to IPv4."""
     if address.startswith("["):
         address = address[1:].partition("]")[0]
     elif address.count(":") == 1:

@@ -1,5 +1,5 @@
-"""Connections as aiohttp serves them, but what it says itself of bytes that are no HTTP is JSON as all errors here, and
-who reads nothing of an answer is cut off."""
+"""aiohttp's connections, with JSON errors for malformed HTTP too, fair reading, and a write timeout that disconnects
+clients which stop reading."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from engine.errors import EngineError
 
 log = logging.getLogger("api")
 
-_LONGEST = 200
-"""Characters of a line in the log, of which memory keeps thousands."""
+_MAX_LOG_CHARS = 200
+"""Per log line, of which memory keeps thousands."""
 
 FIRST_READ_BYTES = 2048
 MIN_READ_BYTES = 256
 MAX_READ_BYTES = 65_536
 READ_S = 0.002
 READERS = 8
-"""What is taken of a connection at once: at first, at least and at most; and how long that should hold the loop, where
-it reads of no more connections in a round. More share the time of so many, down to an eighth of it each."""
+"""Sizes of a read: first, minimum, maximum; and how long handling one should block the loop while up to READERS
+connections are read per iteration of it. More share the same total, down to an eighth each."""
 
 REQUEST_ID = "X-Request-Id"
 SERVER = "ericllm"
-"""What every answer says that it comes from: not what that is made with, in which version."""
+"""Server header of every answer: names neither the framework nor its version."""
 
 
 class Runner(web.AppRunner):
-    """Runs an application. write_timeout_s: who takes nothing of an answer for so long is cut off.
+    """Runs an application.
 
-    max_connections: where there are more, one without a request is closed.  options: what aiohttp's connections take.
+    write_timeout_s: disconnects clients that read nothing of an answer for this long.
+    max_connections: beyond them, an idle connection is closed.  options: of aiohttp's connections.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Runner(web.AppRunner):
             access_log=None,
             logger=_PeerLog(log),
             write_timeout_s=write_timeout_s,
-            auto_decompress=False,  # aiohttp takes a body that is cut short for a whole one; `receiving` unpacks them
+            auto_decompress=False,  # aiohttp accepts truncated bodies; `request_body` decompresses them
             **options,
         )
         self._max_connections = max_connections
@@ -56,7 +57,7 @@ class Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
-            _answering(made.request_handler),
+            _with_json_errors(made.request_handler),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             max_connections=self._max_connections,
@@ -65,20 +66,20 @@ class Runner(web.AppRunner):
 
 
 class _Readers:
-    """How many connections were read from in the last round of the loop that read from any."""
+    """Counts connections read from, per iteration of the event loop. last: of the last iteration that read any."""
 
     def __init__(self) -> None:
         self.last = 1
-        self._now = 0
+        self._count = 0
 
     def add(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count one for this round."""
-        if not self._now:
-            loop.call_soon(self._end_round)
-        self._now += 1
+        """Count one for this iteration."""
+        if not self._count:
+            loop.call_soon(self._end_iteration)
+        self._count += 1
 
-    def _end_round(self) -> None:
-        self.last, self._now = self._now, 0
+    def _end_iteration(self) -> None:
+        self.last, self._count = self._count, 0
 
 
 class _Server(web.Server):
@@ -88,11 +89,10 @@ class _Server(web.Server):
         self._max_connections = max_connections
 
     def make_room(self, newest: _Connection) -> None:
-        """End the connection that is the oldest of those without a request, or else the newest, where there are too
-        many."""
+        """Where there are too many connections, close the oldest idle one, or else the newest."""
         if len(self._connections) > self._max_connections:
-            made = cast(dict[_Connection, asyncio.Transport], self._connections)
-            idle = (each for each, its in made.items() if each.is_idle and not its.is_closing())
+            transports = cast(dict[_Connection, asyncio.Transport], self._connections)
+            idle = (each for each, its in transports.items() if each.is_idle and not its.is_closing())
             next(idle, newest).force_close()
 
     def __call__(self) -> web.RequestHandler:
@@ -100,33 +100,35 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Looks after all that is written, whole answers, streams and websockets: what nobody takes is memory of ours."""
+    """Watches all that is written (answers, streams, websockets): what the client does not read fills our memory."""
 
-    __slots__ = ("_made", "_reads", "_server", "_untaken", "_watch", "_write_timeout_s")
+    __slots__ = ("_open_transport", "_reads", "_server", "_timer", "_unsent_bytes", "_write_timeout_s")
 
     def __init__(self, manager: _Server, *, write_timeout_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._server = manager
         self._write_timeout_s = write_timeout_s
-        self._untaken = 0
-        self._watch: asyncio.TimerHandle | None = None
-        self._made: asyncio.Transport | None = None  # aiohttp forgets one that it closes, which may have bytes left
+        self._unsent_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._open_transport: asyncio.Transport | None = (
+            None  # aiohttp forgets one that it closes, which may still have bytes to send
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It begins."""
+        """Start with small reads, and make room where there are too many connections."""
         super().connection_made(transport)
-        self._made = cast(asyncio.Transport, transport)
+        self._open_transport = cast(asyncio.Transport, transport)
         self._reads: Any = getattr(transport, "_ssl_protocol", transport)
         self._reads.max_size = FIRST_READ_BYTES
         self._server.make_room(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come. The next time as many more or fewer are taken as fits what these took: asyncio's 256 KiB,
-        in chunks or frames of a byte, would hold the loop for 100 ms."""
+        """Handle bytes, and adapt the size of the next read to the time that took: asyncio's 256 KiB, in chunks or
+        frames of a byte, would block the loop for 100 ms."""
         began_s = time.perf_counter()
         super().data_received(data)
         took_s = time.perf_counter() - began_s
-        if not data:  # aiohttp's own, where it goes on with what it had put aside
+        if not data:  # aiohttp's own call, to go on with what it had buffered
             return
         self._server.readers.add(self._loop)
         limit_s = READ_S / min(max(self._server.readers.last / READERS, 1), 8)
@@ -136,49 +138,50 @@ class _Connection(web.RequestHandler):
             self._reads.max_size = min(MAX_READ_BYTES, self._reads.max_size * 2)
 
     def pause_writing(self) -> None:
-        """More waits to be taken than should."""
+        """The write buffer is full: watch whether the client reads."""
         super().pause_writing()
-        self._look_later()
+        self._schedule_check()
 
     def resume_writing(self) -> None:
-        """Most of it was taken."""
-        self._look_no_more()
+        """The write buffer has drained."""
+        self._cancel_check()
         super().resume_writing()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """True if no request is under way."""
         return self._waiter is not None and not self._waiter.done()
 
     def close(self) -> None:
-        """End it once nothing is under way; aiohttp alone would leave an idle one open, with nobody to answer it."""
+        """Close once no request is under way; aiohttp alone would leave an idle connection open that nothing
+        answers."""
         is_idle = self._waiter is not None
         super().close()
         if is_idle and self.transport is not None:
             self.transport.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It is over."""
-        self._look_no_more()
-        self._made = None
+        """Stop watching."""
+        self._cancel_check()
+        self._open_transport = None
         super().connection_lost(exc)
 
-    def _look_later(self) -> None:
-        if self._made is not None:
-            self._untaken = self._made.get_write_buffer_size()
-            self._watch = self._loop.call_later(self._write_timeout_s, self._look)
+    def _schedule_check(self) -> None:
+        if self._open_transport is not None:
+            self._unsent_bytes = self._open_transport.get_write_buffer_size()
+            self._timer = self._loop.call_later(self._write_timeout_s, self._check_progress)
 
-    def _look_no_more(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+    def _cancel_check(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _look(self) -> None:
-        """Cut off who has taken nothing since the last look; who takes little may go on."""
-        if self._made is not None and self._made.get_write_buffer_size() >= self._untaken:
-            self._made.abort()
+    def _check_progress(self) -> None:
+        """Disconnect a client that has read nothing since the last check; slow readers stay."""
+        if self._open_transport is not None and self._open_transport.get_write_buffer_size() >= self._unsent_bytes:
+            self._open_transport.abort()
         else:
-            self._look_later()
+            self._schedule_check()
 
     def handle_error(
         self,
@@ -187,36 +190,36 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP that we understand, and whatever broke outside the application."""
+        """Answer malformed HTTP, and whatever failed outside the application."""
         super().handle_error(request, status, exc, message)
-        request._version = HttpVersion11  # aiohttp takes what it could not read for HTTP/1.0
-        return _told(_foreseen(exc, message) if status < 500 else InternalError("The server failed to answer"))
+        request._version = HttpVersion11  # aiohttp assumes HTTP/1.0 for what it could not parse
+        return _error_answer(
+            _protocol_error(exc, message) if status < 500 else InternalError("The server failed to answer")
+        )
 
 
-def _answering(handle: Any) -> Any:
-    """The application's handler; what it refuses before any middleware sees it is told in the same shape."""
+def _with_json_errors(handle: Any) -> Any:
+    """Wrap the application's handler: errors raised before any middleware runs get the same JSON."""
     inner: Handler = handle
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await inner(request)
         except EngineError as error:
-            return _told(error)
+            return _error_answer(error)
         except web.HTTPException as error:
-            return _told(BadHttp(error.reason))
+            return _error_answer(BadHttp(error.reason))
 
     return answer
 
 
-def _foreseen(exc: BaseException | None, message: str | None) -> EngineError:
+def _protocol_error(exc: BaseException | None, message: str | None) -> EngineError:
     if isinstance(exc, LineTooLong):
-        return HeadersTooLarge("A line of the request, its address or a header, is longer than is allowed")
-    return BadHttp(
-        f"That is no HTTP that is understood here: {(message or 'malformed').partition(chr(10))[0].rstrip(':')}"
-    )
+        return HeadersTooLarge("A line of the request, its address or a header, is too long")
+    return BadHttp(f"Malformed HTTP request: {(message or 'malformed').partition(chr(10))[0].rstrip(':')}")
 
 
-def _told(error: EngineError) -> web.Response:
+def _error_answer(error: EngineError) -> web.Response:
     response = error_response(error)
     response.headers[REQUEST_ID] = secrets.token_hex(16)
     response.headers["Server"] = SERVER
@@ -225,10 +228,10 @@ def _told(error: EngineError) -> web.Response:
 
 
 class _PeerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log. What it calls exceptions are bytes that are no HTTP: the client's fault, so one line is enough."""
+    """aiohttp's log. Its exceptions are malformed requests: the client's fault, so one line is enough."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **_: Any) -> None:
-        """One line; the traceback where debugging was asked for."""
-        said = str(getattr(exc_info, "message", exc_info))  # a parser's own sentence, then what it pointed at
-        self.warning("%s: %s", str(msg) % args, said.partition("\n")[0][:_LONGEST])
-        self.debug("its traceback", exc_info=exc_info)
+        """Log one line, and the traceback at debug level."""
+        sentence = str(getattr(exc_info, "message", exc_info)).partition("\n")[0]  # without the excerpt after it
+        self.warning("%s: %s", str(msg) % args, sentence[:_MAX_LOG_CHARS])
+        self.debug("traceback", exc_info=exc_info)

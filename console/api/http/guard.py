@@ -6,7 +6,7 @@ own name was pointed at that (DNS rebinding) may even read the answer. It cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -16,12 +16,12 @@ from console.api.http.client_address import client_address
 from console.api.http.connections import REQUEST_ID
 from console.api.http.errors import Forbidden, Misdirected
 from console.api.http.limits import AddressLimiter
-from console.api.http.scopes import OPEN_PATHS, only_looks
+from console.api.http.scopes import OPEN_PATHS, is_read_only
 from console.settings.addresses import is_loopback
 
 ANY_HOST = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
-_HEADERS = f"Authorization, Content-Type, X-API-Key, {REQUEST_ID}, anthropic-version, anthropic-beta"
+_HEADERS = f"Authorization, Content-Type, X-API-Key, {REQUEST_ID}"
 _EXPOSED = f"{REQUEST_ID}, Retry-After"
 _PREFLIGHT_S = 600
 
@@ -45,7 +45,7 @@ def guard_middleware(
         if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
             raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
         if request.path not in OPEN_PATHS:
-            addresses.enter(client_address(request))
+            addresses.count(client_address(request))
         if origin is not None and _is_preflight(request):
             return web.Response(status=204)
         return await handler(request)
@@ -53,9 +53,15 @@ def guard_middleware(
     return guard
 
 
-def cors_headers(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], None]:
-    """What tells a browser which pages may read an answer. Nothing where there are no such. Cookies are none of our
-    ways of knowing who asks, so none are ever asked for."""
+def cors_headers(
+    origins: Collection[str], own_headers: Iterable[str]
+) -> Callable[[web.Request, web.StreamResponse], None]:
+    """Return the step that says in an answer which pages may read it, which adds nothing where no page may.
+
+    own_headers: headers of dialects that those pages may send. Credentials are never allowed: no cookie identifies a
+    client here.
+    """
+    allowed_headers = ", ".join([_HEADERS, *own_headers])
 
     def share(request: web.Request, response: web.StreamResponse) -> None:
         if not origins:
@@ -68,7 +74,7 @@ def cors_headers(origins: Collection[str]) -> Callable[[web.Request, web.StreamR
         response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         if _is_preflight(request):
             response.headers["Access-Control-Allow-Methods"] = _METHODS
-            response.headers["Access-Control-Allow-Headers"] = _HEADERS
+            response.headers["Access-Control-Allow-Headers"] = allowed_headers
             response.headers["Access-Control-Max-Age"] = str(_PREFLIGHT_S)
 
     return share
@@ -114,7 +120,7 @@ def _host_of(origin: str) -> str | None:
 
 def _could_change(request: web.Request) -> bool:
     """Any page may open a websocket; what a browser asks first would be done next."""
-    return not only_looks(request.method, request.headers) or _is_preflight(request)
+    return not is_read_only(request.method, request.headers) or _is_preflight(request)
 
 
 def _is_preflight(request: web.Request) -> bool:

@@ -1,7 +1,7 @@
-"""JsonBounds: how much a JSON text may hold, found out before a parser makes objects of it.
+"""JsonBounds: limits of a JSON text, checked before a parser builds objects.
 
-A parser holds the interpreter's lock, and so everybody up, until it is done; eight MiB of brackets take it most of a
-second and 200 MB. So they are counted first, a slice at a time, which takes 10 ms and no memory.
+A parser holds the interpreter lock until it is done; 8 MiB of brackets take it most of a second and 200 MB. So brackets
+are counted first, a slice at a time, which takes 10 ms and no memory.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from pydantic_core import from_json
 from engine.errors import InvalidRequest
 
 MAX_ITEMS = 32_768
-"""Strings (keys are such), arrays and objects in a text. The worst of them are 13 ms of parsing and 8 MB."""
+"""Strings (keys included), arrays and objects in a text: max 13 ms of parsing and 8 MB."""
 
 MAX_VALUES = 131_072
-"""Values that commas part, besides the token ids of the longest context. The worst of them are 8 ms and 5 MB."""
+"""Values separated by commas, besides the token ids of the longest context: max 8 ms and 5 MB."""
 
 MAX_DEPTH = 64
-"""Levels of arrays and objects, where no setting says otherwise. What reads them recurses."""
+"""Default limit of nested arrays and objects, as their readers recurse."""
 
 _SLICE = 65_536
-"""Bytes that are looked at before other threads get their turn: a millisecond's work or two."""
+"""Bytes checked before other threads get their turn: 1 to 2 ms of work."""
 
 _QUOTE = b'"'
 _OTHERS = bytes(set(range(256)) - set(b"[]{}," + _QUOTE))
 _STEPS = bytes.maketrans(b"[{]}", array("b", (1, 1, -1, -1)).tobytes())
-"""How much deeper each bracket leads."""
+"""Change of depth by each bracket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonBounds:
-    """max_depth: levels of arrays and objects.  max_items: strings, arrays and objects.  max_values: of all kinds."""
+    """Limits of a JSON text. max_depth: levels of arrays and objects.  max_items: strings, arrays and objects."""
 
     max_depth: int = MAX_DEPTH
     max_items: int = MAX_ITEMS
     max_values: int = MAX_VALUES
 
     def check(self, raw: bytes, where: str = "") -> None:
-        """Raise InvalidRequest where JSON is beyond one of the bounds; its `param` is the member that is too much.
+        """Raise InvalidRequest where JSON exceeds a limit; its `param` is the member that does.
 
-        where: what the text is, for errors; "" is the body.
+        where: name of the text, for errors; "" for the body.
         """
         if len(raw) <= min(self.max_items, self.max_values) and raw.count(b"[") + raw.count(b"{") <= self.max_depth:
             return
@@ -53,7 +53,7 @@ class JsonBounds:
         while at < len(raw):
             piece = _slice(raw, at)
             at += len(piece)
-            # Escapes go, then all but quotes and marks: of what is left every second part lies outside of strings.
+            # Remove escapes, then all but quotes and marks: every second part then lies outside of strings.
             parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS).split(_QUOTE)
             marks = b"".join(parts[quotes % 2 :: 2])
             quotes += len(parts) - 1
@@ -68,25 +68,25 @@ class JsonBounds:
             depth = depths[-1]
             if max(depths) > self.max_depth:
                 named = where or "The body"
-                raise InvalidRequest(f"{named} nests deeper than the {self.max_depth} levels that are allowed")
+                raise InvalidRequest(f"{named} nests deeper than {self.max_depth} levels")
 
     def _refusal(self, start: bytes, where: str, limit: str) -> InvalidRequest:
         if where:
-            return InvalidRequest(f"{where} holds too much: it may have {limit}", param=where)
+            return InvalidRequest(f"{where} is too large: {limit}", param=where)
         if member := _last_member(start):
-            return InvalidRequest(f"{member} holds too much: a body may have {limit}", param=member)
-        return InvalidRequest(f"The body holds too much: it may have {limit}")
+            return InvalidRequest(f"{member} is too large: a body may have {limit}", param=member)
+        return InvalidRequest(f"The body is too large: {limit}")
 
 
 def _slice(raw: bytes, at: int) -> bytes:
-    """The next bytes, which end with no half of an escape."""
+    """Return the next bytes, without splitting an escape."""
     piece = raw[at : at + _SLICE]
     backslashes = len(piece) - len(piece.rstrip(b"\\"))
     return piece if backslashes % 2 == 0 else raw[at : at + _SLICE + 1]
 
 
 def _last_member(start: bytes) -> str:
-    """The member of the outermost object, an array or object, that the start of a JSON text ends in; "" for none."""
+    """Return the member of the outermost object that a truncated JSON text ends in, if an array or object; else ""."""
     try:
         document: Any = from_json(start, allow_partial="trailing-strings")
     except ValueError:

@@ -1,4 +1,4 @@
-"""keys.json: the keys that were made, in a folder that several programs may share. Nobody else may read it."""
+"""keys.json: hashes of the API keys, in a folder that several programs may share, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from console.link.api import KeyLimits, Scope
 from engine.errors import EngineError
 from engine.system.files import make_private_folder
 
-# How keys are kept: as scrypt of what they consist of, so that a file that was read by others is of no use to them.
+# Keys are stored as scrypt hashes, so that a stolen file is of no use.
 #
-# scrypt is slow and takes memory on purpose. So each kept key has a tag, a few bits of a digest that is keyed with the
-# file's secret: what is given is put through scrypt only where its tag is a kept one's, which that of a wrong key is
-# once in four thousand million times.
+# scrypt is slow and takes memory on purpose. So each stored key has a tag, a few bits of an HMAC with the file's
+# secret: only a presented key with the tag of a stored one is put through scrypt; a wrong key has one in 1 of 4 billion
+# cases.
 
 _COST, _BLOCK, _PARALLEL = 2**14, 8, 1
-"""16 MiB and some 50 ms (RFC 7914). The keys are random: it is not their guessing that has to be made dear."""
+"""16 MiB and about 50 ms (RFC 7914). Keys are random, so the cost need not stop guessing."""
 
 _MAX_MEMORY = 2**26
 _HASH_BYTES = 32
@@ -36,7 +36,7 @@ _TAG_DIGITS = 8
 
 
 class KeyHash(NamedTuple):
-    """What is kept of a key, all in hex. tag: see above; salt: its own; hash: scrypt of its digest."""
+    """Hash of a key, all in hex. tag: see above; salt: its own; hash: scrypt of its digest."""
 
     tag: str
     salt: str
@@ -44,32 +44,32 @@ class KeyHash(NamedTuple):
 
 
 def digest(secret: str, key: str) -> bytes:
-    """HMAC-SHA-256 of a key. secret: in hex."""
+    """Return the HMAC-SHA-256 of a key. secret: in hex."""
     return hmac.digest(bytes.fromhex(secret), key.encode(errors="surrogateescape"), "sha256")
 
 
-def tag(digested: bytes) -> str:
-    """The part of a digest by which a kept key is found."""
-    return digested.hex()[:_TAG_DIGITS]
+def tag(key_digest: bytes) -> str:
+    """Return the part of a digest by which a stored key is found."""
+    return key_digest.hex()[:_TAG_DIGITS]
 
 
-def hashed(secret: str, key: str) -> KeyHash:
-    """What to keep of a new key. Blocking, as all that puts something through scrypt."""
-    return _hashed(digest(secret, key), secrets.token_bytes(_SALT_BYTES))
+def hash_key(secret: str, key: str) -> KeyHash:
+    """Return the hash to store of a new key. Blocking: scrypt is slow."""
+    return _hash_with_salt(digest(secret, key), secrets.token_bytes(_SALT_BYTES))
 
 
-def rehashed(secret: str, digested: bytes) -> KeyHash:
-    """The same of a key of which the digest alone is known. It gives the same each time."""
-    return _hashed(digested, hmac.digest(bytes.fromhex(secret), b"salt" + digested, "sha256")[:_SALT_BYTES])
+def hash_digest(secret: str, key_digest: bytes) -> KeyHash:
+    """Return the hash of a key of which only the digest is known: the same each time."""
+    return _hash_with_salt(key_digest, hmac.digest(bytes.fromhex(secret), b"salt" + key_digest, "sha256")[:_SALT_BYTES])
 
 
-def matches(kept: KeyHash, digested: bytes) -> bool:
-    """Whether that is the key with that digest, in the same time whatever the answer."""
-    return hmac.compare_digest(_scrypt(digested, bytes.fromhex(kept.salt)), kept.hash)
+def matches(stored: KeyHash, key_digest: bytes) -> bool:
+    """Return whether the key has that digest, in constant time. Blocking: scrypt is slow."""
+    return hmac.compare_digest(_scrypt(key_digest, bytes.fromhex(stored.salt)), stored.hash)
 
 
-def _hashed(digested: bytes, salt: bytes) -> KeyHash:
-    return KeyHash(tag(digested), salt.hex(), _scrypt(digested, salt))
+def _hash_with_salt(key_digest: bytes, salt: bytes) -> KeyHash:
+    return KeyHash(tag(key_digest), salt.hex(), _scrypt(key_digest, salt))
 
 
 def _scrypt(password: bytes, salt: bytes) -> str:
@@ -88,14 +88,14 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
 class KeysUnavailable(EngineError):
-    """The file of the keys cannot be read or written."""
+    """keys.json cannot be read or written."""
 
     code = "keys_unavailable"
     http_status = 500
 
 
 class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key was used for. last_at: unix time, None for never."""
+    """Usage of a key. last_at: unix time, None for never."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -103,7 +103,7 @@ class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
     last_at: float | None = None
 
     def plus(self, more: KeyUsage) -> KeyUsage:
-        """Both together."""
+        """Return the sum of both."""
         return KeyUsage(
             requests=self.requests + more.requests,
             prompt_tokens=self.prompt_tokens + more.prompt_tokens,
@@ -111,20 +111,20 @@ class KeyUsage(msgspec.Struct, frozen=True, kw_only=True):
             last_at=max(filter(None, (self.last_at, more.last_at)), default=None),
         )
 
-    def minus(self, known: KeyUsage | None) -> KeyUsage:
-        """What is beyond `known`."""
-        if known is None:
+    def minus(self, earlier: KeyUsage | None) -> KeyUsage:
+        """Return the usage since `earlier`."""
+        if earlier is None:
             return self
         return KeyUsage(
-            requests=self.requests - known.requests,
-            prompt_tokens=self.prompt_tokens - known.prompt_tokens,
-            output_tokens=self.output_tokens - known.output_tokens,
-            last_at=None if self.last_at == known.last_at else self.last_at,
+            requests=self.requests - earlier.requests,
+            prompt_tokens=self.prompt_tokens - earlier.prompt_tokens,
+            output_tokens=self.output_tokens - earlier.output_tokens,
+            last_at=None if self.last_at == earlier.last_at else self.last_at,
         )
 
 
 class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a key. tag, salt, hash: as `key_hash.Hashed` has them."""
+    """Record of a key. tag, salt, hash: as in KeyHash."""
 
     name: str
     scopes: tuple[Scope, ...]
@@ -137,24 +137,24 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hashed(self) -> KeyHash:
-        """What a key that is given is compared with."""
+        """The hash that a presented key is compared with."""
         return KeyHash(self.tag, self.salt, self.hash)
 
 
 class KeyRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. secret: what digests are keyed with, in hex."""
+    """Contents of the file. secret: key of the digests, in hex."""
 
     secret: str
     keys: tuple[StoredKey, ...] = ()
     version: Literal[2] = 2
 
     def __post_init__(self) -> None:
-        for text in (self.secret, *(part for kept in self.keys for part in kept.hashed)):
+        for text in (self.secret, *(part for stored in self.keys for part in stored.hashed)):
             bytes.fromhex(text)
 
 
 class _OldKey(msgspec.Struct, frozen=True, kw_only=True):
-    """As it was before scrypt. digest: HMAC-SHA-256 of the key with the file's secret, in hex."""
+    """Record of version 1, without scrypt. digest: HMAC-SHA-256 of the key with the file's secret, in hex."""
 
     name: str
     scopes: tuple[Scope, ...]
@@ -162,9 +162,9 @@ class _OldKey(msgspec.Struct, frozen=True, kw_only=True):
     made_at: float | None = None
     use: KeyUsage = KeyUsage()
 
-    def now(self, secret: str) -> StoredKey:
-        """The same key, as it is kept now."""
-        hashed = rehashed(secret, bytes.fromhex(self.digest))
+    def upgraded(self, secret: str) -> StoredKey:
+        """Return the record in the current version."""
+        hashed = hash_digest(secret, bytes.fromhex(self.digest))
         return StoredKey(name=self.name, scopes=self.scopes, made_at=self.made_at, use=self.use, **hashed._asdict())
 
 
@@ -172,72 +172,73 @@ class _OldRecords(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     keys: tuple[_OldKey, ...] = ()
 
-    def now(self) -> KeyRecords:
-        """The same keys, as they are kept now. Blocking: scrypt is slow."""
-        return KeyRecords(secret=self.secret, keys=tuple(key.now(self.secret) for key in self.keys))
+    def upgraded(self) -> KeyRecords:
+        """Return the records in the current version. Blocking: scrypt is slow."""
+        return KeyRecords(secret=self.secret, keys=tuple(key.upgraded(self.secret) for key in self.keys))
 
 
-class _Kind(msgspec.Struct, frozen=True):
+class _VersionOnly(msgspec.Struct, frozen=True):
     version: int = 1
 
 
 class KeyFile:
-    """The file in `folder`; without one there is no file. Blocking, but for a stat: it is a few hundred bytes.
+    """keys.json in `folder`; None for no file. Blocking, except for a stat: it is a few hundred bytes.
 
-    is_old: whether what was read last is of an earlier version, which takes long to read.
+    is_old: True if the last read file has an earlier version, which is slow to read.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._seen: tuple[int, ...] | None = None
+        self._read_stamp: tuple[int, ...] | None = None
         self.is_old = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other program changes the file meanwhile. Raises KeysUnavailable where the folder cannot be written."""
+        """Lock the file against other programs. Raises KeysUnavailable where the folder cannot be written."""
         if self._folder is None:
             yield
             return
-        with _told(self._folder / NAME, "written"):
+        with _file_errors(self._folder / NAME, "written"):
             make_private_folder(self._folder)
             lock = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, _OWN)
         try:
-            with _told(self._folder / NAME, "written"):
+            with _file_errors(self._folder / NAME, "written"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             os.close(lock)
 
     def read(self) -> KeyRecords | None:
-        """What is in the file, None where there is none. Raises KeysUnavailable where it cannot be read."""
+        """Return the contents, None where there is no file. Raises KeysUnavailable where it cannot be read."""
         if self._folder is None:
             return None
         path = self._folder / NAME
-        with _told(path, "read"):
-            self._seen = self._stamp()
+        with _file_errors(path, "read"):
+            self._read_stamp = self._stamp()
             try:
-                return self._decoded(_read_trusted(path))
+                return self._decode(_read_trusted(path))
             except FileNotFoundError:
                 return None
 
     def read_if_changed(self) -> KeyRecords | None:
-        """What is in the file where that is new; None where it is not, or cannot be read, which is logged."""
-        if self._folder is None or self._stamp() == self._seen:
+        """Return the contents if they have changed since the last read; None if not, or if unreadable, which is
+        logged."""
+        if self._folder is None or self._stamp() == self._read_stamp:
             return None
         try:
             return self.read()
         except KeysUnavailable as error:
-            log.error("%s; the keys known so far stay valid", error.message)
+            log.error("%s; the keys loaded before stay valid", error.message)
             return None
 
     def write(self, records: KeyRecords) -> None:
-        """Replace the file at one stroke. Raises KeysUnavailable where it cannot."""
+        """Replace the file atomically. Raises KeysUnavailable."""
         if self._folder is None:
             return
         path = self._folder / NAME
         new = path.with_name(f".{NAME}.{secrets.token_hex(4)}")
         try:
-            with _told(path, "written"):
+            with _file_errors(path, "written"):
                 with os.fdopen(os.open(new, _NEW, _OWN), "wb") as file:
                     file.write(msgspec.json.format(msgspec.json.encode(records)))
                     file.flush()
@@ -246,17 +247,17 @@ class KeyFile:
         finally:
             with suppress(FileNotFoundError):
                 new.unlink()
-        self._seen = self._stamp()
+        self._read_stamp = self._stamp()
 
-    def _decoded(self, content: bytes) -> KeyRecords:
-        """Raises ValueError."""
-        self.is_old = msgspec.json.decode(content, type=_Kind).version == 1
+    def _decode(self, content: bytes) -> KeyRecords:
+        """Decode any version. Raises ValueError."""
+        self.is_old = msgspec.json.decode(content, type=_VersionOnly).version == 1
         if self.is_old:
-            return msgspec.json.decode(content, type=_OldRecords).now()
+            return msgspec.json.decode(content, type=_OldRecords).upgraded()
         return msgspec.json.decode(content, type=KeyRecords)
 
     def _stamp(self) -> tuple[int, ...] | None:
-        """What changes whenever the file does."""
+        """Return a value that changes whenever the file does."""
         assert self._folder is not None
         try:
             found = (self._folder / NAME).stat()
@@ -266,7 +267,7 @@ class KeyFile:
 
 
 def _read_trusted(path: Path) -> bytes:
-    """Return what is in the file. Raises PermissionError where others could have put keys of their own there."""
+    """Return the contents. Raises PermissionError where other users could have added keys of their own."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if os.geteuid() and found.st_uid not in (0, os.geteuid()):
@@ -277,10 +278,10 @@ def _read_trusted(path: Path) -> bytes:
 
 
 @contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
-    """Failures of the file as one sentence."""
+def _file_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn errors of the file into KeysUnavailable. action: "read" or "written"."""
     try:
         yield
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise KeysUnavailable(f"The keys in {path} cannot be {what}: {reason}") from error
+        raise KeysUnavailable(f"The keys in {path} cannot be {action}: {reason}") from error

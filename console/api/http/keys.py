@@ -1,7 +1,7 @@
-"""Keys: who may ask over HTTP, and for what. What a key consists of is told once, when it is made, and never kept.
+"""API keys: who may use the HTTP API, and for what. A key itself is shown once, when it is made, and never stored.
 
-keys.json has scrypt of each (see `key_hash`). That is slow, so a key is put through it once, beside the event loop;
-from then on it is known by a digest that is keyed with a secret of this process and never leaves its memory.
+keys.json has scrypt hashes (see `key_file`). That is slow, so a presented key is verified once, in a thread; from then
+on it is found by an HMAC with a secret of this process that never leaves its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from console.api.http.key_file import KeyFile, KeyHash, KeyRecords, KeyUsage, StoredKey, digest, hashed, matches, tag
+from console.api.http.key_file import KeyFile, KeyHash, KeyRecords, KeyUsage, StoredKey, digest, hash_key, matches, tag
 from console.api.http.limits import KeyLimiter
 from console.api.http.scopes import ALL, SCOPES
 from console.link.api import NO_LIMITS, SETTINGS_KEY, KeyLimits, KeyReading, NewKey, Scope
@@ -33,34 +33,32 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,39}")
 
 @dataclass(slots=True)
 class Key:
-    """A key that is valid. kept: as the file has it; used: what it was used for since that was written.
+    """A valid key. stored: its record in the file.  unsaved_usage: since that was written.  limiter: enforces its
+    limits."""
 
-    gate: what its limits let pass.
-    """
-
-    kept: StoredKey
-    gate: KeyLimiter
-    used: KeyUsage = field(default_factory=KeyUsage)
+    stored: StoredKey
+    limiter: KeyLimiter
+    unsaved_usage: KeyUsage = field(default_factory=KeyUsage)
 
     @property
     def name(self) -> str:
-        """What the operator calls it."""
-        return self.kept.name
+        """Name that the operator gave it."""
+        return self.stored.name
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """What it may do."""
-        return self.kept.scopes
+        """Its permissions."""
+        return self.stored.scopes
 
     @property
     def reading(self) -> KeyReading:
-        """The key as others see it."""
-        use = self.kept.use.plus(self.used)
+        """Public view of the key and its usage."""
+        use = self.stored.use.plus(self.unsaved_usage)
         return KeyReading(
             name=self.name,
             scopes=self.scopes,
-            limits=self.kept.limits,
-            made_at=self.kept.made_at,
+            limits=self.stored.limits,
+            made_at=self.stored.made_at,
             last_used_at=use.last_at,
             requests=use.requests,
             prompt_tokens=use.prompt_tokens,
@@ -71,8 +69,8 @@ class Key:
 class Keys:
     """The key of the settings and those in a folder's keys.json, which several programs may share.
 
-    Safe from any thread; `find` belongs to one loop.  folder: None keeps what is made in memory.  now: unix time.
-    look_s: how soon keys that another program makes or revokes are known here.
+    Thread-safe; `find` belongs to one event loop.  folder: None keeps new keys in memory.  now: unix time.
+    reload_s: how soon changes by another program are seen.
     """
 
     def __init__(
@@ -81,81 +79,81 @@ class Keys:
         settings_key: str | None = None,
         *,
         now: Callable[[], float] = time.time,
-        look_s: float = 1.0,
+        reload_s: float = 1.0,
     ) -> None:
         self._file = KeyFile(folder)
         self._now = now
-        self._changing = threading.Lock()
+        self._file_lock = threading.Lock()
         self._lock = threading.Lock()
         self._records = KeyRecords(secret=secrets.token_hex(32))
         self._by_hash: dict[str, Key] = {}
         self._own_secret = secrets.token_hex(32)
         self._proven: dict[bytes, str] = {}
-        """Digests of keys that were given and are valid, with their hashes."""
+        """Hashes of verified keys, by their digest with `_own_secret`."""
         self._proving = asyncio.Lock()
         self._settings: Key | None = None
         self._settings_digest = b""
         if settings_key is not None:
             self._settings_digest = digest(self._own_secret, settings_key)
-            kept = StoredKey(name=SETTINGS_KEY, scopes=ALL, tag="", salt="", hash="")
-            self._settings = Key(kept, KeyLimiter(NO_LIMITS, time.monotonic))
-        self._look_s = look_s
-        self._looked_at = -look_s
+            stored = StoredKey(name=SETTINGS_KEY, scopes=ALL, tag="", salt="", hash="")
+            self._settings = Key(stored, KeyLimiter(NO_LIMITS, time.monotonic))
+        self._reload_s = reload_s
+        self._reloaded_at = -reload_s
 
     def open(self) -> None:
-        """Read the file, and write it anew where it is of an earlier version. Raises KeysUnavailable where it cannot be
-        read: else everybody would be let in. Blocking."""
+        """Read the file, and upgrade it from an earlier version. Raises KeysUnavailable where it cannot be read: the
+        server would be open to all otherwise. Blocking."""
         if (records := self._file.read()) is not None:
             with self._lock:
-                self._take(records)
+                self._replace(records)
             if self._file.is_old:
                 self._change(lambda records: records)
 
     @property
     def required(self) -> bool:
-        """Whether a request needs a key: as soon as there is one."""
+        """True if a request needs a key: as soon as there is one."""
         if self._settings is not None:
             return True
         with self._lock:
-            self._look()
+            self._reload_if_due()
             return bool(self._by_hash)
 
-    async def find(self, given: str) -> Key | None:
-        """The valid key that `given` is, None where it is none."""
-        own = digest(self._own_secret, given)
+    async def find(self, presented: str) -> Key | None:
+        """Return the valid key that `presented` is, None if invalid."""
+        own = digest(self._own_secret, presented)
         if self._settings is not None and hmac.compare_digest(own, self._settings_digest):
             return self._settings
-        found = self._known(own)
-        if found is not None or not self._candidates(given)[1]:
+        found = self._proven_key(own)
+        if found is not None or not self._candidates(presented)[1]:
             return found
         async with self._proving:  # scrypt takes memory: one at a time
-            found = self._known(own)
-            return found if found is not None else await asyncio.to_thread(self._prove, given, own)
+            found = self._proven_key(own)
+            return found if found is not None else await asyncio.to_thread(self._prove, presented, own)
 
-    def holds(self, key: Key) -> bool:
-        """Whether a key that was found is still valid."""
+    def is_valid(self, key: Key) -> bool:
+        """Return whether a key that was found is still valid."""
         if key is self._settings:
             return True
         with self._lock:
-            self._look()
-            return self._by_hash.get(key.kept.hash) is key
+            self._reload_if_due()
+            return self._by_hash.get(key.stored.hash) is key
 
-    def note(self, key: Key, *, requests: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count what a key is used for now."""
+    def record_usage(self, key: Key, *, requests: int = 0, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Add to the usage of a key."""
         use = KeyUsage(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, last_at=self._now())
         with self._lock:
-            key.used = key.used.plus(use)
+            key.unsaved_usage = key.unsaved_usage.plus(use)
 
     def readings(self) -> tuple[KeyReading, ...]:
-        """All of them, that of the settings first."""
+        """Return all keys, that of the settings first."""
         with self._lock:
-            self._look()
+            self._reload_if_due()
             first = () if self._settings is None else (self._settings,)
             return tuple(key.reading for key in (*first, *self._by_hash.values()))
 
     def make(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
-        """A new key. Raises InvalidRequest for a name that is taken or is none, or for no scopes; KeysUnavailable where
-        it cannot be kept. Blocking."""
+        """Create a key. Raises InvalidRequest for a bad or existing name, or bad scopes; KeysUnavailable where it
+        cannot be stored. Blocking."""
         name = name.strip()
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
@@ -167,63 +165,66 @@ class Keys:
             raise InvalidRequest(f"A key needs one or more of these scopes: {', '.join(SCOPES)}", param="scopes")
         key = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
-        def added(records: KeyRecords) -> KeyRecords:
-            if name == SETTINGS_KEY or any(kept.name == name for kept in records.keys):
-                raise InvalidRequest(f"There is a key called {name} already; choose another name", param="name")
-            parts = hashed(records.secret, key)._asdict()
-            kept = StoredKey(name=name, scopes=wanted, limits=limits, made_at=self._now(), **parts)
-            return replace(records, keys=(*records.keys, kept))
+        def with_key(records: KeyRecords) -> KeyRecords:
+            if name == SETTINGS_KEY or any(stored.name == name for stored in records.keys):
+                raise InvalidRequest(f"A key called {name} exists already; choose another name", param="name")
+            parts = hash_key(records.secret, key)._asdict()
+            stored = StoredKey(name=name, scopes=wanted, limits=limits, made_at=self._now(), **parts)
+            return replace(records, keys=(*records.keys, stored))
 
-        self._change(added)
+        self._change(with_key)
         return NewKey(name=name, scopes=wanted, key=key)
 
     def revoke(self, name: str) -> None:
-        """Refuse a key from now on. Raises InvalidRequest where there is none of that name, or it is the settings';
-        KeysUnavailable where that cannot be kept. Blocking."""
+        """Revoke a key. Raises InvalidRequest for an unknown name or that of the settings' key; KeysUnavailable where
+        that cannot be stored. Blocking."""
         if name == SETTINGS_KEY:
-            raise InvalidRequest("That key comes from --api-key: change it there, and start again", param="name")
+            raise InvalidRequest("That key comes from --api-key: change it there, and restart", param="name")
 
-        def without(records: KeyRecords) -> KeyRecords:
-            left = tuple(kept for kept in records.keys if kept.name != name)
-            if len(left) == len(records.keys):
+        def without_key(records: KeyRecords) -> KeyRecords:
+            remaining = tuple(stored for stored in records.keys if stored.name != name)
+            if len(remaining) == len(records.keys):
                 raise InvalidRequest(f"There is no key called {name}", param="name")
-            return replace(records, keys=left)
+            return replace(records, keys=remaining)
 
-        self._change(without)
+        self._change(without_key)
 
     def save(self) -> None:
-        """Write down what keys were used for since the last time. Raises KeysUnavailable where it cannot. Blocking."""
+        """Write the usage since the last time to the file. Raises KeysUnavailable. Blocking."""
         with self._lock:
-            unsaved = any(key.used.last_at for key in self._by_hash.values())
+            unsaved = any(key.unsaved_usage.last_at for key in self._by_hash.values())
         if unsaved:
             self._change(lambda records: records)
 
     def _change(self, change: Callable[[KeyRecords], KeyRecords]) -> None:
-        """Change what the file has now, and know it so. The memory is not locked while the disk works."""
-        with self._changing, self._file.locked():
+        """Apply a change to the file's current contents, and load them. The memory is not locked while the disk
+        works."""
+        with self._file_lock, self._file.locked():
             found = self._file.read()
             with self._lock:
-                used = {kept: key.used for kept, key in self._by_hash.items()}
-                known = self._records
-            records = change(found if found is not None else known)
-            records = replace(records, keys=tuple(_counted(kept, used) for kept in records.keys))
+                saved = {stored: key.unsaved_usage for stored, key in self._by_hash.items()}
+                current = self._records
+            records = change(found if found is not None else current)
+            records = replace(records, keys=tuple(_with_usage(stored, saved) for stored in records.keys))
             self._file.write(records)
             with self._lock:
-                self._take(records)
+                self._replace(records)
                 for key in self._by_hash.values():
-                    key.used = key.used.minus(used.get(key.kept.hash))
+                    key.unsaved_usage = key.unsaved_usage.minus(saved.get(key.stored.hash))
 
-    def _candidates(self, given: str) -> tuple[bytes, list[KeyHash]]:
-        """The digest by which the file's keys are found, and those that have such a one."""
+    def _candidates(self, presented: str) -> tuple[bytes, list[KeyHash]]:
+        """Return the digest of a presented key, and the hashes of the stored keys with its tag."""
         with self._lock:
-            self._look()
-            digested = digest(self._records.secret, given)
-            return digested, [key.kept.hashed for key in self._by_hash.values() if key.kept.tag == tag(digested)]
+            self._reload_if_due()
+            key_digest = digest(self._records.secret, presented)
+            return key_digest, [
+                key.stored.hashed for key in self._by_hash.values() if key.stored.tag == tag(key_digest)
+            ]
 
-    def _prove(self, given: str, own: bytes) -> Key | None:
-        """The valid key that `given` is, known from then on. Blocking: scrypt is slow."""
-        digested, candidates = self._candidates(given)
-        proven = next((kept for kept in candidates if matches(kept, digested)), None)
+    def _prove(self, presented: str, own: bytes) -> Key | None:
+        """Verify a presented key and remember it; None if invalid. Blocking: scrypt is slow."""
+        key_digest, candidates = self._candidates(presented)
+        proven = next((stored for stored in candidates if matches(stored, key_digest)), None)
         if proven is None:
             return None
         with self._lock:
@@ -231,32 +232,32 @@ class Keys:
                 self._proven[own] = proven.hash
             return self._by_hash.get(proven.hash)
 
-    def _known(self, own: bytes) -> Key | None:
-        """The key that was proven to be this one and is still valid."""
+    def _proven_key(self, own: bytes) -> Key | None:
+        """Return the verified key of that digest if it is still valid."""
         with self._lock:
-            self._look()
+            self._reload_if_due()
             return self._by_hash.get(self._proven.get(own, ""))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Take what another program wrote, now and then; where that cannot be read, what is known stays."""
+    def _reload_if_due(self) -> None:
+        """Load changes by another program, every `reload_s`; where the file cannot be read, the loaded keys stay."""
         now = time.monotonic()
-        if now - self._looked_at >= self._look_s:
-            self._looked_at = now
+        if now - self._reloaded_at >= self._reload_s:
+            self._reloaded_at = now
             if (records := self._file.read_if_changed()) is not None:
-                self._take(records)
+                self._replace(records)
 
-    def _take(self, records: KeyRecords) -> None:
-        """Know these keys and no others; those that were known stay the same objects, which requests under way hold."""
+    def _replace(self, records: KeyRecords) -> None:
+        """Replace the loaded keys. Those that stay are the same objects, to which requests under way refer."""
         before, self._by_hash, self._records = self._by_hash, {}, records
-        for kept in records.keys:
-            key = before.get(kept.hash) or Key(kept, KeyLimiter(kept.limits, time.monotonic))
-            key.kept = kept
-            self._by_hash[kept.hash] = key
+        for stored in records.keys:
+            key = before.get(stored.hash) or Key(stored, KeyLimiter(stored.limits, time.monotonic))
+            key.stored = stored
+            self._by_hash[stored.hash] = key
         self._proven = {own: proven for own, proven in self._proven.items() if proven in self._by_hash}
 
 
-def _counted(kept: StoredKey, used: Mapping[str, KeyUsage]) -> StoredKey:
-    more = used.get(kept.hash)
-    return kept if more is None else replace(kept, use=kept.use.plus(more))
+def _with_usage(stored: StoredKey, usage: Mapping[str, KeyUsage]) -> StoredKey:
+    more = usage.get(stored.hash)
+    return stored if more is None else replace(stored, use=stored.use.plus(more))

@@ -1,4 +1,4 @@
-"""How often and how much one client may ask: what is beyond that is told when to come back."""
+"""Rate limits: requests and tokens of one client; a refusal says when to try again."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ from engine.errors import EngineError
 
 MINUTE_S = 60.0
 MAX_ADDRESSES = 4096
-"""Addresses that are told apart at once: those that asked last."""
+"""Addresses that are counted at once: those that asked last."""
 
 _BUSY_S = 1.0
-"""When to try again where too many requests are under way: nobody knows when one ends."""
+"""When to try again where too many requests are under way: when one ends is unknown."""
 
 
 class RateLimited(EngineError):
-    """Too much, too often or too many at once; details: limit, retry_after_s."""
+    """Too many requests or tokens; details: limit, retry_after_s."""
 
     code = "rate_limited"
     http_status = 429
 
 
 class TokenBucket:
-    """So much a minute, all of it at once where none was taken for that long. Times are of one clock, in seconds."""
+    """Refills `per_min` a minute, up to that capacity. Times are of one clock, in seconds."""
 
     def __init__(self, per_min: int) -> None:
-        self._most = float(per_min)
-        self._left = self._most
-        self._at = 0.0
+        self._capacity = float(per_min)
+        self._available = self._capacity
+        self._refilled_at = 0.0
 
     def wait_s(self, now: float, wanted: float = 1.0) -> float:
-        """How long until `wanted` could be taken; 0 where it can be now."""
+        """Return how long until `wanted` is available; 0 if it is now."""
         self._refill(now)
-        return max(0.0, (wanted - self._left) * MINUTE_S / self._most)
+        return max(0.0, (wanted - self._available) * MINUTE_S / self._capacity)
 
     def take(self, now: float, amount: float = 1.0) -> None:
-        """Take it, also what is not there: that is owed."""
+        """Take an amount; what is not available becomes debt."""
         self._refill(now)
-        self._left -= amount
+        self._available -= amount
 
     def _refill(self, now: float) -> None:
-        self._left = min(self._most, self._left + max(0.0, now - self._at) * self._most / MINUTE_S)
-        self._at = now
+        self._available = min(
+            self._capacity, self._available + max(0.0, now - self._refilled_at) * self._capacity / MINUTE_S
+        )
+        self._refilled_at = now
 
 
 class KeyLimiter:
-    """What stands before the requests of one key."""
+    """Enforces the limits of one key."""
 
     def __init__(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -65,8 +67,8 @@ class KeyLimiter:
         self._under_way = 0
 
     @contextmanager
-    def passed(self, name: str) -> Iterator[None]:
-        """While a request is under way. Raises RateLimited where it is one too many."""
+    def admit(self, name: str) -> Iterator[None]:
+        """Admit a request, for as long as it is under way. Raises RateLimited beyond a limit."""
         now = self._clock()
         if self._limits.concurrent and self._under_way >= self._limits.concurrent:
             raise _refusal(f"The key {name} may have {self._limits.concurrent} requests under way at once", _BUSY_S)
@@ -82,16 +84,16 @@ class KeyLimiter:
         finally:
             self._under_way -= 1
 
-    def used(self, tokens: int) -> None:
-        """What a request came to."""
+    def record_tokens(self, tokens: int) -> None:
+        """Count the tokens of a finished request."""
         if self._tokens is not None:
             self._tokens.take(self._clock(), tokens)
 
 
 class AddressLimiter:
-    """What stands before the requests of each address beyond this machine. per_min: 0 lets all pass.
+    """Limits requests per address. per_min: 0 for no limit.
 
-    Programs on this machine are not told apart by their address, and a proxy here asks for many: they all pass.
+    This machine's addresses have no limit: its programs share them, and a local proxy serves many clients.
     """
 
     def __init__(self, per_min: int, clock: Callable[[], float]) -> None:
@@ -99,8 +101,8 @@ class AddressLimiter:
         self._clock = clock
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def enter(self, address: str) -> None:
-        """Count a request. Raises RateLimited where it is one too many."""
+    def count(self, address: str) -> None:
+        """Count a request. Raises RateLimited beyond the limit."""
         if not self._per_min or is_local_address(address):
             return
         bucket, now = self._bucket(_owner(address)), self._clock()
@@ -117,7 +119,7 @@ class AddressLimiter:
 
 
 def _owner(address: str) -> str:
-    """Who has that address: of the newer kind one has 2^64 at the least."""
+    """Return the address to count by: of IPv6 the /64 network, which one client has at least."""
     if ":" not in address:
         return address
     try:
@@ -130,54 +132,53 @@ def _refusal(sentence: str, wait_s: float) -> RateLimited:
     return RateLimited(f"{sentence}; try again in {max(1, round(wait_s))} s", retry_after_s=wait_s)
 
 
-# Requests begin one at a time: however many came at once, the loop comes round, and who only asks after the server's
-# health is answered then.
+# Requests start one per iteration of the event loop, so that health checks are answered however many arrive at once.
 
 STARTS_PER_ROUND = 1
-"""How many begin in one round of the loop: reading, checking and tokenising one takes some milliseconds."""
+"""Requests started per iteration of the loop: reading, checking and tokenising one takes some milliseconds."""
 
 
 class RequestPacer:
-    """Who may begin in this round of the loop; the others follow in the rounds to come, in the order they came in."""
+    """Admits some requests per iteration of the loop; the others follow in the order of arrival."""
 
-    def __init__(self, at_once: int = STARTS_PER_ROUND) -> None:
-        self._at_once = at_once
-        self._begun = 0
-        self._counts = False
+    def __init__(self, per_round: int = STARTS_PER_ROUND) -> None:
+        self._per_round = per_round
+        self._started = 0
+        self._counting = False
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Come back in a round in which there is room; at once where that is this one."""
+        """Wait for an iteration with room; return at once if this one has."""
         loop = asyncio.get_running_loop()
-        if not self._counts:
-            self._counts = True
+        if not self._counting:
+            self._counting = True
             loop.call_soon(self._next_round, loop)
-        if self._begun < self._at_once and not self._waiting:
-            self._begun += 1
+        if self._started < self._per_round and not self._waiting:
+            self._started += 1
             return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        waiter = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
 
     def _next_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < self._at_once:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its client left meanwhile
-                turn.set_result(None)
-                self._begun += 1
-        self._counts = self._begun > 0
-        if self._counts:
+        self._started = 0
+        while self._waiting and self._started < self._per_round:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # else its client has disconnected
+                waiter.set_result(None)
+                self._started += 1
+        self._counting = self._started > 0
+        if self._counting:
             loop.call_soon(self._next_round, loop)
 
 
-def pacing_middleware(turns: RequestPacer) -> Middleware:
-    """Has every request wait for its turn but those that load balancers send, which must be answered in any weather."""
+def pacing_middleware(pacer: RequestPacer) -> Middleware:
+    """Pace all requests except health checks of load balancers, which must always be answered."""
 
     @web.middleware
     async def take_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            await turns.take()
+            await pacer.take()
         return await handler(request)
 
     return take_turn

@@ -1,4 +1,4 @@
-"""Where the server listens: an address, another one without losing a request, and why one cannot be had."""
+"""The address that the server listens on: opening, moving without losing a request, errors with what to do."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from console.api.http.errors import CannotListen
 from console.settings.addresses import EVERYWHERE, unix_path
 from engine.models.files import home_expanded
 
-# How many files a process may have open: each connection is one.
+# Limit of open files: each connection is one.
 
 WANTED_FILES = 65_536
-"""Files, where the system lets a process have so many: usual limits are 1024 that it may raise itself."""
+"""Where the system allows it; a usual soft limit is 1024, which a process may raise itself."""
 
 RESERVED_FILES = 256
-"""Files that are no connections: of models, workers, keys and logs."""
+"""For models, workers, keys and logs."""
 
 MIN_CONNECTIONS = 64
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many files open as it may, up to `WANTED_FILES`."""
+    """Raise this process's soft limit of open files up to `WANTED_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -50,7 +50,7 @@ def max_connections() -> int:
 
 
 _UNIX_MASK = 0o117
-"""Modes that a socket's file does not have: its owner and group may connect, and nobody else."""
+"""umask of a socket's file: its owner and group may connect, no one else."""
 _BACKLOG = 128
 _LOCKED_S = 1.0
 _LOCK_RETRY_S = 0.005
@@ -68,7 +68,7 @@ class Address:
 
 
 class Listener:
-    """The one address at which an application takes connections. tls: what it speaks TLS with, None for plain HTTP."""
+    """The address at which an application accepts connections. tls: None for plain HTTP."""
 
     def __init__(self, runner: web.AppRunner, tls: ssl.SSLContext | None = None) -> None:
         self._runner = runner
@@ -79,11 +79,11 @@ class Listener:
 
     @property
     def address(self) -> Address | None:
-        """Where it listens, with the port that was found free; None while it does not."""
+        """Where it listens, with the actual port; None while it does not."""
         return self._address
 
     async def open(self, address: Address) -> None:
-        """Listen; raises CannotListen with the reason, in words, with what to do about it."""
+        """Listen. Raises CannotListen with the reason and what to do about it."""
         port = address.port
         try:
             sock = _own_socket(address)
@@ -103,7 +103,7 @@ class Listener:
         self._address = Address(address.host, site.port if isinstance(site, web.TCPSite) else port)
 
     async def close(self) -> None:
-        """Take no more connections; those there are stay."""
+        """Accept no more connections; open ones stay."""
         site, self._site = self._site, None
         sock, self._socket = self._socket, None
         self._address = None
@@ -111,29 +111,29 @@ class Listener:
             await _stop(site, sock)
 
     async def move(self, address: Address) -> None:
-        """Listen at another address instead. Requests under way go on; connections without any are closed, so that
-        nobody stays who could not come now.
+        """Listen at another address instead. Requests under way go on; idle connections are closed, so that no client
+        stays that could not connect now.
 
-        Two addresses with one port may be in each other's way, so the first is let go of before the second is taken.
-        Raises CannotListen where that cannot be had: it listens where it did, then.
+        Two addresses with the same port may conflict, so the first is closed before the second is opened. Raises
+        CannotListen where that fails: it listens at the old address then.
         """
         before, site, sock = self.address, self._site, self._socket
         server = self._runner.server
         connections = [] if server is None else server.connections
-        in_the_way = before is not None and before.port == address.port
-        if in_the_way:
+        same_port = before is not None and before.port == address.port
+        if same_port:
             await self.close()
         try:
             await self.open(address)
         except CannotListen as error:
             raise await self._back_at(before, error) from error
-        if site is not None and not in_the_way:
+        if site is not None and not same_port:
             await _stop(site, sock)
         for connection in connections:
             connection.close()
 
     async def _back_at(self, before: Address | None, reason: CannotListen) -> CannotListen:
-        """Listen where it did, and the reason with what came of that."""
+        """Listen at the old address again; return the error, with how that went."""
         if before is None:
             return reason
         try:
@@ -145,8 +145,8 @@ class Listener:
 
 
 def _own_socket(address: Address) -> socket.socket | None:
-    """A socket that listens where asyncio would not: in the file system, or on all addresses of both IP versions; None
-    for any other address. Raises OSError, OverflowError."""
+    """Return a socket for what asyncio does not offer: a Unix socket, or all addresses of both IP versions; None for
+    any other address. Raises OSError, OverflowError."""
     if path := unix_path(address.host):
         return _UnixSocket(path)
     if address.host != EVERYWHERE:
@@ -160,16 +160,16 @@ def _own_socket(address: Address) -> socket.socket | None:
 
 
 async def _stop(site: web.BaseSite, sock: socket.socket | None) -> None:
-    """Let go of an address, its file first: a file whose server listens no more may be replaced at any time."""
+    """Stop listening; a Unix socket's file is removed first, as another server may replace it once nothing listens."""
     if isinstance(sock, _UnixSocket):
         sock.remove()
     await site.stop()
 
 
 class _UnixSocket(socket.socket):
-    """A listening socket in the file system that its owner and group may connect to.
+    """A listening Unix socket that its owner and group may connect to.
 
-    It takes the place of the socket of a server that is gone, and of nothing else; at the end only its own file goes.
+    It replaces the socket file of a dead server, and nothing else; in the end only its own file is removed.
     """
 
     def __init__(self, path: str) -> None:
@@ -191,14 +191,14 @@ class _UnixSocket(socket.socket):
             raise
 
     def remove(self) -> None:
-        """Remove the file, unless another server's has taken its place. No other has its inode until it is closed."""
+        """Remove the file, unless another server's has replaced it. No other has its inode until it is closed."""
         with suppress(OSError), _locked(self._path.parent):
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the socket of a server that is gone. Raises OSError where one listens, or something else is there."""
+    """Remove the socket file of a dead server. Raises OSError where one listens, or the file is no socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(errno.ENOTSOCK, "no socket")
@@ -207,7 +207,7 @@ def _remove_abandoned(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
-            with suppress(BlockingIOError):  # whose queue of connections is full is there
+            with suppress(BlockingIOError):  # its backlog is full, so it is alive
                 probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
@@ -217,10 +217,10 @@ def _remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold off other servers that would look at a socket in this folder. Raises OSError where one has it for long."""
+    """Lock the folder against other servers that open sockets there. Raises OSError after `_LOCKED_S`."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # sockets may be made where nothing may be listed
+    except PermissionError:  # the folder may be writable, yet not readable
         yield
         return
     try:
@@ -241,7 +241,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     reason = str(error)
     if path := unix_path(address.host):
-        reason = _of_file(error, path)
+        reason = _socket_file_problem(error, path)
     elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
         reason = f"{address.host} is no address of this machine; choose another with --host"
     elif _has_errno(error, errno.EADDRINUSE):
@@ -253,8 +253,8 @@ def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     return CannotListen(f"Cannot listen on {address}: {reason}", host=address.host, port=address.port)
 
 
-def _of_file(error: Exception, path: str) -> str:
-    """Why there is no socket at a path."""
+def _socket_file_problem(error: Exception, path: str) -> str:
+    """Return why a Unix socket could not be opened."""
     if _has_errno(error, errno.EADDRINUSE):
         return "another program listens there; choose another file with --host"
     if _has_errno(error, errno.ENOTSOCK):

@@ -17,7 +17,7 @@ from console.api.http.connections import REQUEST_ID, SERVER
 from console.api.http.errors import BadHttp, DialectOff, InternalError, MethodNotAllowed, NotFound
 from console.api.http.observability import CLIENT_CLOSED_STATUS
 from console.api.http.request_body import too_large
-from console.api.http.scopes import ADMIN, LOOKING, OPEN_PATHS, only_looks
+from console.api.http.scopes import ADMIN, OPEN_PATHS, READ_METHODS, is_read_only
 from console.api.http.traffic import Traffic, attach_call, call_of, error_reply, find_call, record_client_closed
 from engine.errors import EngineClosed, EngineError
 
@@ -27,10 +27,6 @@ _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _POLLED = f"{ADMIN}call/"
 _UNHEARD = logging.DEBUG - 1
 """A console elsewhere polls: a line for each time that it reads the log would have it read again."""
-
-_ASKS_ANTHROPIC = "anthropic-version"
-_ANTHROPIC_ID = "request-id"
-"""Where Anthropic's clients, who all send the one, look for the other."""
 
 _LONGEST_PATH = 200
 """Characters of a path in the log, of which memory keeps thousands of lines."""
@@ -100,13 +96,14 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
         if (dialect := await dialects.of(request)) is not None:
             call = call_of(request)
             call.dialect, call.format_error = dialect.name, dialect.format_error
+            call.operation = dialects.operation(request, dialect)
             if not dialects.is_on(dialect):
                 raise DialectOff(
                     f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",
                     path=request.path,
                     dialect=dialect.name,
                 )
-        if traffic.closing and not only_looks(request.method, request.headers):
+        if traffic.closing and not is_read_only(request.method, request.headers):
             response = error_reply(request, EngineClosed("The server is stopping"))
             response.force_close()
             return response
@@ -116,16 +113,16 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
 
 
 def response_signer(
+    dialects: DialectRegistry,
     share: Callable[[web.Request, web.StreamResponse], None],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """What is done to every answer as it begins: it gets the id of its request, and what `share` puts on it."""
+    """Return the step that gives every answer, as it begins, the id of its request and the headers that `share` adds."""
 
     async def sign(request: web.Request, response: web.StreamResponse) -> None:
         if (call := find_call(request)) is not None:
             call.began = True
-            response.headers[REQUEST_ID] = call.request_id
-            if _ASKS_ANTHROPIC in request.headers:
-                response.headers[_ANTHROPIC_ID] = call.request_id
+            for name in (REQUEST_ID, *dialects.request_id_headers(request)):
+                response.headers[name] = call.request_id
             response.headers["Server"] = SERVER
         share(request, response)
 
@@ -140,7 +137,7 @@ def _id_of(request: web.Request) -> str:
 
 def _loudness(request: web.Request) -> int:
     """The level of the line that a request gets in the log."""
-    if request.method in LOOKING and request.path.startswith(_POLLED):
+    if request.method in READ_METHODS and request.path.startswith(_POLLED):
         return _UNHEARD
     return logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
 

@@ -1,4 +1,4 @@
-"""What is told of every HTTP request once it is over: to the access log, to traces and to metrics."""
+"""Observability: reports every finished HTTP request to the access log, traces and metrics."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from console.api.http.traffic import Call, call_of
 from console.runtime.line_writer import LineWriter
 from engine.config import SamplingParams
 from engine.errors import EngineError
-from engine.metrics.meter import HistogramCounter
+from engine.metrics.distributions import HistogramCounter
 from engine.models.files import home_expanded
 from engine.requests.history import WorkerSpan
 from engine.snapshot import RequestRow
 from engine.text.printable import printable_json
 
 CLIENT_CLOSED_STATUS = 499
-"""Of a request whose client left before there was an answer."""
+"""Status of a request whose client disconnected before the answer, as in nginx."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """What the engine did for one answer. id: the answer's.  model: what the answer calls it.
+    """The engine's work for one answer. id, model: those of the answer.
 
-    choices: answers that were asked for to each prompt.  rows: one for each of the engine's requests, all ended.
-    stays: the times on workers of each.
+    choices: answers requested per prompt.  rows: one per request of the engine, all ended.
+    stays: spans on workers, per row.
     """
 
     id: str
@@ -47,10 +47,9 @@ class EngineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
-    """How a request went. at: unix time it came.  total_s: until it was answered, or cut off.
+    """Outcome of a request. at: unix time of its arrival.  total_s: until it was answered, or disconnected.
 
-    status: what was answered, CLIENT_CLOSED_STATUS for nothing.  body_bytes: of the answer, None where that is not
-    known.
+    status: of the answer, CLIENT_CLOSED_STATUS without one.  body_bytes: of the answer, None if unknown.
     """
 
     at: float
@@ -61,22 +60,22 @@ class RequestOutcome:
 
 
 class RequestObserver(Protocol):
-    """Who is told of requests."""
+    """Records finished requests."""
 
     def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
-        """A request is over. Called on the engine's loop, so whatever takes time is done elsewhere."""
+        """Record a finished request. Called on the engine's loop, so slow work is done elsewhere."""
 
 
 _WORKS = web.RequestKey("works", list[EngineWork])
 
 
 def add_work(request: web.Request, work: EngineWork) -> None:
-    """Something was done for the request."""
+    """Add the engine's work to the request."""
     request[_WORKS] = [*request.get(_WORKS, ()), work]
 
 
-def observability_middleware(watchers: Iterable[RequestObserver]) -> Middleware:
-    """Tells the observers of every request, whatever becomes of it. The outermost middleware but for none."""
+def observability_middleware(observers: Iterable[RequestObserver]) -> Middleware:
+    """Report every request to the observers, however it ends. The outermost middleware."""
 
     @web.middleware
     async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -94,20 +93,20 @@ def observability_middleware(watchers: Iterable[RequestObserver]) -> Middleware:
                 body_bytes=_body_bytes(response, call),
                 works=tuple(request.get(_WORKS, ())),
             )
-            for watcher in watchers:
-                watcher.on_request(request, call, outcome)
+            for observer in observers:
+                observer.on_request(request, call, outcome)
 
     return observe
 
 
 def route_of(request: web.Request) -> str:
-    """The route that a request took, as `/v1/models/{model}`; "" for none."""
+    """Return the route of a request, such as `/v1/models/{model}`; "" for none."""
     resource = request.match_info.route.resource
     return "" if resource is None else resource.canonical
 
 
 def _body_bytes(response: web.StreamResponse | None, call: Call) -> int | None:
-    """What the answer's body has; of a stream, what was sent before it ended."""
+    """Return the size of the answer's body; of a stream, of what was sent."""
     if isinstance(response, web.Response):
         body = response.body
         return len(body) if isinstance(body, bytes | bytearray) else 0 if body is None else None
@@ -118,18 +117,18 @@ def _body_bytes(response: web.StreamResponse | None, call: Call) -> int | None:
 
 DURATION_BOUNDS_S = (0.1, 0.5, 1.0)
 _UNCOUNTED = frozenset({"/metrics", "/health", "/ready"})
-"""What monitoring itself asks: a probe's 503 while a model loads is no request that failed."""
+"""Requests of monitoring itself: a probe's 503 while a model loads is not a failed request."""
 
 
 class HttpMetrics(Collector):
-    """A Watcher that counts. Belongs to the engine's loop, as its registry does."""
+    """Counts requests for Prometheus. Belongs to the engine's loop, as its registry does."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[tuple[str, str], HistogramCounter] = {}
 
     def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
-        """Count a request."""
+        """Count a request by route, method and status."""
         route = route_of(request) or "none"
         if route in _UNCOUNTED:
             return
@@ -139,17 +138,20 @@ class HttpMetrics(Collector):
         took.observe(outcome.total_s)
 
     def collect(self) -> Iterator[Metric]:
-        """The counts now."""
+        """Return the counts now."""
         requests = CounterMetricFamily("http_requests", "HTTP requests", labels=["handler", "method", "status"])
         for labels, count in sorted(self._requests.items()):
             requests.add_metric(labels, count)
         durations = HistogramMetricFamily(
             "http_request_duration_seconds", "Time until an HTTP request was answered", labels=["handler", "method"]
         )
-        for of, counter in sorted(self._durations.items()):
-            told = counter.freeze()
-            buckets = [*zip(map(repr, told.bounds), map(float, told.counts), strict=True), ("+Inf", float(told.count))]
-            durations.add_metric(of, buckets, told.sum)
+        for key, counter in sorted(self._durations.items()):
+            histogram = counter.freeze()
+            buckets = [
+                *zip(map(repr, histogram.bounds), map(float, histogram.counts), strict=True),
+                ("+Inf", float(histogram.count)),
+            ]
+            durations.add_metric(key, buckets, histogram.sum)
         yield from (requests, durations)
 
 
@@ -157,25 +159,25 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 """All others are one: clients may make up any."""
 
 
-# The access log: one line of JSON for each HTTP request, with token counts and times, never with what was asked.
+# The access log: one line of JSON per HTTP request, with token counts and times, never with prompts or answers.
 
 STDOUT = "-"
 
 
 class CannotLog(EngineError):
-    """The access log cannot be written where it is wanted."""
+    """The access log cannot be written."""
 
     code = "cannot_log"
     http_status = 500
 
 
 class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. Seconds; None is "does not apply" or "not known".
+    """One request. Times in seconds; None if it does not apply or is unknown.
 
-    time: when it came (UTC).  id: X-Request-Id of the answer.  client: address.  key: name of its key.
-    answers: ids in the answers, by which the console's request table and logs know them.
-    queue_s: until a worker took the last of its requests.  ttft_s: from when it came to the first token.
-    status: 499 where the client left first.  bytes: of the answer's body.  error: the code of what went wrong.
+    time: of its arrival (UTC).  id: X-Request-Id of the answer.  client: address.  key: name of its key.
+    answers: ids of the answers, as in the console's request table and logs.
+    queue_s: until a worker started the last of its requests.  ttft_s: from its arrival to the first token.
+    status: 499 where the client disconnected.  bytes: of the answer's body.  error: code of the error.
     """
 
     time: str
@@ -201,13 +203,13 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccessLog:
-    """A Watcher. target: a file, or STDOUT, which only a program without a screen has to give away."""
+    """Writes the access log. target: a file, or STDOUT, which is free only without a screen."""
 
     def __init__(self, target: str, *, owns_stdout: bool, max_bytes: int) -> None:
         if target == STDOUT and not owns_stdout:
-            raise CannotLog("--access-log - is for --headless alone: the screen has the terminal; name a file")
+            raise CannotLog("--access-log - is for --headless only, as the screen uses the terminal; name a file")
         self._path = None if target == STDOUT else home_expanded(target)
-        self._lines = LineWriter(self._path, _encoded, max_bytes=max_bytes)
+        self._lines = LineWriter(self._path, _encode, max_bytes=max_bytes)
 
     @property
     def lost(self) -> int:
@@ -215,27 +217,27 @@ class AccessLog:
         return self._lines.lost
 
     def open(self) -> None:
-        """Begin. Raises CannotLog."""
+        """Open the log. Raises CannotLog."""
         try:
             self._lines.open()
         except OSError as error:
             raise CannotLog(f"The access log {self._path} cannot be written: {error.strerror or error}") from error
 
     def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
-        """Write its line soon."""
+        """Queue the request's line."""
         self._lines.put(line_of(call, outcome))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the queued lines."""
         self._lines.close()
 
 
-def _encoded(line: object) -> bytes:
+def _encode(line: object) -> bytes:
     return printable_json(msgspec.json.encode(line).decode()).encode()
 
 
 def line_of(call: Call, outcome: RequestOutcome) -> AccessLine:
-    """What is said of a request."""
+    """Return the log line of a request."""
     works = outcome.works
     rows = [row for work in works for row in work.rows]
     firsts = [row.created_at - outcome.at + row.ttft_s for row in rows if row.ttft_s is not None]
@@ -252,7 +254,7 @@ def line_of(call: Call, outcome: RequestOutcome) -> AccessLine:
         answers=[work.id for work in works],
         status=outcome.status,
         prompt_tokens=call.prompt_tokens,
-        cached_tokens=sum(map(_cached, works)),
+        cached_tokens=sum(map(_cached_tokens, works)),
         output_tokens=call.output_tokens,
         queue_s=_rounded(max((row.queued_s for row in rows), default=None)),
         ttft_s=_rounded(max(0.0, min(firsts)) if firsts else None),
@@ -263,8 +265,8 @@ def line_of(call: Call, outcome: RequestOutcome) -> AccessLine:
     )
 
 
-def _cached(work: EngineWork) -> int:
-    """Each prompt counts once, however many answers it gets."""
+def _cached_tokens(work: EngineWork) -> int:
+    """Count each prompt once, however many answers it gets."""
     return sum(row.cached_tokens for row in work.rows[:: work.choices])
 
 

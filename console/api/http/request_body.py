@@ -1,4 +1,4 @@
-"""The body of a request as it was received, and the JSON in it. Work on a long one is done beside the event loop."""
+"""The body of a request, and the JSON in it. Long bodies are processed off the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from console.api.http.auth import client_of
 from console.api.http.errors import BodyTooLarge, BodyTooSlow, UnknownEncoding, UnknownExpectation
 from console.api.http.json_bounds import JsonBounds
 from console.api.http.limits import RateLimited
-from console.api.http.scopes import LOOKING
+from console.api.http.scopes import READ_METHODS
 from console.api.http.serial_thread import SerialThread
 from console.api.http.traffic import call_of
 from console.api.settings import ApiSettings
@@ -26,88 +26,88 @@ from engine.errors import InvalidRequest, RequestTimeout
 T = TypeVar("T")
 
 LONG_BODY = 32_768
-"""Bytes: what a shorter body holds is read and checked in 3 ms at worst."""
+"""Bytes: shorter bodies are parsed and checked in max 3 ms."""
 
 MAX_CLIENT_BODIES = 32
-"""Of the greatest length: so much of bodies, packed and unpacked, may one client have in memory until the work that
-they ask for is queued."""
+"""Bodies of the maximum length that one client may have in memory, compressed and decompressed, until their requests
+are queued."""
 
 BODY_THREAD = web.AppKey("body_thread", SerialThread)
 BODY_BYTES = web.AppKey("body_bytes", Counter[str])
-"""Bytes of bodies in memory by client."""
+"""Bytes of bodies in memory, by client."""
 
-_RECEIVED = web.RequestKey("received", bytes)
+_BODY = web.RequestKey("received", bytes)
 _DOCUMENT = web.RequestKey("document", dict[str, Any])
 _IS_LONG = web.RequestKey("is_long", bool)
-_HELD = web.RequestKey("held", int)
+_RESERVED = web.RequestKey("held", int)
 
 
 def reserve_bytes(request: web.Request, size: int) -> None:
-    """Count bytes of the request's body. Raises RateLimited where those of its client are too many."""
-    held, client, most = request.app[BODY_BYTES], client_of(request), max_client_bytes(request)
-    if held[client] + size > most:
+    """Count bytes of the request's body. Raises RateLimited where its client has too many in memory."""
+    reserved, client, max_bytes = request.app[BODY_BYTES], client_of(request), max_client_bytes(request)
+    if reserved[client] + size > max_bytes:
         raise RateLimited(
-            f"The bodies of this client's requests take more than {most} bytes; send fewer at once",
+            f"The bodies of this client's requests take more than {max_bytes} bytes; send fewer at once",
             retry_after_s=1.0,
         )
-    held[client] += size
-    request[_HELD] = request.get(_HELD, 0) + size
+    reserved[client] += size
+    request[_RESERVED] = request.get(_RESERVED, 0) + size
 
 
 def max_client_bytes(request: web.Request) -> int:
-    """Bytes that the bodies of one client may take."""
+    """Return the bytes that the bodies of one client may take."""
     return MAX_CLIENT_BODIES * request.client_max_size
 
 
 def release_bytes(request: web.Request) -> None:
-    """Count them no more: the body became prompts, or is gone."""
-    held, client = request.app[BODY_BYTES], client_of(request)
-    held[client] -= request.pop(_HELD, 0)
-    if not held[client]:
-        del held[client]
+    """Stop counting the request's body: it became prompts, or was dropped."""
+    reserved, client = request.app[BODY_BYTES], client_of(request)
+    reserved[client] -= request.pop(_RESERVED, 0)
+    if not reserved[client]:
+        del reserved[client]
 
 
 async def offload(request: web.Request, work: Callable[[], T]) -> T:
-    """The result of `work`, done in the thread for bodies."""
+    """Run `work` in the thread for bodies, and return its result."""
     return await request.app[BODY_THREAD].run(work, client_of(request))
 
 
 async def run_offloaded(request: web.Request, work: Callable[[], T]) -> T:
-    """The result of `work` on what the request's body holds: at once where that was short, else offloaded."""
+    """Run `work` on the contents of the request's body: directly if that is short, else offloaded."""
     return await offload(request, work) if request.get(_IS_LONG, False) else work()
 
 
 def body_bytes(request: web.Request) -> bytes:
-    """The request's body, unpacked; empty where it has none."""
-    body: bytes = request.get(_RECEIVED, b"")
+    """Return the request's body, decompressed; empty where it has none."""
+    body: bytes = request.get(_BODY, b"")
     return body
 
 
 def store_body(request: web.Request, body: bytes) -> None:
-    """From now on `body` is the request's."""
-    request[_RECEIVED] = body
+    """Set the request's body."""
+    request[_BODY] = body
     request[_IS_LONG] = len(body) > LONG_BODY
 
 
-async def document_of(request: web.Request, absent: bytes = b"") -> dict[str, Any]:
-    """The JSON object that the request's body is, parsed once. absent: what no body at all stands for.
+async def document_of(request: web.Request, default: bytes = b"") -> dict[str, Any]:
+    """Return the JSON object in the request's body, parsed once. default: used for an empty body.
 
     Raises InvalidRequest.
     """
     if _DOCUMENT not in request:
-        request[_DOCUMENT] = await run_offloaded(request, partial(json_object, body_bytes(request) or absent))
+        request[_DOCUMENT] = await run_offloaded(request, partial(json_object, body_bytes(request) or default))
     return request[_DOCUMENT]
 
 
 def drop_body(request: web.Request) -> None:
-    """Keep neither the body nor what was parsed, which takes several times as much: an answer may last for minutes, and
-    a connection without a request keeps the last."""
-    request.pop(_RECEIVED, None)
+    """Drop the body and the parsed document, which is several times larger: an answer may take minutes, and an idle
+    connection keeps its last request."""
+    request.pop(_BODY, None)
     request.pop(_DOCUMENT, None)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`; raises InvalidRequest."""
+    """Parse a JSON object. Raises InvalidRequest."""
     try:
         document = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -118,7 +118,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def json_type_name(value: object) -> str:
-    """What JSON calls the value's type."""
+    """Return the JSON name of the value's type."""
     match value:
         case None:
             return "null"
@@ -134,29 +134,33 @@ def json_type_name(value: object) -> str:
             return "an object"
 
 
-# Bodies are received before anybody is bothered with them: in time, not too long, and within the bounds of JSON.
+# Bodies are received in full before a handler runs: in time, not too long, and within the bounds of JSON.
 
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""What zlib calls the encodings of bodies."""
+"""zlib's wbits by Content-Encoding."""
 
 _PACKED_SLICE = 65_536
-"""Bytes that are unpacked before what came of them is looked at: blocks of nothing take a microsecond each."""
+"""Compressed bytes per step of decompression; empty blocks take a microsecond each."""
 
-_LEAVE = "100-continue"
+_CONTINUE = "100-continue"
 
 
 def body_middleware(settings: ApiSettings, bounds: Callable[[], JsonBounds]) -> Middleware:
-    """Reads the body of a request, which its handler then has at once. Where nobody would look at it, it is not read:
-    of requests that only look, and of those for which there is no endpoint, whoever sends them.
+    """Read the body of a request before its handler runs. It is not read where nothing uses it: of read-only requests,
+    and of those without an endpoint.
 
-    bounds: what a body may hold now.
+    bounds: returns the current bounds of JSON.
     """
 
     @web.middleware
     async def receive(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.can_read_body and request.method not in LOOKING and request.match_info.http_exception is None:
-                await _take(request, settings, bounds())
+            if (
+                request.can_read_body
+                and request.method not in READ_METHODS
+                and request.match_info.http_exception is None
+            ):
+                await _receive(request, settings, bounds())
             return await handler(request)
         finally:
             drop_body(request)
@@ -166,7 +170,7 @@ def body_middleware(settings: ApiSettings, bounds: Callable[[], JsonBounds]) -> 
 
 
 def with_expect_handler(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
-    """Routes whose clients get leave to send a body (RFC 9110, 10.1.1) only once it is to be read."""
+    """Return routes that answer `Expect: 100-continue` (RFC 9110, 10.1.1) only once the body is to be read."""
     return [
         web.route(route.method, route.path, route.handler, **{**route.kwargs, "expect_handler": _check_expectation})
         for route in routes
@@ -175,16 +179,16 @@ def with_expect_handler(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
 
 async def _check_expectation(request: web.Request) -> None:
     expected = request.headers["Expect"]
-    if request.version >= HttpVersion11 and expected.lower() != _LEAVE:
-        raise UnknownExpectation(f"Expect is {expected[:100]}; only {_LEAVE} is understood")
+    if request.version >= HttpVersion11 and expected.lower() != _CONTINUE:
+        raise UnknownExpectation(f"Expect is {expected[:100]}; only {_CONTINUE} is understood")
 
 
-async def _take(request: web.Request, settings: ApiSettings, bounds: JsonBounds) -> None:
-    """Read the body of a request, unpack it and look whether it is within bounds. Nothing but the request has it then:
-    an answer may last for minutes."""
+async def _receive(request: web.Request, settings: ApiSettings, bounds: JsonBounds) -> None:
+    """Read the body of a request, decompress it and check its bounds. Only the request refers to it then: an answer may
+    take minutes."""
     encoding = _encoding_of(request)
     raw = await _body(request, settings)
-    check = partial(_checked, raw, encoding, settings.max_body_bytes, bounds)
+    check = partial(_check, raw, encoding, settings.max_body_bytes, bounds)
     body = await offload(request, check) if encoding or len(raw) > LONG_BODY else check()
     if encoding:
         reserve_bytes(request, len(body))
@@ -192,13 +196,13 @@ async def _take(request: web.Request, settings: ApiSettings, bounds: JsonBounds)
 
 
 async def _body(request: web.Request, settings: ApiSettings) -> bytes:
-    """The body as it was sent; most are there with their heads, and need no time-out. Raises BodyTooLarge, before any
-    of it is read where its length is declared, and BodyTooSlow."""
+    """Return the body as it was sent; most arrive with their headers and need no timeout. Raises BodyTooLarge, before
+    reading where the length is declared, and BodyTooSlow."""
     if (request.content_length or 0) > settings.max_body_bytes:
         raise too_large(settings.max_body_bytes)
     if request.content.is_eof():
         return await _read(request, settings.max_body_bytes)
-    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == _LEAVE:
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == _CONTINUE:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer itself has not begun
     try:
@@ -206,73 +210,74 @@ async def _body(request: web.Request, settings: ApiSettings) -> bytes:
             return await _read(request, settings.max_body_bytes)
     except TimeoutError:
         within_s = settings.body_timeout_s
-        raise BodyTooSlow(f"The body did not come within {within_s:g} s", limit_s=within_s) from None
+        raise BodyTooSlow(f"The body did not arrive within {within_s:g} s", limit_s=within_s) from None
 
 
-async def _read(request: web.Request, most: int) -> bytes:
-    """What aiohttp's own `read` gives, which would keep it as long as the connection is open."""
+async def _read(request: web.Request, max_bytes: int) -> bytes:
+    """Read the body. aiohttp's own `read` would keep it as long as the connection is open."""
     pieces: list[bytes] = []
     size = 0
     while piece := await request.content.readany():
         pieces.append(piece)
         size += len(piece)
-        if size > most:
-            raise too_large(most)
+        if size > max_bytes:
+            raise too_large(max_bytes)
         reserve_bytes(request, len(piece))
     return b"".join(pieces)
 
 
 def _encoding_of(request: web.Request) -> str:
-    """How the body is packed, "" where it is not. Raises UnknownEncoding."""
-    named = request.headers.get("Content-Encoding", "").strip()
-    encoding = named.lower().removeprefix("x-")
+    """Return the Content-Encoding, "" for none. Raises UnknownEncoding."""
+    header = request.headers.get("Content-Encoding", "").strip()
+    encoding = header.lower().removeprefix("x-")
     if encoding in ("", "identity"):
         return ""
     if encoding not in _WINDOWS:
-        known = ", ".join(_WINDOWS)
+        supported = ", ".join(_WINDOWS)
         raise UnknownEncoding(
-            f"Content-Encoding {named[:100]} is not supported: send {known} or neither", encodings=known
+            f"Content-Encoding {header[:100]} is not supported: send {supported} or neither", encodings=supported
         )
     return encoding
 
 
-def _checked(raw: bytes, encoding: str, most: int, bounds: JsonBounds) -> bytes:
-    """The body, unpacked; raises as `unpacked` and JsonBounds.check do."""
-    body = unpacked(raw, encoding, most) if encoding else raw
+def _check(raw: bytes, encoding: str, max_bytes: int, bounds: JsonBounds) -> bytes:
+    """Decompress and check the body; raises as `decompressed` and JsonBounds.check do."""
+    body = decompressed(raw, encoding, max_bytes) if encoding else raw
     bounds.check(body)
     return body
 
 
-def unpacked(raw: bytes, encoding: str, most: int) -> bytes:
-    """A body that is packed as gzip or deflate. Raises InvalidRequest where it is cut short or broken, BodyTooLarge
-    where it unpacks to more than `most` bytes."""
-    # deflate should have zlib's header, and some send it without (RFC 9110, 8.4.1.2)
+def decompressed(raw: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Decompress a gzip or deflate body. Raises InvalidRequest where it is truncated or broken, BodyTooLarge beyond
+    `max_bytes`."""
+    # deflate should have zlib's header, which some clients omit (RFC 9110, 8.4.1.2)
     is_bare = encoding == "deflate" and raw[:1] != b"" and raw[0] & 0xF != zlib.DEFLATED
-    unpacker = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _WINDOWS[encoding])
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else _WINDOWS[encoding])
     body = bytearray()
     for at in range(0, len(raw), _PACKED_SLICE):
         try:
-            body += unpacker.decompress(raw[at : at + _PACKED_SLICE], most + 1 - len(body))
+            body += decompressor.decompress(raw[at : at + _PACKED_SLICE], max_bytes + 1 - len(body))
         except zlib.error:
             raise InvalidRequest(f"The body is not valid {encoding}") from None
-        if len(body) > most:
-            raise too_large(most)
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
         if len(body) < at // 2:
-            raise InvalidRequest(f"The {encoding} body is longer than what it unpacks to")
-    if unpacker.unused_data:
+            raise InvalidRequest(f"The {encoding} body is longer than its decompressed content")
+    if decompressor.unused_data:
         raise InvalidRequest(f"The body is not valid {encoding}: it goes on after its end")
-    if not unpacker.eof:
-        raise InvalidRequest(f"The {encoding} body is cut short")
+    if not decompressor.eof:
+        raise InvalidRequest(f"The {encoding} body is truncated")
     return bytes(body)
 
 
 def too_large(limit: int) -> BodyTooLarge:
-    """The refusal of a body that is longer than `limit` bytes."""
+    """Return the error for a body that is longer than `limit` bytes."""
     return BodyTooLarge(f"The body is longer than the {limit} bytes that are allowed", limit_bytes=limit)
 
 
 def response_timeout_middleware(settings: ApiSettings) -> Middleware:
-    """Ends what lasts longer than any request may: the engine ends answers in time, this who takes them too slowly."""
+    """Enforce the total timeout of requests: the engine ends answers in time, this disconnects clients that read
+    slowly."""
 
     @web.middleware
     async def end(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -287,6 +292,6 @@ def response_timeout_middleware(settings: ApiSettings) -> Middleware:
                 raise
             if call_of(request).began and request.transport is not None:
                 request.transport.abort()
-            raise RequestTimeout(f"The request took longer than the {total_s:g} s that it may") from None
+            raise RequestTimeout(f"The request took longer than the limit of {total_s:g} s") from None
 
     return end

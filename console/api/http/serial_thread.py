@@ -1,4 +1,4 @@
-"""SerialThread: long work beside the event loop that never keeps the loop waiting for more than one piece of it."""
+"""SerialThread: runs long tasks off the event loop, one at a time and fairly between clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class SerialThread:
-    """A thread that begins with the first piece of work. Each piece begins once the task that waited for the one before
-    goes on: what both do holds the interpreter, and so the loop comes round between any two. Clients take turns: of
-    each one piece waits beside those of others, however many it has."""
+    """A thread, started on first use. Each piece of work starts once the asyncio task that awaited the previous one has
+    resumed: both hold the interpreter lock, so the event loop runs between any two. Clients take turns: of each client
+    one piece is queued at a time, however many it has."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -22,8 +22,8 @@ class SerialThread:
         self._of_client: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], T], client: str = "") -> T:
-        """The result of `work`, which is done for `client`. What has begun goes on to its end where the task that waits
-        for it is cancelled."""
+        """Run `work` for `client` and return its result. Once started it runs to its end, even if the awaiting task is
+        cancelled."""
         own = self._of_client.setdefault(client, asyncio.Lock())
         async with own, self._turn:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)

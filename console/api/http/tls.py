@@ -1,4 +1,4 @@
-"""TLS: the certificate that the server shows, taken anew where its file is renewed."""
+"""TLS: the server's certificate, reloaded when its file changes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _REASONS = {
     "KEY_TOO_SMALL": "the key is too short; make one of 2,048 bits or more",
     "MD_TOO_WEAK": "the certificate is signed with a digest that is too weak",
 }
-_NO_PEM = "that is no certificate and key in PEM"
+_NO_PEM = "not a certificate and key in PEM format"
 
 
 class Certificate:
-    """The files of a certificate (with its chain) and of its key, both PEM. Raises CannotListen where they are none."""
+    """A certificate (with its chain) and its key, both PEM files. Raises CannotListen where they are not valid."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._files = home_expanded(cert), home_expanded(key)
-        self._stamp = self._stamped()
-        self.context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self._stamp = self._file_stamps()
+        self.context = self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
 
     def renew(self) -> bool:
-        """Show the renewed certificate to who connects from now on; whether there is one. Raises CannotListen where the
-        files are none now: the old one stays in use."""
-        stamp = self._stamped()
+        """Load a renewed certificate for new connections; return whether there is one. Raises CannotListen where the
+        files are not valid: the old one stays in use."""
+        stamp = self._file_stamps()
         if stamp == self._stamp:
             return False
-        self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half a renewal must not spoil the one in use
-        self._loaded(self.context)
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half a renewal must not spoil the one in use
+        self._load(self.context)
         self._stamp = stamp
         return True
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
         cert, key = self._files
         try:
             context.load_cert_chain(cert, key, password=_refuse)
@@ -45,13 +45,13 @@ class Certificate:
             raise CannotListen(f"The key in {key} is encrypted: --tls-key takes one that is not") from None
         except ssl.SSLError as error:
             reason = next((words for sign, words in _REASONS.items() if sign in str(error)), _NO_PEM)
-            raise CannotListen(f"TLS cannot be had with {cert} and {key}: {reason}") from None
+            raise CannotListen(f"TLS cannot use {cert} and {key}: {reason}") from None
         except OSError as error:
             missing = next((str(file) for file in self._files if not is_file(file)), f"{cert} or {key}")
-            raise CannotListen(f"TLS cannot be had: {missing} cannot be read: {error.strerror}") from None
+            raise CannotListen(f"TLS is not available: {missing} cannot be read: {error.strerror}") from None
         return context
 
-    def _stamped(self) -> tuple[int, ...]:
+    def _file_stamps(self) -> tuple[int, ...]:
         try:
             return tuple(part for file in self._files for part in (file.stat().st_mtime_ns, file.stat().st_size))
         except OSError:
@@ -59,13 +59,13 @@ class Certificate:
 
 
 def certificate_of(settings: ApiSettings) -> Certificate | None:
-    """What the settings have TLS spoken with, None for none. Raises CannotListen."""
+    """Return the certificate of the settings, None for plain HTTP. Raises CannotListen."""
     cert, key = settings.tls_cert, settings.tls_key
     if cert is None and key is None:
         return None
     if cert is None or key is None:
         missing = "--tls-cert" if cert is None else "--tls-key"
-        raise CannotListen(f"TLS takes a certificate and its key: {missing} is missing")
+        raise CannotListen(f"TLS needs a certificate and its key: {missing} is missing")
     return Certificate(cert, key)
 
 

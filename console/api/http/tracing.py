@@ -36,15 +36,6 @@ SERVICE = "ericllm"
 _TRACES_PATH = "/v1/traces"
 _FLUSH_MS = 5_000
 _SERVER_ERROR = 500
-_OPERATIONS = {
-    "/v1/chat/completions": "chat",
-    "/v1/messages": "chat",
-    "/api/chat": "chat",
-    "/v1/embeddings": "embeddings",
-    "/api/embed": "embeddings",
-    "/api/embeddings": "embeddings",
-}
-"""By route; all others complete texts."""
 
 
 class TracingUnavailable(EngineError):
@@ -97,7 +88,7 @@ class Tracing:
             context = set_span_in_context(span)
             for work in outcome.works:
                 for row, stays in zip(work.rows, work.stays, strict=True):
-                    self._tell_answer(context, _OPERATIONS.get(route, "text_completion"), work, row, stays)
+                    self._tell_answer(context, call.operation, work, row, stays)
         span.end(_ns(outcome.at + outcome.total_s))
 
     def _tell_answer(

@@ -1,6 +1,6 @@
-"""Traffic: what the server works on, for whom, how often, with what failures. Every request costs the same few steps.
+"""Traffic: requests under way, clients, rates and failures. Every request costs the same few steps.
 
-Times are unix times, `now` included. Safe from any thread: screens read while requests come and go.
+Times are unix times, `now` included. Thread-safe: screens read while requests start and end.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import NamedTuple
 from aiohttp import web
 
 from console.api.http.errors import AS_SENT, MAX_MESSAGE_LENGTH, ErrorFormatter, envelope, error_response
-from console.api.http.scopes import ADMIN, LOOKING
+from console.api.http.scopes import ADMIN, READ_METHODS
 from console.link.api import ClientReading, Failure, FailureCount
 from engine.errors import EngineError, ModelLoadFailed
 from engine.text.printable import printable
 
 LAST_FAILURES = 50
 MAX_CLIENTS = 500
-"""Clients that are told apart at once: those that asked last."""
+"""Clients that are remembered at once: those that asked last."""
 
 LINGER_S = 60.0
-"""How long a client that asks nothing more is still shown."""
+"""How long an inactive client is still shown."""
 
 MINUTE = 60
-_LONGEST = 200
-"""Characters of what clients say of themselves."""
+_MAX_NAME_CHARS = 200
+"""Of user agents and paths."""
 
 
 @dataclass(slots=True)
 class _Client:
-    """under_way: requests now; last_at: when it last asked or was answered."""
+    """under_way: requests now; last_at: of the last start or end of a request."""
 
     since: float
     under_way: int = 0
@@ -46,8 +46,8 @@ class _Client:
     last_at: float = 0.0
 
 
-class Ending(NamedTuple):
-    """How a request failed."""
+class CallFailure(NamedTuple):
+    """Failure of a request."""
 
     status: int
     code: str
@@ -56,14 +56,14 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One request under way, and what it turns out to be. key: the name of its key, "" for none.
+    """One request under way, filled in as it is processed. key: the name of its key, "" for none.
 
-    client: None until it is known whose the request is.  failure: None where all went well.
-    sent_bytes: of an answer that is streamed.
-    format_error: makes the body of an error for the client.  request_id: what its answer goes by.
-    prompt_field: what its body calls the prompt.
-    began: whether an answer did; it cannot be another one any more.
-    is_allowed: whether it still may be answered: keys are revoked while answers last.
+    client: None before authentication.  failure: None on success.
+    sent_bytes: of a streamed answer.
+    format_error: makes the body of an error for the client.  request_id: X-Request-Id of the answer.
+    prompt_field: name of the prompt in its body.
+    began: True once the answer's headers are sent.
+    is_allowed: returns whether it still may be answered: keys can be revoked while answers last.
     """
 
     address: str
@@ -72,10 +72,11 @@ class Call:
     path: str
     key: str = ""
     dialect: str = ""
+    operation: str = "text_completion"
     prompt_tokens: int = 0
     output_tokens: int = 0
     sent_bytes: int = 0
-    failure: Ending | None = None
+    failure: CallFailure | None = None
     format_error: ErrorFormatter = envelope
     request_id: str = ""
     prompt_field: str = "prompt"
@@ -85,19 +86,19 @@ class Call:
 
 
 class Rate:
-    """How often something happened in each of the last 60 seconds."""
+    """Events in each of the last 60 seconds."""
 
     def __init__(self) -> None:
         self._seconds = deque([0] * MINUTE, maxlen=MINUTE)
         self._at = 0
 
     def add(self, now: float) -> None:
-        """Once, at `now`."""
+        """Count an event at `now`."""
         self._advance(now)
         self._seconds[-1] += 1
 
     def seconds(self, now: float) -> tuple[int, ...]:
-        """Each second's count, oldest first; that of `now` last."""
+        """Return each second's count, oldest first; that of `now` last."""
         self._advance(now)
         return tuple(self._seconds)
 
@@ -108,7 +109,7 @@ class Rate:
 
 
 class Traffic:
-    """Requests under way and so far. closing: the server stops, and takes no more work."""
+    """Requests under way and so far. closing: True once the server stops and accepts no more work."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.total = 0
@@ -125,7 +126,7 @@ class Traffic:
         self._requests_rate, self._failures_rate = Rate(), Rate()
 
     async def wait_idle(self, timeout_s: float | None = None) -> None:
-        """Wait until no request is under way, for `timeout_s` at most where that is given."""
+        """Wait until no request is under way, max `timeout_s` seconds; None for no limit."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -133,7 +134,7 @@ class Traffic:
             return
 
     def enter(self, address: str, agent: str, method: str, path: str) -> Call:
-        """A request begins."""
+        """Count a request that begins."""
         call = Call(address, readable(agent), method, readable(path))
         with self._lock:
             self.total += 1
@@ -143,7 +144,7 @@ class Traffic:
         return call
 
     def admit(self, call: Call, key: str) -> None:
-        """It is known by now whose it is: `key` is the name of its key, "" where none is needed."""
+        """Count the request for its client, once that is known: `key` is the name of its key, "" for none."""
         call.key = key
         with self._lock:
             call.client = client = self._client((call.address, key, call.agent))
@@ -152,7 +153,7 @@ class Traffic:
             client.last_at = self._now()
 
     def leave(self, call: Call) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         now = self._now()
         with self._lock:
             self._under_way -= 1
@@ -166,15 +167,15 @@ class Traffic:
         if not self._under_way:
             self._idle.set()
 
-    # -- what there is to see ---------------------------------------------------------------------------------------
+    # -- readings ---------------------------------------------------------------------------------------------------
 
     @property
     def under_way(self) -> int:
-        """Requests now."""
+        """Requests under way."""
         return self._under_way
 
     def clients(self) -> tuple[ClientReading, ...]:
-        """Who asks now or did just before, busiest first, then in the order of their coming."""
+        """Return clients that are or were just active, busiest first, then by their first request."""
         oldest = self._now() - LINGER_S
         with self._lock:
             readings = [
@@ -192,47 +193,48 @@ class Traffic:
         return tuple(sorted(readings, key=lambda reading: (-reading.under_way, reading.since)))
 
     def dialects(self) -> dict[str, int]:
-        """Requests so far by the name of their dialect."""
+        """Return the number of requests so far, by dialect."""
         with self._lock:
             return dict(self._dialects)
 
     def failures(self) -> tuple[Failure, ...]:
-        """The last ones, newest first."""
+        """Return the last failures, newest first."""
         with self._lock:
             return tuple(reversed(self._failures))
 
     def failure_counts(self) -> tuple[FailureCount, ...]:
-        """By status and code, most first."""
+        """Return failures by status and code, most frequent first."""
         with self._lock:
             counted = self._failure_counts.most_common()
         return tuple(FailureCount(status=status, code=code, count=count) for (status, code), count in counted)
 
     def per_second(self) -> tuple[int, ...]:
-        """Requests in each of the last 60 seconds, oldest first."""
+        """Return requests in each of the last 60 seconds, oldest first."""
         with self._lock:
             return self._requests_rate.seconds(self._now())
 
     def failures_per_min(self) -> int:
-        """Failures in the last 60 seconds."""
+        """Return failures in the last 60 seconds."""
         with self._lock:
             return sum(self._failures_rate.seconds(self._now()))
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
-    def _client(self, who: tuple[str, str, str]) -> _Client:
-        """The client, moved to the end; one that was long away begins anew, and the one at the front may have to go."""
+    def _client(self, identity: tuple[str, str, str]) -> _Client:
+        """Return the client, as the most recent one; a returning one starts at zero, and the oldest one may be
+        dropped."""
         now = self._now()
-        known = self._clients.get(who)
-        if known is not None and (known.under_way or now - known.last_at <= LINGER_S):
-            self._clients.move_to_end(who)
-            return known
-        self._clients.pop(who, None)
+        existing = self._clients.get(identity)
+        if existing is not None and (existing.under_way or now - existing.last_at <= LINGER_S):
+            self._clients.move_to_end(identity)
+            return existing
+        self._clients.pop(identity, None)
         if len(self._clients) >= MAX_CLIENTS:
             self._clients.popitem(last=False)
-        client = self._clients[who] = _Client(since=now)
+        client = self._clients[identity] = _Client(since=now)
         return client
 
-    def _note_failure(self, call: Call, failure: Ending, now: float) -> None:
+    def _note_failure(self, call: Call, failure: CallFailure, now: float) -> None:
         self._failures_rate.add(now)
         self._failure_counts[failure.status, failure.code] += 1
         self._failures.append(
@@ -249,39 +251,39 @@ class Traffic:
         )
 
 
-def readable(said: str, most: int = _LONGEST) -> str:
-    """What a client says, not too long; what a terminal would obey is a visible escape: it is shown to a person."""
-    return printable(said[:most])
+def readable(text: str, max_chars: int = _MAX_NAME_CHARS) -> str:
+    """Return text of a client, truncated and with control characters escaped: it is shown in a terminal."""
+    return printable(text[:max_chars])
 
 
-# What a request came to: the call that counts it, and the error that it ended in, wherever it is told.
+# The Call of a request, and the error that it ended with, as counted, logged and sent.
 
 _PATH = re.compile(r"(?<![\w:/])(?:~|/[^\s/'\"<>,;:()]+)(?:/[^\s/'\"<>,;:()]+)+")
 
 _CALL = web.RequestKey("call", Call)
 
-_LEFT = Ending(499, "client_left", "The client left before the answer was complete")
+_CLIENT_LEFT = CallFailure(499, "client_left", "The client left before the answer was complete")
 
 
 def call_of(request: web.Request) -> Call:
-    """What counts the request."""
+    """Return the Call of the request."""
     return request[_CALL]
 
 
 def find_call(request: web.Request) -> Call | None:
-    """What counts the request, None where it was answered before that began."""
+    """Return the Call of the request, None where it was answered before there is one."""
     return request.get(_CALL)
 
 
 def attach_call(request: web.Request, call: Call) -> Call:
-    """From now on `call` counts the request."""
+    """Set the Call of the request."""
     request[_CALL] = call
     return call
 
 
 def error_reply(request: web.Request, error: EngineError) -> web.Response:
-    """The answer to a request that failed, which is counted. The connection ends where the rest of a body would have to
-    be read first, which its client may never send."""
+    """Count a failure and return its answer. The connection is closed if a body is unread, as the client may never send
+    the rest."""
     record_failure(request, error)
     call = call_of(request)
     response = error_response(public_error(request, error), call.format_error)
@@ -291,33 +293,32 @@ def error_reply(request: web.Request, error: EngineError) -> web.Response:
 
 
 def error_body(request: web.Request, error: EngineError) -> object:
-    """The JSON of an error in the shape of the request's dialect."""
+    """Return the JSON of an error in the format of the request's dialect."""
     return call_of(request).format_error(public_error(request, error))
 
 
 def record_failure(request: web.Request, error: EngineError) -> None:
-    """Count a failure, also of a stream that began well."""
-    call_of(request).failure = Ending(error.http_status, error.code, error.message)
+    """Count a failure, also of a stream under way."""
+    call_of(request).failure = CallFailure(error.http_status, error.code, error.message)
 
 
 def record_client_closed(request: web.Request) -> None:
-    """Count a client that left before its answer was complete; one that only watched may leave at any time."""
+    """Count a client that disconnected before its answer was complete, unless the request was read-only."""
     call = call_of(request)
-    if call.failure is None and request.method not in LOOKING:
-        call.failure = _LEFT
+    if call.failure is None and request.method not in READ_METHODS:
+        call.failure = _CLIENT_LEFT
 
 
 def public_error(request: web.Request, error: EngineError) -> EngineError:
-    """An error as its client is told: with the id of its request in the details, for shapes that have room for it, and
-    without the paths of this machine, which are for operators to know; `param` is the field that was sent, whatever the
-    engine calls it. It is text whatever it quotes of the request."""
+    """Return an error as the client may see it: with the request's id in the details, without paths of this machine
+    (except for operators), and with `param` as the field's name in the request. Quoted input is escaped."""
     call = call_of(request)
-    put = copy.copy(error)
-    put.details = {**error.details, "request_id": call.request_id}
-    if put.details.get("param") == "prompt" and AS_SENT not in put.details:
-        put.details["param"] = call.prompt_field
+    public = copy.copy(error)
+    public.details = {**error.details, "request_id": call.request_id}
+    if public.details.get("param") == "prompt" and AS_SENT not in public.details:
+        public.details["param"] = call.prompt_field
     ours = error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, ModelLoadFailed)
     if ours and not call.path.startswith(ADMIN):
-        put.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)
-    put.message = readable(put.message, MAX_MESSAGE_LENGTH)
-    return put
+        public.message = _PATH.sub(lambda found: found[0].rpartition("/")[2], error.message)
+    public.message = readable(public.message, MAX_MESSAGE_LENGTH)
+    return public
