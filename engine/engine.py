@@ -17,8 +17,8 @@ from engine.config import AdapterSpec, EngineConfig, ModelSpec, PrefixSharing
 from engine.devices import DeviceProbe, new_probe
 from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
-from engine.metrics.insight import InsightCollector
-from engine.metrics.meter import Metrics, ModelUsage
+from engine.metrics.insight import InsightCollector, slo_of
+from engine.metrics.meter import Meter, ModelUsage
 from engine.metrics.publisher import SnapshotPublisher
 from engine.models.deployment import Deployment
 from engine.models.knobs import Knobs, changed_fields
@@ -136,16 +136,16 @@ class Engine:
         probe: DeviceProbe | None = None,
     ) -> None:
         self.log = LogRing()
-        self._metrics = Metrics()
+        self._meter = Meter(slo_of(config))
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
-        self._observer = InsightCollector(config, self._sampler)
-        self._tracker = RequestTracker(self._metrics, self._left, self._text_of, self._observer.session)
+        self._observer = InsightCollector(config, self._sampler, self._meter)
+        self._tracker = RequestTracker(self._meter, self._left, self._text_of)
         self._models = ModelManager(
             config.validate(),
             backend_factory=backend_factory,
             new_host=new_host,
             tracker=self._tracker,
-            metrics=self._metrics,
+            meter=self._meter,
             sampler=self._sampler,
             on_change=self._changed,
         )
@@ -153,7 +153,7 @@ class Engine:
         self._pulse = SnapshotPublisher(
             self._models,
             self._tracker,
-            metrics=self._metrics,
+            meter=self._meter,
             sampler=self._sampler,
             observer=self._observer,
             log=self.log,
@@ -322,7 +322,7 @@ class Engine:
             self._refuse_if_closed()
             admitted, deployment = self._entrance.admit(request)
         except EngineError:
-            self._metrics.count("rejected")
+            self._meter.count("rejected")
             raise
         self._tracker.add(admitted)
         deployment.take(admitted)
@@ -420,7 +420,7 @@ class Engine:
 
     def usage(self) -> tuple[ModelUsage, ...]:
         """What each model was used for, also those that are loaded no more."""
-        return self._metrics.usage()
+        return self._meter.usage()
 
     def publish_for(self, hertz: float) -> None:
         """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""

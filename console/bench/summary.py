@@ -6,36 +6,20 @@ a stream; of an engine in this process between two tokens, as its worker made th
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from console.bench.measure import Record, Run
 from console.bench.result import Column
+from engine.metrics.distributions import percentiles
+from engine.metrics.slo import Slo
 
 Values = dict[str, float | None]
 _PERCENTILES = (90, 95, 99)
 _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "response"}
-
-
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is held to, in seconds; None is not asked for."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2el_s: float | None = None
-
-    def __bool__(self) -> bool:
-        """Whether anything is asked for."""
-        return any(limit is not None for limit in (self.ttft_s, self.tpot_s, self.e2el_s))
-
-    def kept(self, record: Record) -> bool:
-        """Whether an answer was as quick as it should be."""
-        times = ((record.ttft_s, self.ttft_s), (tpot_s(record), self.tpot_s), (record.e2e_s, self.e2el_s))
-        return not record.error and all(
-            limit is None or (took is not None and took <= limit) for took, limit in times if limit is not None
-        )
 
 
 def tpot_s(record: Record) -> float | None:
@@ -45,20 +29,11 @@ def tpot_s(record: Record) -> float | None:
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Of one value at least, between two of them by the share of the way (numpy's "linear")."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarize(run: Run, slo: Slo | None = None) -> Values:
     """All that is told of a run. What no request gives is None."""
     slo, done, seconds = slo or Slo(), run.answered, run.seconds
     asked, came = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
-    kept = [record for record in done if slo.kept(record)]
+    within_slo = sum(_is_met(slo, record) for record in done)
     chunks = sum(len(record.chunks) for record in done)
     return {
         "completed": len(done),
@@ -67,8 +42,8 @@ def summarize(run: Run, slo: Slo | None = None) -> Values:
         "total_input_tokens": asked,
         "total_output_tokens": came,
         "request_throughput": len(done) / seconds,
-        "request_goodput": len(kept) / seconds if slo else None,
-        "slo_attainment": 100 * len(kept) / len(run.records) if slo and run.records else None,
+        "request_goodput": within_slo / seconds if slo.is_set else None,
+        "slo_attainment": 100 * within_slo / len(run.records) if slo.is_set and run.records else None,
         "output_throughput": came / seconds,
         "total_token_throughput": (asked + came) / seconds,
         "tokens_per_chunk": came / chunks if chunks else None,
@@ -79,6 +54,12 @@ def summarize(run: Run, slo: Slo | None = None) -> Values:
     }
 
 
+def _is_met(slo: Slo, record: Record) -> bool:
+    """Return whether an answer kept the SLO; one without a token keeps no limit on the times between them."""
+    itl_s = tpot_s(record)
+    return not record.error and slo.is_met(record.ttft_s, math.inf if itl_s is None else itl_s, record.e2e_s)
+
+
 def _times(name: str, seconds: Iterable[float | None]) -> Values:
     """Mean, median, deviation and percentiles in milliseconds."""
     known = [1000 * each for each in seconds if each is not None]
@@ -87,8 +68,8 @@ def _times(name: str, seconds: Iterable[float | None]) -> Values:
         f"median_{name}_ms": statistics.median(known) if known else None,
         f"std_{name}_ms": statistics.pstdev(known) if known else None,
     }
-    for percent in _PERCENTILES:
-        found[f"p{percent}_{name}_ms"] = percentile(known, percent) if known else None
+    values = percentiles(known, *(percent / 100 for percent in _PERCENTILES), interpolate=True)
+    found.update({f"p{percent}_{name}_ms": value for percent, value in zip(_PERCENTILES, values, strict=True)})
     return found
 
 

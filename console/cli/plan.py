@@ -21,8 +21,8 @@ from console.settings.values import duration_s, span_s
 from engine.cluster.wire import SILENCE_S
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
+from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.outcome import Slo
 from engine.simulation.step_costs import MeasuredModel
 from engine.simulation.what_if import (
     MOST_WORKERS,

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from console.bench.text import table
+from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster
-from engine.simulation.outcome import Miss, Slo, Summary
+from engine.simulation.outcome import Miss, Summary
 from engine.simulation.step_costs import MeasuredModel
 from engine.simulation.what_if import DeathAnswer, FrontAnswer, Goal, WorkersAnswer
 

@@ -18,7 +18,8 @@ from engine.devices.accounts import shares_of
 from engine.devices.cpu_limits import LimitsFile, measure_cpu
 from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineBusy
-from engine.metrics.session import SessionCounter, Slo
+from engine.metrics.meter import Meter
+from engine.metrics.slo import Slo
 from engine.snapshot import DeviceLimits, DeviceReading, DeviceWork, Energy, Insight
 from engine.system.files import replace_file
 from engine.workers.replica import Replica
@@ -234,9 +235,9 @@ class InsightCollector:
     Its calls belong to the engine's loop; files are read and written off it.
     """
 
-    def __init__(self, config: EngineConfig, sampler: DeviceSampler) -> None:
-        self.session = SessionCounter(_slo(config))
+    def __init__(self, config: EngineConfig, sampler: DeviceSampler, meter: Meter) -> None:
         self.latest = Insight()
+        self._meter = meter
         self._sampler = sampler
         self._work = WorkMeter()
         self._config = config
@@ -254,22 +255,22 @@ class InsightCollector:
 
     def reset(self, now: float, at: float) -> None:
         """Count the session anew from now on; the energy of the day goes on."""
-        self.session.reset(now, at)
+        self._meter.reset_session(now, at)
         self._joules.reset()
         self._refresh(now, at, self.latest)
 
     def use(self, changes: Mapping[str, float | str | None]) -> None:
         """Go by other settings from now on: an SLO, the price of energy. Raises InvalidRequest out of range."""
         self._config = msgspec.structs.replace(self._config, **changes).validate()
-        self.session.hold_to(_slo(self._config))
+        self._meter.set_slo(slo_of(self._config))
 
     def tick(self, now: float, at: float, replicas: Sequence[Replica]) -> None:
         """Bring `latest` up to date; at: unix time."""
         power = power_of(self._sampler.latest, {share.device for replica in replicas for share in replica.shares})
-        busy_s, self._busy_s = self.session.busy_s - self._busy_s, self.session.busy_s
+        busy_s, self._busy_s = self._meter.busy_s - self._busy_s, self._meter.busy_s
         self._joules.read(at, power, busy_s)
         workers = [
-            WorkerCounters(replica.id, replica.model, replica.stats, replica.rate.per_second(now))
+            WorkerCounters(replica.id, replica.model, replica.stats, self._meter.output_tokens_per_s(now, replica.id))
             for replica in replicas
             if replica.model is not None
         ]
@@ -305,7 +306,7 @@ class InsightCollector:
     def _refresh(self, now: float, at: float, seen: Insight, power: Power | None = None) -> None:
         joules = self._joules
         self.latest = msgspec.structs.replace(
-            self.session.freeze(now),
+            self._meter.insight(now),
             configured_context_tokens=seen.configured_context_tokens,
             work=seen.work,
             energy=Energy(
@@ -320,8 +321,9 @@ class InsightCollector:
         )
 
 
-def _slo(config: EngineConfig) -> Slo:
-    return Slo(config.slo_ttft_s, config.slo_itl_s)
+def slo_of(config: EngineConfig) -> Slo:
+    """Return the SLO of the settings."""
+    return Slo(ttft_s=config.slo_ttft_s, itl_s=config.slo_itl_s)
 
 
 class _EnergyTotals:

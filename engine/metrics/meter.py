@@ -1,26 +1,34 @@
-"""Counters, recent percentiles and one-second history over all models. Pure: every method is told the time.
+"""Meter: counts what happens to requests and in steps, once, by model and by worker. Pure: every call gets the time.
 
-What /metrics tells of each model is counted in `engine.metrics.meter`.
+Panels, `/metrics`, insight and benches read it. Three views of the same events: since the engine started, by model, as
+Prometheus has them (`usage`, `totals`); since an operator reset the session (`insight`); and the last seconds
+(`recent`, `history`, rates).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 
 from engine.backends.base import BackendStats, DraftPosition, FinishReason
-from engine.snapshot import Histogram, Mark, Percentiles, Second, Totals
+from engine.metrics.distributions import (
+    WINDOW_S,
+    HistogramCounter,
+    LengthCounter,
+    QuantileSketch,
+    Rate,
+    SampleWindow,
+    percentiles,
+)
+from engine.metrics.slo import Slo
+from engine.snapshot import Goodput, Histogram, Insight, Mark, Percentiles, Second, Session, Totals
 
-# What each model was used for since the engine started, as /metrics tells it: counters and cumulative histograms.
-#
-# Pure. Names and bucket bounds are those of vLLM's metrics, so that dashboards made for it read right. The numbers of a
-# model go on where it is replaced by itself, loaded again or has lost a worker.
+# Names and bucket bounds of the histograms are those of vLLM's metrics, so that dashboards made for it read right.
 
 # fmt: off
 TTFT_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -33,7 +41,7 @@ LATENCY_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30
 STEP_BOUNDS = (1.0, *(float(2**power) for power in range(3, 15)))
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 TOKEN_BOUNDS = tuple(float(step * 10**power) for power in range(8) for step in (1, 2, 5))
-"""Told up to the model's longest context, as vLLM does."""
+"""Shown up to the model's longest context, as vLLM does."""
 
 TTFT = "time_to_first_token_seconds"
 ITL = "inter_token_latency_seconds"
@@ -46,7 +54,7 @@ DECODE_TIME = "request_decode_time_seconds"
 PROMPT_TOKENS = "request_prompt_tokens"
 COMPUTED_TOKENS = "request_prefill_kv_computed_tokens"
 OUTPUT_TOKENS = "request_generation_tokens"
-LONGEST_OUTPUT = "request_max_num_generation_tokens"
+MAX_OUTPUT = "request_max_num_generation_tokens"
 MAX_TOKENS = "request_params_max_tokens"
 CHOICES = "request_params_n"
 STEP_TOKENS = "iteration_tokens_total"
@@ -63,19 +71,27 @@ _HISTOGRAM_BOUNDS = {
     PROMPT_TOKENS: TOKEN_BOUNDS,
     COMPUTED_TOKENS: TOKEN_BOUNDS,
     OUTPUT_TOKENS: TOKEN_BOUNDS,
-    LONGEST_OUTPUT: TOKEN_BOUNDS,
+    MAX_OUTPUT: TOKEN_BOUNDS,
     MAX_TOKENS: TOKEN_BOUNDS,
     CHOICES: CHOICES_BOUNDS,
     STEP_TOKENS: STEP_BOUNDS,
 }
 
 
-class ModelUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of all models of one name. They only grow.
+_STATS_COUNTERS = ("preemptions", "prefix_query_tokens", "prefix_hit_tokens", "draft_tokens", "draft_accepted")
+"""Counters of BackendStats that are counted by model under the same name."""
 
-    computed_tokens, cached_tokens: of prompts, what was computed and what the prefix cache had.
-    drafts: how often tokens were guessed ahead, None where the backend does not tell.  held_by_position: guesses that
-    held, by how far ahead they were.  finished: requests by finish reason.  histograms: by metric name.
+HISTORY_SECONDS = 600
+_MAX_MARKS = 100
+_MAX_GAPS = 256
+
+
+class ModelUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of all models of one name. They only grow: they go on where it is replaced by itself or loaded again.
+
+    computed_tokens, cached_tokens: of prompts, computed and found in the prefix cache.
+    drafts: how often tokens were drafted, None where the backend does not report it.  held_by_position: accepted draft
+    tokens, by how far ahead they were.  finished: requests by finish reason.  histograms: by metric name.
     """
 
     name: str
@@ -95,11 +111,11 @@ class ModelUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRequest:
     """A request that ended. queue_s: until a worker first took it.  prefill_s: from there to its first token.
     decode_s: from there to its last one.  itl_s: its mean; each is None where it did not come so far.
 
-    choices: answers to its prompt that were asked for together.  longest: tokens of the longest of them, told with the
+    choices: answers to its prompt that were requested together.  longest: tokens of the longest of them, given with the
     one that ended last, None with the others.
     """
 
@@ -118,104 +134,76 @@ class Ended:
     longest: int | None = None
 
     @property
-    def whole(self) -> bool:
-        """Whether it is an answer that was not cut short: others say nothing of speed and length."""
+    def is_whole(self) -> bool:
+        """True if its answer was not cut short: others say nothing of speed and length."""
         return self.reason in ("stop", "length")
 
     @property
-    def answerless(self) -> bool:
-        """Whether nothing but its prompt was to be computed: it says nothing of answers."""
-        return self.whole and not self.output_tokens
+    def is_prompt_only(self) -> bool:
+        """True if nothing but its prompt was to be computed: it says nothing of answers."""
+        return self.is_whole and not self.output_tokens
 
 
 class Choices:
-    """Answers to one prompt that were asked for together."""
+    """Answers to one prompt that were requested together."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._left = count
+        self._unfinished = count
         self._longest = 0
 
-    def ended(self, output_tokens: int) -> int | None:
-        """One of them ended; the tokens of the longest where it was the last, else None."""
-        self._left -= 1
+    def finish(self, output_tokens: int) -> int | None:
+        """Count one as ended; return the tokens of the longest where it was the last, else None."""
+        self._unfinished -= 1
         self._longest = max(self._longest, output_tokens)
-        return None if self._left else self._longest
+        return None if self._unfinished else self._longest
 
 
-class HistogramCounter:
-    """Counts observations by bucket; an observation equal to a bound belongs to that bound's bucket."""
+class BusyClock:
+    """How long at least one of several workers computed. Steps are counted in whatever order they are reported: idle
+    gaps between those reported so far are remembered for later reports that fill them."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._buckets = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._until = -math.inf
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_MAX_GAPS)
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` `times` times."""
-        self._buckets[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def add(self, began: float, ended: float) -> None:
+        """Count that a worker computed from `began` to `ended`."""
+        idle: list[tuple[float, float]] = []
+        while self._gaps and self._gaps[-1][1] > began:
+            idle_from, idle_until = self._gaps.pop()
+            filled_from, filled_until = max(idle_from, began), min(idle_until, ended)
+            if filled_from >= filled_until:
+                idle.append((idle_from, idle_until))
+                continue
+            self.busy_s += filled_until - filled_from
+            if filled_until < idle_until:
+                idle.append((filled_until, idle_until))
+            if idle_from < filled_from:
+                idle.append((idle_from, filled_from))
+        self._gaps.extend(reversed(idle))
+        if began > self._until:
+            self._gaps.append((self._until, began))
+        if ended > self._until:
+            self.busy_s += ended - max(began, self._until)
+            self._until = ended
 
-    def freeze(self, most: float = 0.0) -> Histogram:
-        """The cumulative histogram, with bounds up to `most` where that is given."""
-        cumulative = tuple(accumulate(self._buckets))
-        told = sum(bound <= most for bound in self._bounds) if most else len(self._bounds)
-        return Histogram(bounds=self._bounds[:told], counts=cumulative[:told], count=cumulative[-1], sum=self._sum)
 
+class _ModelCounters:
+    """Counters and histograms with the label of one model."""
 
-class UsageMeter:
-    """Counts for all models of one name."""
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.drafts: tuple[DraftPosition, ...] = ()
+        self.max_context = 0
+        self.histograms = {name: HistogramCounter(bounds) for name, bounds in _HISTOGRAM_BOUNDS.items()}
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._longest_context = 0
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()
-        self._held: tuple[int, ...] = ()
-        self._histograms = {name: HistogramCounter(bounds) for name, bounds in _HISTOGRAM_BOUNDS.items()}
-
-    def loaded(self, max_model_len: int) -> None:
-        """A model of this name takes so many tokens, prompt and answer."""
-        self._longest_context = max(self._longest_context, max_model_len)
-
-    def dispatched(self, queued_s: float) -> None:
-        """A worker took a request for the first time."""
-        self._histograms[QUEUE_TIME].observe(queued_s)
-
-    def started(self, prompt_tokens: int, cached_tokens: int, ttft_s: float | None) -> None:
-        """A request's prompt is computed. ttft_s: None where no token is to come of it."""
-        self._counts["prompt_tokens"] += prompt_tokens
-        self._counts["cached_tokens"] += cached_tokens
-        self._counts["computed_tokens"] += max(0, prompt_tokens - cached_tokens)
-        if ttft_s is not None:
-            self._histograms[TTFT].observe(ttft_s)
-
-    def gap(self, seconds: float, times: int = 1) -> None:
-        """That many tokens came `seconds` after the one before."""
-        self._histograms[ITL].observe(seconds, times)
-
-    def stepped(self, steps: int, output_tokens: int, stats: BackendStats, before: BackendStats) -> None:
-        """A worker did `steps`, which brought so many tokens; stats are those after them and before."""
-        self._counts["output_tokens"] += output_tokens
-        for name in ("preemptions", "prefix_query_tokens", "prefix_hit_tokens", "draft_tokens", "draft_accepted"):
-            if grown := getattr(stats, name) - getattr(before, name):
-                self._counts[name] += max(0, grown)
-        if steps > 0:
-            computed = max(0, stats.prompt_tokens_computed - before.prompt_tokens_computed)
-            self._histograms[STEP_TOKENS].observe((computed + output_tokens) / steps, steps)
-        if stats.drafts != before.drafts:
-            self._drafted(stats, before)
-
-    def _drafted(self, stats: BackendStats, before: BackendStats) -> None:
-        grown = draft_increase(stats, before)
-        self._counts["drafts"] += grown[0].guessed
-        held = (position.held for position in grown)
-        self._held = tuple(one + other for one, other in zip_longest(self._held, held, fillvalue=0))
-
-    def ended(self, request: Ended) -> None:
-        """A request ended. Only whole answers count into latencies and lengths."""
-        self._finished[request.reason] += 1
-        if not request.whole:
+    def finish(self, request: FinishedRequest) -> None:
+        """Count the end of a request. Only whole answers count into latencies and lengths."""
+        self.finished[request.reason] += 1
+        if not request.is_whole:
             return
         inference = [each for each in (request.prefill_s, request.decode_s) if each is not None]
         for name, value in (
@@ -228,161 +216,163 @@ class UsageMeter:
             (COMPUTED_TOKENS, max(0, request.prompt_tokens - request.cached_tokens)),
             (OUTPUT_TOKENS, request.output_tokens or None),
             (MAX_TOKENS, request.max_tokens or None),
-            (LONGEST_OUTPUT, request.longest or None),
+            (MAX_OUTPUT, request.longest or None),
             (CHOICES, request.choices if request.longest is not None else None),
         ):
             if value is not None:
-                self._histograms[name].observe(value)
+                self.histograms[name].observe(value)
 
-    def freeze(self) -> ModelUsage:
-        """The numbers now."""
-        counts = dict(self._counts)
-        guessed = counts.pop("drafts", 0)
+    def freeze(self, name: str) -> ModelUsage:
+        """Return the numbers now."""
+        drafted = self.drafts[0].guessed if self.drafts else 0
+        counts = {each: self.counts[each] for each in ModelUsage.__struct_fields__ if each in self.counts}
         return ModelUsage(
-            name=self._name,
-            drafts=guessed if guessed or not counts.get("draft_tokens") else None,
-            held_by_position=self._held,
-            finished=dict(self._finished),
+            name=name,
+            drafts=drafted if drafted or not self.counts["draft_tokens"] else None,
+            held_by_position=tuple(position.held for position in self.drafts),
+            finished=dict(self.finished),
             histograms={
-                name: histogram.freeze(self._longest_context if _HISTOGRAM_BOUNDS[name] is TOKEN_BOUNDS else 0)
-                for name, histogram in self._histograms.items()
+                name: histogram.freeze(self.max_context if _HISTOGRAM_BOUNDS[name] is TOKEN_BOUNDS else 0)
+                for name, histogram in self.histograms.items()
             },
             **counts,
         )
 
 
-def draft_increase(stats: BackendStats, before: BackendStats) -> list[DraftPosition]:
-    """What was added by position; a backend that was loaded anew has counted from the start."""
-    return [
-        DraftPosition(guessed=max(0, now.guessed - old.guessed), held=max(0, now.held - old.held))
-        for now, old in zip_longest(stats.drafts, before.drafts, fillvalue=DraftPosition())
-    ]
+@dataclass(slots=True)
+class _Session:
+    """What a reset starts again. *_before: the counters since the engine's start, as they were at the reset."""
+
+    since: float = 0.0
+    started: float = 0.0
+    counts_before: Mapping[str, int] = field(default_factory=Counter)
+    finished_before: Counter[str] = field(default_factory=Counter)
+    drafts_before: tuple[DraftPosition, ...] = ()
+    busy_before_s: float = 0.0
+    queue: QuantileSketch = field(default_factory=QuantileSketch)
+    prefill: QuantileSketch = field(default_factory=QuantileSketch)
+    decode: QuantileSketch = field(default_factory=QuantileSketch)
+    prompts: LengthCounter = field(default_factory=LengthCounter)
+    outputs: LengthCounter = field(default_factory=LengthCounter)
+    longest_tokens: int = 0
+    judged: int = 0
+    met: int = 0
+    met_rate: Rate = field(default_factory=lambda: Rate(WINDOW_S))
+
+    def finish(self, now: float, request: FinishedRequest, slo: Slo) -> None:
+        """Count the end of a request."""
+        self.longest_tokens = max(self.longest_tokens, request.prompt_tokens + request.output_tokens)
+        if request.reason != "cancelled" and not request.is_prompt_only:
+            self.judged += 1
+            if request.is_whole and slo.is_met(request.ttft_s, request.itl_s):
+                self.met += 1
+                self.met_rate.add(now)
+        if not request.is_whole:
+            return
+        self.prompts.add(request.prompt_tokens)
+        if not request.is_prompt_only:
+            self.outputs.add(request.output_tokens)
+        for sketch, phase_s in (
+            (self.queue, request.queue_s),
+            (self.prefill, request.prefill_s),
+            (self.decode, request.decode_s),
+        ):
+            if phase_s is not None:
+                sketch.add(phase_s)
 
 
-HISTORY_SECONDS = 600
-WINDOW_S = 60.0
-RATE_WINDOW_S = 4.0
-_MAX_SAMPLES = 4096
-_MAX_MARKS = 100
+class Meter:
+    """Everything that is counted. Times are seconds of one monotonic clock, except where `at` says unix time.
 
-
-class Rate:
-    """Events per second over the last `window_s`; a rate that began less than a window ago is not diluted."""
-
-    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
-        self._window_s = window_s
-        self._events: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def add(self, now: float, count: int = 1) -> None:
-        """`count` events happened at `now`."""
-        self._prune(now)
-        self._events.append((now, count))
-        self._total += count
-
-    def events(self, now: float) -> int:
-        """How many there were in the window."""
-        self._prune(now)
-        return self._total
-
-    def per_second(self, now: float) -> float:
-        """The rate at `now`."""
-        self._prune(now)
-        if not self._events:
-            return 0.0
-        return self._total / max(1.0, min(self._window_s, now - self._events[0][0]))
-
-    def _prune(self, now: float) -> None:
-        while self._events and self._events[0][0] < now - self._window_s:
-            self._total -= self._events.popleft()[1]
-
-
-class Window:
-    """The samples of the last `window_s` seconds (of the newest few thousand that differ at most)."""
-
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
-        self._samples: deque[tuple[float, float, int]] = deque(maxlen=_MAX_SAMPLES)
-
-    def add(self, now: float, value: float, times: int = 1) -> None:
-        """Take a sample, `times` times."""
-        self._samples.append((now, value, times))
-
-    def percentiles(self, now: float) -> Percentiles:
-        """p50, p95 and p99 of the samples still in the window."""
-        while self._samples and self._samples[0][0] < now - self._window_s:
-            self._samples.popleft()
-        counts: Counter[float] = Counter()
-        for _, value, times in self._samples:
-            counts[value] += times
-        p50, p95, p99 = percentiles(counts, 0.50, 0.95, 0.99)
-        return Percentiles(p50=p50, p95=p95, p99=p99)
-
-
-def percentiles(counts: Mapping[float, int], *shares: float) -> list[float | None]:
-    """The values that these shares of the samples do not exceed (nearest rank); None each for no samples.
-
-    counts: how often each value was sampled.
+    recent: percentiles of TTFT, ITL and E2E over the last minute, as of the last `tick`.  history: one-second values.
     """
-    if not counts:
-        return [None] * len(shares)
-    values = sorted(counts)
-    ranks = list(accumulate(counts[value] for value in values))
-    return [values[bisect_left(ranks, max(1, math.ceil(share * ranks[-1])))] for share in shares]
 
-
-class Metrics:
-    """Everything that is counted. Times are seconds of one monotonic clock, except where `at` says unix time."""
-
-    def __init__(self) -> None:
-        self.output_rate = Rate()
-        self.prompt_rate = Rate()
-        self.finish_rate = Rate(WINDOW_S)
-        self.windows = {name: Window() for name in (TTFT, ITL, E2E)}
+    def __init__(self, slo: Slo | None = None) -> None:
         self.recent = {name: Percentiles() for name in (TTFT, ITL, E2E)}
         self.history: tuple[Second, ...] = ()
-        self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
-        self._meters: dict[str, UsageMeter] = {}
-        self._finished: dict[str, int] = {}
-        self._counts = dict.fromkeys((name for name in Totals.__struct_fields__ if name != "finished"), 0)
-        self._second_tokens = {"prompt_tokens": 0, "output_tokens": 0}
+        self._slo = slo or Slo()
+        self._models: dict[str, _ModelCounters] = {}
+        self._unlabelled = _ModelCounters()
+        self._session = _Session()
+        self._busy = BusyClock()
+        self._output_rate, self._prompt_rate, self._finish_rate = Rate(), Rate(), Rate(WINDOW_S)
+        self._worker_rates: dict[str, Rate] = {}
+        self._windows = {name: SampleWindow() for name in self.recent}
+        self._second_counts: Counter[str] = Counter()
         self._second_samples: dict[str, Counter[float]] = {TTFT: Counter(), ITL: Counter()}
+        self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
 
-    def meter(self, model: str) -> UsageMeter:
-        """What counts for all models of that name, the same each time."""
-        return self._meters.setdefault(model, UsageMeter(model))
+    # -- events -------------------------------------------------------------------------------------------------
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    def add_model(self, model: str, max_model_len: int = 0) -> None:
+        """Have numbers of a model. max_model_len: tokens that it takes once it is loaded, prompt and answer."""
+        counters = self._models.setdefault(model, _ModelCounters())
+        counters.max_context = max(counters.max_context, max_model_len)
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Add to the counter of Totals of that name."""
-        self._counts[name] += amount
+        """Add to the counter of Totals of that name that belongs to no model."""
+        self._unlabelled.counts[name] += amount
 
-    def started(self, now: float, prompt_tokens: int, cached_tokens: int, ttft_s: float | None) -> None:
-        """A request's prompt is computed. ttft_s: None where no token is to come of it."""
-        self.count("prompt_tokens", prompt_tokens)
-        self.count("cached_tokens", cached_tokens)
-        self._second_tokens["prompt_tokens"] += prompt_tokens
-        self.prompt_rate.add(now, prompt_tokens)
+    def dispatched(self, model: str, queued_s: float) -> None:
+        """Count that a worker took a request for the first time."""
+        self._models[model].histograms[QUEUE_TIME].observe(queued_s)
+
+    def prefilled(self, now: float, model: str, prompt_tokens: int, cached_tokens: int, ttft_s: float | None) -> None:
+        """Count a prompt that is computed. ttft_s: None where no token is to come of it."""
+        counters = self._models[model]
+        counters.counts["prompt_tokens"] += prompt_tokens
+        counters.counts["cached_tokens"] += cached_tokens
+        counters.counts["computed_tokens"] += max(0, prompt_tokens - cached_tokens)
+        self._second_counts["prompt_tokens"] += prompt_tokens
+        self._prompt_rate.add(now, prompt_tokens)
         if ttft_s is not None:
-            self._sample(TTFT, now, ttft_s)
+            self._observe(counters, TTFT, now, ttft_s)
 
-    def produced(self, now: float, tokens: int) -> None:
-        """`tokens` output tokens came."""
-        self.count("output_tokens", tokens)
-        self._second_tokens["output_tokens"] += tokens
-        self.output_rate.add(now, tokens)
+    def stepped(
+        self,
+        now: float,
+        model: str,
+        worker: str,
+        *,
+        steps: int,
+        step_s: float,
+        ended_at: float,
+        sequences: int,
+        output_tokens: int,
+        gaps: Mapping[float, int],
+        stats: BackendStats,
+        before: BackendStats,
+    ) -> None:
+        """Count a worker's report of `steps` of `step_s` each with `sequences` requests, the last of which ended at
+        `ended_at`. gaps: seconds between output tokens, and how often each; stats: after them, and before."""
+        counters = self._models[model]
+        for name in _STATS_COUNTERS:
+            if grown := getattr(stats, name) - getattr(before, name):
+                counters.counts[name] += max(0, grown)
+        if steps > 0:
+            computed = max(0, stats.prompt_tokens_computed - before.prompt_tokens_computed)
+            counters.counts["prefill_tokens"] += computed
+            counters.counts["steps"] += steps
+            counters.counts["sequence_steps"] += steps * sequences
+            counters.histograms[STEP_TOKENS].observe((computed + output_tokens) / steps, steps)
+            self._busy.add(ended_at - steps * step_s, ended_at)
+        if stats.drafts != before.drafts:
+            counters.drafts = _add_drafts(counters.drafts, _draft_increase(stats.drafts, before.drafts))
+        if output_tokens:
+            counters.counts["output_tokens"] += output_tokens
+            self._second_counts["output_tokens"] += output_tokens
+            self._output_rate.add(now, output_tokens)
+            self._worker_rates.setdefault(worker, Rate()).add(now, output_tokens)
+        for seconds, times in gaps.items():
+            self._observe(counters, ITL, now, seconds, times)
 
-    def gap(self, now: float, seconds: float, times: int = 1) -> None:
-        """That many tokens came `seconds` after the one before."""
-        self._sample(ITL, now, seconds, times)
-
-    def finished(self, now: float, reason: FinishReason, e2e_s: float) -> None:
-        """A request ended. Only whole answers count into latencies: one that was cut short says nothing of speed."""
-        self._finished[reason] = self._finished.get(reason, 0) + 1
-        self.finish_rate.add(now)
-        if reason in ("stop", "length"):
-            self.windows[E2E].add(now, e2e_s)
+    def finished(self, now: float, model: str, request: FinishedRequest) -> None:
+        """Count the end of a request. Only whole answers count into latencies: one cut short says nothing of speed."""
+        self._models[model].finish(request)
+        self._session.finish(now, request, self._slo)
+        self._finish_rate.add(now)
+        if request.is_whole:
+            self._windows[E2E].add(now, request.e2e_s)
 
     def mark(
         self,
@@ -394,20 +384,95 @@ class Metrics:
         after: float | None = None,
         model: str = "",
     ) -> None:
-        """Remember what an operator did; see Mark."""
+        """Remember an operator's action; see Mark."""
         self._marks.append(Mark(at=at, text=text, knob=knob, before=before, after=after, model=model))
 
     def settle(self, model: str, at: float) -> None:
-        """The workers of a model are as its knobs ask for."""
+        """Note that the workers of a model are as its knobs say."""
         for index, mark in enumerate(self._marks):
             if mark.knob and mark.model == model and mark.settled_at is None:
                 self._marks[index] = msgspec.structs.replace(mark, settled_at=at)
 
-    def _sample(self, name: str, now: float, value: float, times: int = 1) -> None:
-        self.windows[name].add(now, value, times)
+    def _observe(self, counters: _ModelCounters, name: str, now: float, value: float, times: int = 1) -> None:
+        counters.histograms[name].observe(value, times)
+        self._windows[name].add(now, value, times)
         self._second_samples[name][value] += times
 
-    # -- what is shown ------------------------------------------------------------------------------------------
+    # -- the session --------------------------------------------------------------------------------------------
+
+    def reset_session(self, now: float, at: float) -> None:
+        """Begin a session at unix time `at`."""
+        self._session = _Session(
+            since=at,
+            started=now,
+            counts_before=self._counts(),
+            finished_before=self._finished(),
+            drafts_before=self._drafts(),
+            busy_before_s=self.busy_s,
+        )
+
+    def set_slo(self, slo: Slo) -> None:
+        """Judge by another SLO from now on; the goodput by the old one is forgotten."""
+        if slo != self._slo:
+            self._slo = slo
+            self._session.judged = self._session.met = 0
+            self._session.met_rate = Rate(WINDOW_S)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a worker computed since the engine started: no reset touches it."""
+        return self._busy.busy_s
+
+    def insight(self, now: float) -> Insight:
+        """Return the session's numbers; those of devices are left for others to add."""
+        session, counts = self._session, self._counts()
+        counts.subtract(session.counts_before)
+        finished = self._finished() - session.finished_before
+        drafts = _draft_increase(self._drafts(), session.drafts_before)
+        return Insight(
+            session=Session(
+                since=session.since,
+                elapsed_s=now - session.started,
+                busy_s=self.busy_s - session.busy_before_s,
+                requests=finished.total(),
+                output_tokens=counts["output_tokens"],
+                prompt_tokens=counts["prefill_tokens"],
+                steps=counts["steps"],
+                batch=counts["sequence_steps"] / counts["steps"] if counts["steps"] else None,
+            ),
+            queue=session.queue.freeze(),
+            prefill=session.prefill.freeze(),
+            decode=session.decode.freeze(),
+            prompts=session.prompts.freeze(),
+            outputs=session.outputs.freeze(),
+            longest_context_tokens=session.longest_tokens,
+            finished=dict(finished),
+            goodput=Goodput(
+                slo_ttft_s=self._slo.ttft_s,
+                slo_itl_s=self._slo.itl_s,
+                judged=session.judged,
+                kept=session.met,
+                per_s=session.met_rate.events(now) / max(1.0, min(WINDOW_S, now - session.started)),
+            ),
+            drafts=drafts if any(position.guessed for position in drafts) else (),
+        )
+
+    # -- the last seconds ---------------------------------------------------------------------------------------
+
+    def output_tokens_per_s(self, now: float, worker: str | None = None) -> float:
+        """Return the rate of output tokens, of one worker or of all."""
+        if worker is None:
+            return self._output_rate.per_second(now)
+        rate = self._worker_rates.get(worker)
+        return 0.0 if rate is None else rate.per_second(now)
+
+    def prompt_tokens_per_s(self, now: float) -> float:
+        """Return the rate of prompt tokens."""
+        return self._prompt_rate.per_second(now)
+
+    def finished_per_s(self, now: float) -> float:
+        """Return the rate of requests that end."""
+        return self._finish_rate.per_second(now)
 
     def tick(
         self,
@@ -425,8 +490,8 @@ class Metrics:
         itl_p50, itl_p95 = percentiles(self._second_samples[ITL], 0.50, 0.95)
         second = Second(
             at=at,
-            output_tokens=self._second_tokens["output_tokens"],
-            prompt_tokens=self._second_tokens["prompt_tokens"],
+            output_tokens=self._second_counts["output_tokens"],
+            prompt_tokens=self._second_counts["prompt_tokens"],
             running=running,
             queued=queued,
             kv_usage=kv_usage,
@@ -438,19 +503,61 @@ class Metrics:
             itl_p95=itl_p95,
         )
         self.history = (*self.history[-(HISTORY_SECONDS - 1) :], second)
-        self.recent = {name: window.percentiles(now) for name, window in self.windows.items()}
-        self._second_tokens = dict.fromkeys(self._second_tokens, 0)
+        self.recent = {name: window.percentiles(now) for name, window in self._windows.items()}
+        self._second_counts.clear()
         self._second_samples = {name: Counter() for name in self._second_samples}
+        self._worker_rates = {worker: rate for worker, rate in self._worker_rates.items() if rate.events(now)}
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """What operators did, oldest first."""
+        """Actions of operators, oldest first."""
         return tuple(self._marks)
 
+    # -- since the start ----------------------------------------------------------------------------------------
+
     def totals(self) -> Totals:
-        """The counters now."""
-        return Totals(finished=dict(self._finished), **self._counts)
+        """Return the counters of all models together."""
+        counts = self._counts()
+        names = (name for name in Totals.__struct_fields__ if name != "finished")
+        return Totals(finished=dict(self._finished()), **{name: counts[name] for name in names})
 
     def usage(self) -> tuple[ModelUsage, ...]:
-        """Each model's numbers."""
-        return tuple(meter.freeze() for meter in self._meters.values())
+        """Return each model's numbers, also of those that are loaded no more."""
+        return tuple(counters.freeze(name) for name, counters in self._models.items())
+
+    def _all(self) -> tuple[_ModelCounters, ...]:
+        return (*self._models.values(), self._unlabelled)
+
+    def _counts(self) -> Counter[str]:
+        return _sum(each.counts for each in self._all())
+
+    def _finished(self) -> Counter[str]:
+        return _sum(each.finished for each in self._all())
+
+    def _drafts(self) -> tuple[DraftPosition, ...]:
+        drafts: tuple[DraftPosition, ...] = ()
+        for each in self._all():
+            drafts = _add_drafts(drafts, each.drafts)
+        return drafts
+
+
+def _sum(counters: Iterable[Counter[str]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counters:
+        total.update(each)
+    return total
+
+
+def _draft_increase(drafts: tuple[DraftPosition, ...], before: tuple[DraftPosition, ...]) -> tuple[DraftPosition, ...]:
+    """Return what was added by position; a backend that was loaded again counts from 0."""
+    return tuple(
+        DraftPosition(guessed=max(0, now.guessed - old.guessed), held=max(0, now.held - old.held))
+        for now, old in zip_longest(drafts, before, fillvalue=DraftPosition())
+    )
+
+
+def _add_drafts(drafts: tuple[DraftPosition, ...], more: tuple[DraftPosition, ...]) -> tuple[DraftPosition, ...]:
+    return tuple(
+        DraftPosition(guessed=one.guessed + other.guessed, held=one.held + other.held)
+        for one, other in zip_longest(drafts, more, fillvalue=DraftPosition())
+    )

@@ -13,7 +13,7 @@ from engine.config import DeviceShare
 from engine.devices import account
 from engine.devices.sampler import DeviceSampler
 from engine.metrics.insight import InsightCollector
-from engine.metrics.meter import E2E, ITL, TTFT, Metrics
+from engine.metrics.meter import E2E, ITL, TTFT, Meter
 from engine.models.deployment import Deployment
 from engine.models.manager import ModelManager
 from engine.requests.tracker import RequestTracker
@@ -31,7 +31,7 @@ def build_snapshot(
     started: float,
     models: ModelManager,
     tracker: RequestTracker,
-    metrics: Metrics,
+    meter: Meter,
     devices: Sequence[DeviceReading],
     log_total: int,
     insight: Insight,
@@ -49,23 +49,28 @@ def build_snapshot(
         max_queue=config.max_queue,
         devices=account(devices, _shares(models), models.busy_time.shares(now)),
         workers=tuple(
-            msgspec.structs.replace(replica.reading(now, deployment.config.max_prompts), model=deployment.spec.name)
+            msgspec.structs.replace(
+                replica.reading(now),
+                model=deployment.spec.name,
+                max_prompts=deployment.config.max_prompts,
+                tokens_per_s=meter.output_tokens_per_s(now, replica.id),
+            )
             for deployment in models
             for replica in deployment.replicas()
         ),
         requests=(*_live_rows(tracker, replicas, now), *reversed(tracker.recent)),
         queued=queued,
         running=len(tracker.live) - queued,
-        output_tokens_per_s=metrics.output_rate.per_second(now),
-        prompt_tokens_per_s=metrics.prompt_rate.per_second(now),
+        output_tokens_per_s=meter.output_tokens_per_s(now),
+        prompt_tokens_per_s=meter.prompt_tokens_per_s(now),
         kv_usage=kv_usage(replicas),
         prefix_hit_rate=prefix_hit_rate(replicas),
-        ttft=metrics.recent[TTFT],
-        itl=metrics.recent[ITL],
-        e2e=metrics.recent[E2E],
-        history=metrics.history,
-        marks=metrics.marks,
-        totals=metrics.totals(),
+        ttft=meter.recent[TTFT],
+        itl=meter.recent[ITL],
+        e2e=meter.recent[E2E],
+        history=meter.history,
+        marks=meter.marks,
+        totals=meter.totals(),
         log_total=log_total,
         insight=insight,
     )
@@ -145,14 +150,14 @@ class SnapshotPublisher:
         models: ModelManager,
         tracker: RequestTracker,
         *,
-        metrics: Metrics,
+        meter: Meter,
         sampler: DeviceSampler,
         observer: InsightCollector,
         log: LogRing,
     ) -> None:
         self._models = models
         self._tracker = tracker
-        self._metrics = metrics
+        self._meter = meter
         self._sampler = sampler
         self._observer = observer
         self._log = log
@@ -202,7 +207,7 @@ class SnapshotPublisher:
             started=self._started,
             models=self._models,
             tracker=self._tracker,
-            metrics=self._metrics,
+            meter=self._meter,
             devices=self._sampler.latest,
             log_total=self._log.total,
             insight=self._observer.latest,
@@ -224,7 +229,7 @@ class SnapshotPublisher:
     def _tick(self) -> None:
         loop, replicas = asyncio.get_running_loop(), self._models.replicas()
         now = loop.time()
-        self._metrics.tick(
+        self._meter.tick(
             now,
             time.time(),
             running=len(self._tracker.live) - self._models.queued,

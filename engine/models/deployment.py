@@ -86,7 +86,8 @@ class Deployment:
         self.tokenizer: Tokenizer | None = None
         self._salt = secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
-        self.model_queue = ModelQueue(queue, context.metrics.meter(spec.name), _now())
+        self.model_queue = ModelQueue(queue, spec.name, _now())
+        context.meter.add_model(spec.name)
         self.adapters = ModelAdapters()
         self.gone = asyncio.Event()
         self.handover: Handover | None = None
@@ -453,7 +454,7 @@ class Deployment:
         """Change the state, log it and show it. model: the result of a load, kept until the memory is given back."""
         self._allow(state)
         if model is not None:
-            self.model_queue.usage.loaded(model.max_model_len)
+            self._context.meter.add_model(self.spec.name, model.max_model_len)
         if state == "unloaded":
             self.tokenizer = None
         kept = self.model if state in ("ready", "draining", "unloading") else None
@@ -669,9 +670,9 @@ class Deployment:
 
     def _mark(self, before: EngineConfig) -> None:
         """A mark for each knob that was turned."""
-        metrics, model = self._context.metrics, self.spec.name
+        meter, model = self._context.meter, self.spec.name
         for turn in knob_changes(before, self.config):
-            metrics.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
+            meter.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
             _log.info("%s: %s", model, turn)
 
     @property
@@ -691,7 +692,7 @@ class Deployment:
             count=self._context.num_workers,
             model_queue=self.model_queue,
             tracker=self._context.tracker,
-            metrics=self._context.metrics,
+            meter=self._context.meter,
             busy=self._context.busy,
             on_loaded=self._loaded,
             on_change=self._pool_changed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.devices import BusyTime
-from engine.metrics.meter import Metrics
+from engine.metrics.meter import Meter
 from engine.placement.load_history import LoadHistoryFile
 from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading
@@ -31,7 +31,7 @@ class EngineContext:
     """
 
     tracker: RequestTracker
-    metrics: Metrics
+    meter: Meter
     busy: BusyTime
     ledger: LoadHistoryFile | None
     new_host: NewHost

@@ -30,7 +30,7 @@ from engine.errors import (
     QueueFull,
     RequestTimeout,
 )
-from engine.metrics.meter import Metrics
+from engine.metrics.meter import Meter
 from engine.models.deployment import Deployment
 from engine.models.engine_context import EngineContext
 from engine.models.handover import Handover
@@ -78,7 +78,7 @@ class ModelManager:
         backend_factory: BackendFactory | None,
         new_host: NewHost | None = None,
         tracker: RequestTracker,
-        metrics: Metrics,
+        meter: Meter,
         sampler: DeviceSampler,
         on_change: Callable[[], None],
     ) -> None:
@@ -89,7 +89,7 @@ class ModelManager:
         self._ever: WeakSet[Deployment] = WeakSet()
         self._numbers = count(1)
         self._tracker = tracker
-        self._metrics = metrics
+        self._meter = meter
         self._sampler = sampler
         self._on_change = on_change
         self._num_workers = 0
@@ -97,7 +97,7 @@ class ModelManager:
         self._closed = False
         self._context = EngineContext(
             tracker=tracker,
-            metrics=metrics,
+            meter=meter,
             busy=self.busy_time,
             ledger=LoadHistoryFile(config.state_dir) if config.state_dir is not None else None,
             new_host=new_host or host_factory(config, backend_factory),
@@ -430,7 +430,7 @@ class ModelManager:
             replica.check(now)
         for deployment in self:
             if deployment.settled:
-                self._metrics.settle(deployment.spec.name, time.time())
+                self._meter.settle(deployment.spec.name, time.time())
         if any(deployment.arriving for deployment in self):
             return
         heirs = {handover.heir for handover in self._handovers() if handover.same_model}

@@ -11,8 +11,7 @@ import msgspec
 
 from engine.backends.base import BackendStats, FinishReason
 from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestNotFound, RequestTimeout, WorkerFailed
-from engine.metrics.meter import Ended, Metrics, UsageMeter
-from engine.metrics.session import SessionCounter
+from engine.metrics.meter import FinishedRequest, Meter
 from engine.requests.history import RequestDetail, RequestHistory, RequestText
 from engine.requests.request import Request
 from engine.scheduling.queue import ModelQueue, Slot
@@ -30,20 +29,17 @@ class RequestTracker:
 
     on_left: called with each request that ended, so that whoever holds its worker can free the place.
     text_of: what is to be kept of its text, None for nothing.  records: what is kept of those that ended.
-    session: what counts requests and steps for insight.
     """
 
     def __init__(
         self,
-        metrics: Metrics,
+        meter: Meter,
         on_left: Callable[[Request], None],
         text_of: Callable[[Request], RequestText | None],
-        session: SessionCounter,
     ) -> None:
         self.live: dict[str, Request] = {}
         self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
-        self._metrics = metrics
-        self._session = session
+        self._meter = meter
         self._on_left = on_left
         self._text_of = text_of
         self.records = RequestHistory()
@@ -66,7 +62,7 @@ class RequestTracker:
     def add(self, request: Request) -> None:
         """Take an admitted request and start its clock; it is in no queue yet."""
         self.live[request.id] = request
-        self._metrics.count("requests")
+        self._meter.count("requests")
         if request.timeout_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
 
@@ -78,7 +74,7 @@ class RequestTracker:
             request.timeline.taken(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
-                model_queue.usage.dispatched(now - request.created)
+                self._meter.dispatched(model_queue.model, now - request.created)
         return assigned
 
     def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
@@ -119,27 +115,18 @@ class RequestTracker:
 
     def retry_after_s(self) -> int:
         """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
-        rate = self._metrics.finish_rate.per_second(_now())
+        rate = self._meter.finished_per_s(_now())
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
 
     # -- what workers report ------------------------------------------------------------------------------------
 
-    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, usage: UsageMeter) -> None:
+    def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, model: str) -> None:
         """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped.
 
-        usage: what counts for the worker's model.
+        model: the name of the worker's model.
         """
         now = _now()
-        for counter in ("preemptions", "draft_tokens", "draft_accepted"):
-            self._metrics.count(counter, max(0, getattr(batch.stats, counter) - getattr(before, counter)))
-        self._session.stepped(
-            replica.step_ended_at,
-            steps=batch.steps,
-            step_s=batch.step_s,
-            sequences=max(0, len(replica.active) - batch.stats.waiting),
-            stats=batch.stats,
-            before=before,
-        )
+        sequences = max(0, len(replica.active) - batch.stats.waiting)
         tokens = 0
         gaps: Counter[float] = Counter()  # requests of one step mostly have the same
         for output in batch.outputs:
@@ -151,14 +138,19 @@ class RequestTracker:
             if output.finish is not None:
                 del replica.active[output.request_id]
                 self._finish(request, output.finish, _error_of(output, replica.id))
-        for seconds, times in gaps.items():
-            self._metrics.gap(now, seconds, times)
-            usage.gap(seconds, times)
-        usage.stepped(batch.steps, tokens, batch.stats, before)
-        if tokens:
-            replica.rate.add(now, tokens)
-            self._metrics.produced(now, tokens)
-            self._session.produced(tokens)
+        self._meter.stepped(
+            now,
+            model,
+            replica.id,
+            steps=batch.steps,
+            step_s=batch.step_s,
+            ended_at=replica.step_ended_at,
+            sequences=sequences,
+            output_tokens=tokens,
+            gaps=gaps,
+            stats=batch.stats,
+            before=before,
+        )
 
     def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
         """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
@@ -175,7 +167,7 @@ class RequestTracker:
                 )
                 self._finish(request, "error", failed.info)
             else:
-                self._metrics.count("requeued")
+                self._meter.count("requeued")
                 self.requeue(request)
 
     def requeue(self, request: Request) -> None:
@@ -213,8 +205,8 @@ class RequestTracker:
     def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
-        self._metrics.started(now, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
-        request.model_queue.usage.started(len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        model = request.model_queue.model
+        self._meter.prefilled(now, model, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -244,8 +236,8 @@ class RequestTracker:
         self._on_left(request)
 
     def _account(self, request: Request, reason: FinishReason, now: float) -> None:
-        output_tokens, e2e_s = len(request.generated), now - request.created
-        ended = Ended(
+        output_tokens = len(request.generated)
+        finished = FinishedRequest(
             reason=reason,
             prompt_tokens=len(request.prompt_ids),
             output_tokens=output_tokens,
@@ -254,18 +246,16 @@ class RequestTracker:
             decode_s=_between(request.first_token, request.last_token),
             ttft_s=request.ttft_s,
             itl_s=request.itl_s,
-            e2e_s=e2e_s,
+            e2e_s=now - request.created,
             cached_tokens=request.cached_tokens,
             max_tokens=request.params.max_tokens or 0,
             choices=1 if request.choices is None else request.choices.count,
-            longest=output_tokens if request.choices is None else request.choices.ended(output_tokens),
+            longest=output_tokens if request.choices is None else request.choices.finish(output_tokens),
         )
         request.model_queue.longest_tokens = max(
-            request.model_queue.longest_tokens, ended.prompt_tokens + output_tokens
+            request.model_queue.longest_tokens, finished.prompt_tokens + output_tokens
         )
-        self._session.ended(now, ended)
-        self._metrics.finished(now, reason, e2e_s)
-        request.model_queue.usage.ended(ended)
+        self._meter.finished(now, request.model_queue.model, finished)
 
     def _keep(self, request: Request, row: RequestRow) -> None:
         self.recent.append(row)

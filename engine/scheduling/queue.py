@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Generic, TypeVar
 
-from engine.metrics.meter import UsageMeter
 from engine.requests.request import Request
 from engine.scheduling.routing import Fit, Router, Slot
 from engine.worker_process.protocol import StepBatch
@@ -449,11 +448,11 @@ def _expired(request: Request, now: float) -> bool:
 class ModelQueue:
     """The queue of one model with its decisions, and how many of its requests live. Every call is told the time.
 
-    usage: what counts for the model.  longest_tokens: prompt and answer of the longest request that ended.
+    model: its name.  longest_tokens: prompt and answer of the longest request that ended.
     """
 
-    def __init__(self, queue: Dispatcher, usage: UsageMeter, now: float) -> None:
-        self.usage = usage
+    def __init__(self, queue: Dispatcher, model: str, now: float) -> None:
+        self.model = model
         self.last_used = now
         self.longest_tokens = 0
         self._queue = queue

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
+from engine.metrics.distributions import QuantileSketch, percentiles
+from engine.metrics.slo import Slo
 from engine.simulation.demand import Ask
 
 Fate = Literal["answered", "too long", "refused", "timeout", "failed"]
@@ -17,8 +19,6 @@ Fate = Literal["answered", "too long", "refused", "timeout", "failed"]
 whose workers died too often."""
 Miss = Literal["too long", "refused", "timeout", "failed", "first token", "other tokens"]
 """Why a request does not count as served: its fate, or which half of the SLO its answer was too slow for."""
-
-_GAP_BASE = math.log(1.02)
 
 
 @dataclass(slots=True)
@@ -70,13 +70,6 @@ class Served:
         return "other tokens" if slo.itl_s is not None and (self.tpot_s or 0.0) > slo.itl_s else None
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer is held to: its first token within ttft_s, the others itl_s apart on average; None: anything."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
-
-
 class Window(msgspec.Struct, frozen=True, kw_only=True):
     """What of a simulation is counted: from since_s on, when it has found its pace, until until_s, when nobody comes
     any more. Requests that came within it are asked how they fared; those that ended within it make rates."""
@@ -98,18 +91,27 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     p95: float = 0.0
     p99: float = 0.0
     most: float = 0.0
+    _SHARES: ClassVar[tuple[float, ...]] = (0.50, 0.90, 0.95, 0.99, 1.0)
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Percentiles:
         """Nearest ranks; nothing but zeros of no values."""
-        found = sorted(values)
-        if not found:
+        samples = list(values)
+        if not samples:
             return cls()
-        return cls(
-            mean=math.fsum(found) / len(found),
-            **{f"p{rank}": found[max(0, math.ceil(rank / 100 * len(found)) - 1)] for rank in (50, 90, 95, 99)},
-            most=found[-1],
-        )
+        return cls._ranked(math.fsum(samples) / len(samples), percentiles(samples, *cls._SHARES))
+
+    @classmethod
+    def of_sketch(cls, sketch: QuantileSketch) -> Percentiles:
+        """The same of a sketch, within 1%."""
+        if not sketch.count:
+            return cls()
+        return cls._ranked(sketch.sum / sketch.count, sketch.quantiles(*cls._SHARES))
+
+    @classmethod
+    def _ranked(cls, mean: float, ranked: Iterable[float | None]) -> Percentiles:
+        p50, p90, p95, p99, most = (value or 0.0 for value in ranked)
+        return cls(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, most=most)
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -120,35 +122,6 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     queued: int
     running: int
     behind_s: float
-
-
-class Gaps:
-    """Seconds between what clients get of an answer, counted in classes of 2%."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, seconds: float, times: int = 1) -> None:
-        """Such a gap, so many times."""
-        self._counts[round(math.log(max(seconds, 1e-7)) / _GAP_BASE)] += times
-
-    def percentiles(self) -> Percentiles:
-        """Of all of them, to 1%."""
-        total = sum(self._counts.values())
-        if not total:
-            return Percentiles()
-        ranked = sorted(self._counts.items())
-
-        def at(share: float) -> float:
-            left = share * total
-            for size, times in ranked:
-                left -= times
-                if left <= 0:
-                    return math.exp(size * _GAP_BASE)
-            return math.exp(ranked[-1][0] * _GAP_BASE)
-
-        mean = math.fsum(math.exp(size * _GAP_BASE) * times for size, times in ranked) / total
-        return Percentiles(mean=mean, p50=at(0.5), p90=at(0.9), p95=at(0.95), p99=at(0.99), most=at(1.0))
 
 
 @dataclass(slots=True)
@@ -162,7 +135,7 @@ class Outcome:
     """
 
     served: list[Served] = field(default_factory=list)
-    gaps: Gaps = field(default_factory=Gaps)
+    gaps: QuantileSketch = field(default_factory=QuantileSketch)
     moments: list[Moment] = field(default_factory=list)
     utilisation: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -198,7 +171,7 @@ class Outcome:
             output_tokens_per_s=sum(each.output_tokens for each in ended) / seconds,
             ttft_s=Percentiles.of(each.ttft_s for each in asked if each.ttft_s is not None),
             tpot_s=Percentiles.of(each.tpot_s for each in asked if each.tpot_s is not None),
-            itl_s=self.gaps.percentiles(),
+            itl_s=Percentiles.of_sketch(self.gaps),
             e2e_s=Percentiles.of(each.e2e_s for each in answered),
             kept_share=kept / len(asked) if asked else 0.0,
             goodput_per_s=kept / seconds,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from engine.simulation.outcome import Outcome, Served, Slo
+from engine.metrics.slo import Slo
+from engine.simulation.outcome import Outcome, Served
 
 _NEARLY_ALL = 0.95
 _LAST = 0.25

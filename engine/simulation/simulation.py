@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from engine.backends.base import FinishReason
-from engine.metrics.meter import UsageMeter
 from engine.requests.request import MAX_DEATHS, Request
 from engine.scheduling.queue import Dispatcher, ModelQueue
 from engine.simulation.accounting import Ledger
@@ -36,7 +35,7 @@ class _Simulation:
         self._agenda = Agenda()
         self._front = FrontDoorLoad(cluster.front)
         dispatcher = Dispatcher(page_tokens=cluster.page_tokens, salt=SALT)
-        self._model_queue = ModelQueue(dispatcher, UsageMeter("simulated"), 0.0)
+        self._model_queue = ModelQueue(dispatcher, "simulated", 0.0)
         self._stations = [
             Station(number, SimulatedWorker(f"w{number}", cluster), cluster.max_prompts)
             for number in range(cluster.workers)

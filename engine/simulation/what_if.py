@@ -9,9 +9,10 @@ from typing import Literal
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Demand, SeriesDemand
-from engine.simulation.outcome import Outcome, Slo, Summary, Window
+from engine.simulation.outcome import Outcome, Summary, Window
 from engine.simulation.recovery import more_of, recovered_s
 from engine.simulation.simulation import simulate
 

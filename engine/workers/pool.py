@@ -11,7 +11,7 @@ from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
 from engine.devices import BusyTime
 from engine.errors import ErrorInfo, from_info
-from engine.metrics.meter import Metrics
+from engine.metrics.meter import Meter
 from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker
@@ -45,7 +45,7 @@ class Pool:
         count: Callable[[], int],
         model_queue: ModelQueue,
         tracker: RequestTracker,
-        metrics: Metrics,
+        meter: Meter,
         busy: BusyTime,
         on_loaded: Callable[[Placement, Sequence[DeviceShare], int], None],
         on_change: Callable[[], None],
@@ -58,7 +58,7 @@ class Pool:
         self._count = count
         self._model_queue = model_queue
         self._tracker = tracker
-        self._metrics = metrics
+        self._meter = meter
         self._busy = busy
         self._on_loaded = on_loaded
         self._on_change = on_change
@@ -242,13 +242,13 @@ class Pool:
         self._busy.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
             self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
-        self._tracker.stepped(replica, batch, before, self._model_queue.usage)
+        self._tracker.stepped(replica, batch, before, self._model_queue.model)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""
         restarts = replica.state == "restarting"
         if restarts:
-            self._metrics.count("worker_restarts")
+            self._meter.count("worker_restarts")
         follows = ("; it is restarted" if restarts else "") + (
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )

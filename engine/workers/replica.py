@@ -11,7 +11,6 @@ from typing import Protocol
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import EngineError, ErrorInfo, WorkerFailed
-from engine.metrics.meter import Rate
 from engine.placement.load_history import with_resident
 from engine.requests.request import Request
 from engine.snapshot import WorkerReading, WorkerState
@@ -204,7 +203,6 @@ class Replica:
         self._stopping: asyncio.Task[None] | None = None
         self._told: ErrorInfo | None = None
         self._log_tail: tuple[str, ...] = ()
-        self.rate = Rate()
 
     # -- what the engine asks for -------------------------------------------------------------------------------
 
@@ -314,16 +312,14 @@ class Replica:
         """End its process at once, for who cannot wait for `stop`."""
         self._hosting.kill()
 
-    def reading(self, now: float, max_prompts: int) -> WorkerReading:
-        """How it is doing at `now` (the loop's clock)."""
+    def reading(self, now: float) -> WorkerReading:
+        """Return its state at `now` (the loop's clock); its model and rate are left for others to add."""
         return WorkerReading(
             id=self.id,
             state=self.state,
             devices=self.model.devices if self.model else (self.device,),
             pid=self.pid,
             active=len(self.active),
-            max_prompts=max_prompts,
-            tokens_per_s=self.rate.per_second(now),
             progress=self.progress,
             stats=self.stats,
             kv_tokens=self.model.kv_tokens if self.model else 0,

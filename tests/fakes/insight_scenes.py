@@ -8,7 +8,7 @@ from bisect import bisect_left
 import msgspec
 
 from engine.backends.base import DraftPosition
-from engine.metrics.session import LENGTH_BOUNDS
+from engine.metrics.distributions import LENGTH_BOUNDS
 from engine.snapshot import DeviceLimits, DeviceWork, Energy, Goodput, Insight, Lengths, Session, Snapshot, Spread
 from tests.fakes import scenes
 

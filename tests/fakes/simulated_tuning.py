@@ -10,9 +10,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from console.tuning.autotune.record import Sample, Slice, Slo
+from console.tuning.autotune.record import Sample, Slice
 from console.tuning.autotune.search import SETTLE_S, Search
 from console.tuning.autotune.space import Knob, Setting, Space
+from engine.metrics.slo import Slo
 
 FULL_WINDOW_S = 20.0
 """What a measurement of the exhaustive grid takes."""

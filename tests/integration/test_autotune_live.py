@@ -13,12 +13,12 @@ from console.link.tuning import TuneOrder
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
 from console.tuning.autotune.load import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter, Mix
-from console.tuning.autotune.record import Slo
 from console.tuning.autotune.rig import KnobsChanged, LiveRig, setting_of
 from console.tuning.autotune.space import Setting
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed
+from engine.metrics.slo import Slo
 from engine.models.resolve import resolve_local
 from engine.requests.stream import RequestStream
 from tests.fakes.backend import FakeBackend, Gate, expected_text

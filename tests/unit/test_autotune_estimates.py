@@ -15,14 +15,14 @@ from console.tuning.autotune.record import (
     Record,
     Sample,
     Slice,
-    Slo,
     noise_of,
-    quantile,
     quantile_of,
     rate_of,
     student_t,
 )
 from console.tuning.autotune.space import Knob, Setting, Space
+from engine.metrics.distributions import percentiles
+from engine.metrics.slo import Slo
 from tests.fakes.simulated_tuning import knobs
 
 
@@ -85,7 +85,8 @@ def test_settings_that_gave_nothing_say_nothing_of_noise() -> None:
 def test_a_percentile_lies_where_numpy_has_it() -> None:
     values = [3.0, 1.0, 2.0, 10.0, 4.0]
     for share in (0.0, 0.5, 0.9, 0.95, 1.0):
-        assert quantile(values, share) == pytest.approx(float(np.quantile(values, share)))
+        expected = pytest.approx(float(np.quantile(values, share)))
+        assert percentiles(values, share, interpolate=True) == [expected]
 
 
 def test_gaps_of_one_step_do_not_make_a_percentile_surer() -> None:

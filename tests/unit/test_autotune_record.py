@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from console.tuning.autotune.record import Interval, Record, Sample, Slice, Slo, pareto
+from console.tuning.autotune.record import Interval, Record, Sample, Slice, pareto
 from console.tuning.autotune.space import Setting
+from engine.metrics.slo import Slo
 
 
 def record(prompts: int, tokens_per_s: float, *, ttft_s: float, itl_s: float) -> Record:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from console.tuning.autotune.record import Sample, Slice, Slo, pareto
+from console.tuning.autotune.record import Sample, Slice, pareto
 from console.tuning.autotune.search import Search
 from console.tuning.autotune.space import Setting, Space
+from engine.metrics.slo import Slo
 from tests.fakes.simulated_tuning import DEVICES, Device, Noise, knobs, run
 
 pytestmark = pytest.mark.long

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from console.tuning.autotune.record import Slo
 from console.tuning.autotune.rig import KnobsChanged
 from console.tuning.autotune.search import WINDOW_S, Search
 from console.tuning.autotune.search_loop import BEGIN_SHARE, Tuner, best_of, tried_of
 from console.tuning.autotune.space import Setting
 from engine.errors import NoModelLoaded, WorkerFailed
+from engine.metrics.slo import Slo
 from tests.fakes.simulated_tuning import DEVICES, Device
 from tests.fakes.tuning_rig import SimulatedRig
 

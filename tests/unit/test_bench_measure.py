@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from console.bench.measure import BenchCancelled, ClientPool, Record, Run, ask
-from console.bench.summary import Slo, columns, percentile, summarize, tpot_s
+from console.bench.summary import columns, summarize, tpot_s
 from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item, Prompt
+from engine.metrics.distributions import percentiles
+from engine.metrics.slo import Slo
 from tests.fakes.bench_target import FakeTarget
 
 
@@ -173,9 +175,9 @@ def test_what_no_request_gave_is_no_number() -> None:
 def test_goodput_counts_answers_that_keep_every_limit() -> None:
     quick, slow_start, slow_tokens = record(0.1, 0.2), record(0.9, 1.0), record(0.1, 0.9)
     run = Run((quick, slow_start, slow_tokens, record(0.1, error="lost")), seconds=2.0)
-    found = summarize(run, Slo(ttft_s=0.5, tpot_s=0.5))
+    found = summarize(run, Slo(ttft_s=0.5, itl_s=0.5))
     assert (found["request_goodput"], found["slo_attainment"]) == (0.5, 25.0)
-    assert summarize(run, Slo(e2el_s=0.95))["request_goodput"] == 1.0
+    assert summarize(run, Slo(e2e_s=0.95))["request_goodput"] == 1.0
 
 
 def test_time_per_token_is_of_those_after_the_first() -> None:
@@ -185,7 +187,7 @@ def test_time_per_token_is_of_those_after_the_first() -> None:
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 2.5), (100, 4.0), (90, 3.7)])
 def test_percentiles_lie_between_values(percent: float, value: float) -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(value)
+    assert percentiles([4.0, 1.0, 3.0, 2.0], percent / 100, interpolate=True) == [pytest.approx(value)]
 
 
 def test_only_named_columns_are_in_the_table_and_each_once() -> None:

@@ -8,21 +8,19 @@ from collections import Counter
 import pytest
 
 from engine.backends.base import BackendStats, DraftPosition
-from engine.metrics.meter import percentiles
-from engine.metrics.session import (
+from engine.metrics.distributions import (
     LENGTH_BOUNDS,
     RELATIVE_ERROR,
-    BusyClock,
-    Ended,
     LengthCounter,
-    Quantiles,
-    SessionCounter,
-    Slo,
+    QuantileSketch,
+    percentiles,
 )
+from engine.metrics.meter import BusyClock, FinishedRequest, Meter
+from engine.metrics.slo import Slo
 from engine.snapshot import Insight
 
 
-def answer(**changes: object) -> Ended:
+def answer(**changes: object) -> FinishedRequest:
     """A whole answer: a second in the queue, two in prefill, four for its other eight tokens."""
     values: dict[str, object] = {
         "reason": "stop",
@@ -34,31 +32,37 @@ def answer(**changes: object) -> Ended:
         "ttft_s": 3.0,
         "itl_s": 0.5,
     }
-    return Ended(**(values | changes))  # type: ignore[arg-type]
+    return FinishedRequest(**(values | changes))  # type: ignore[arg-type]
 
 
-def after(*requests: Ended, slo: Slo | None = None, now: float = 10.0) -> Insight:
+def after(*requests: FinishedRequest, slo: Slo | None = None, now: float = 10.0) -> Insight:
     """What is known once these ended, one a second."""
-    session = SessionCounter(slo)
+    session = new_meter(slo)
     for second, request in enumerate(requests):
-        session.ended(float(second), request)
-    return session.freeze(now)
+        session.finished(float(second), "m", request)
+    return session.insight(now)
 
 
-def stepped(session: SessionCounter, now: float, steps: int = 1, step_s: float = 0.1, **changes: object) -> None:
-    values = {"sequences": 4, "stats": BackendStats(), "before": BackendStats()} | changes
-    session.stepped(now, steps=steps, step_s=step_s, **values)  # type: ignore[arg-type]
+def stepped(session: Meter, now: float, steps: int = 1, step_s: float = 0.1, **changes: object) -> None:
+    values = {"sequences": 4, "stats": BackendStats(), "before": BackendStats(), "output_tokens": 0, "gaps": {}}
+    session.stepped(now, "m", "w0", steps=steps, step_s=step_s, ended_at=now, **(values | changes))  # type: ignore[arg-type]
+
+
+def new_meter(slo: Slo | None = None) -> Meter:
+    meter = Meter(slo)
+    meter.add_model("m")
+    return meter
 
 
 # --- quantiles --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_measured_is_not_zero() -> None:
-    assert (Quantiles().freeze().p50, Quantiles().freeze().mean) == (None, None)
+    assert (QuantileSketch().freeze().p50, QuantileSketch().freeze().mean) == (None, None)
 
 
 def test_one_measurement_is_every_percentile_exactly() -> None:
-    quantiles = Quantiles()
+    quantiles = QuantileSketch()
     quantiles.add(0.1234)
     spread = quantiles.freeze()
     assert (spread.p50, spread.p90, spread.p99, spread.longest, spread.mean) == (0.1234,) * 5
@@ -67,7 +71,7 @@ def test_one_measurement_is_every_percentile_exactly() -> None:
 def test_percentiles_are_within_one_percent_over_six_decades() -> None:
     draw = random.Random(7)
     values = [draw.lognormvariate(-2.0, 2.5) for _ in range(5000)]
-    quantiles = Quantiles()
+    quantiles = QuantileSketch()
     for value in values:
         quantiles.add(value)
     spread = quantiles.freeze()
@@ -78,7 +82,7 @@ def test_percentiles_are_within_one_percent_over_six_decades() -> None:
 
 
 def test_zeros_are_measurements_too() -> None:
-    quantiles = Quantiles()
+    quantiles = QuantileSketch()
     for value in (0.0, 0.0, 0.0, 8.0):
         quantiles.add(value)
     spread = quantiles.freeze()
@@ -164,29 +168,29 @@ def test_a_request_without_an_answer_is_not_judged_and_no_answer_of_no_tokens() 
 
 
 def test_the_rate_of_goodput_is_that_of_the_last_minute() -> None:
-    session = SessionCounter(Slo(ttft_s=5.0))
+    session = new_meter(Slo(ttft_s=5.0))
     for second in range(120):
-        session.ended(float(second), answer())
-    assert session.freeze(119.0).goodput.per_s == pytest.approx(61 / 60)
-    assert session.freeze(300.0).goodput.per_s == 0.0
+        session.finished(float(second), "m", answer())
+    assert session.insight(119.0).goodput.per_s == pytest.approx(61 / 60)
+    assert session.insight(300.0).goodput.per_s == 0.0
 
 
 def test_the_rate_of_goodput_in_a_sessions_first_minute_is_over_its_age() -> None:
-    session = SessionCounter(Slo(ttft_s=5.0))
-    session.reset(100.0, 0.0)
-    session.ended(119.0, answer())
-    session.ended(119.5, answer())
-    assert session.freeze(120.0).goodput.per_s == pytest.approx(2 / 20)
+    session = new_meter(Slo(ttft_s=5.0))
+    session.reset_session(100.0, 0.0)
+    session.finished(119.0, "m", answer())
+    session.finished(119.5, "m", answer())
+    assert session.insight(120.0).goodput.per_s == pytest.approx(2 / 20)
 
 
 def test_another_slo_judges_anew() -> None:
-    session = SessionCounter(Slo(ttft_s=1.0))
-    session.ended(0.0, answer())
-    session.hold_to(Slo(ttft_s=4.0))
-    session.ended(1.0, answer())
-    goodput = session.freeze(2.0).goodput
+    session = new_meter(Slo(ttft_s=1.0))
+    session.finished(0.0, "m", answer())
+    session.set_slo(Slo(ttft_s=4.0))
+    session.finished(1.0, "m", answer())
+    goodput = session.insight(2.0).goodput
     assert (goodput.judged, goodput.kept, goodput.slo_ttft_s) == (1, 1, 4.0)
-    assert session.freeze(2.0).session.requests == 2
+    assert session.insight(2.0).session.requests == 2
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -195,23 +199,23 @@ def test_another_slo_judges_anew() -> None:
 def test_busy_time_counts_steps_of_several_workers_at_once_only_once() -> None:
     clock = BusyClock()
     for began, ended in ((0.0, 1.0), (0.5, 1.5), (3.0, 4.0)):
-        clock.worked(began, ended)
+        clock.add(began, ended)
     assert clock.busy_s == pytest.approx(2.5)
 
 
 def test_a_long_step_fills_what_lay_idle_between_those_that_ended_before_it() -> None:
     clock = BusyClock()
     for began, ended in ((0.0, 1.0), (2.0, 3.0), (4.0, 5.0), (0.5, 6.0)):
-        clock.worked(began, ended)
+        clock.add(began, ended)
     assert clock.busy_s == pytest.approx(6.0)
-    clock.worked(5.5, 6.5)
+    clock.add(5.5, 6.5)
     assert clock.busy_s == pytest.approx(6.5)
 
 
 def test_a_gap_that_is_filled_in_part_is_filled_the_rest_of_the_way_later() -> None:
     clock = BusyClock()
     for began, ended in ((0.0, 1.0), (5.0, 6.0), (4.0, 6.0), (2.0, 6.0)):
-        clock.worked(began, ended)
+        clock.add(began, ended)
     assert clock.busy_s == pytest.approx(1.0 + 4.0)
 
 
@@ -223,34 +227,34 @@ def test_busy_time_is_the_union_of_all_steps_in_whatever_order_they_are_reported
         steps.sort()
     clock = BusyClock()
     for end, begin in steps:
-        clock.worked(float(begin), float(end))
+        clock.add(float(begin), float(end))
     covered = {moment for end, begin in steps for moment in range(begin, end)}
     assert clock.busy_s == pytest.approx(len(covered))
 
 
 def test_averages_are_over_busy_time() -> None:
-    session = SessionCounter()
-    session.reset(100.0, 5000.0)
+    session = new_meter()
+    session.reset_session(100.0, 5000.0)
     stepped(session, 110.0, steps=10, step_s=0.2, sequences=6)
     stepped(session, 112.0, steps=10, step_s=0.1, sequences=2)
     stepped(session, 115.0, steps=0, step_s=0.0, sequences=9)  # idle: how things are
-    session.produced(80)
-    seen = session.freeze(120.0).session
+    stepped(session, 116.0, steps=0, step_s=0.0, output_tokens=80)
+    seen = session.insight(120.0).session
     assert (seen.since, seen.elapsed_s) == (5000.0, 20.0)
     assert seen.busy_s == pytest.approx(3.0)
     assert (seen.steps, seen.batch, seen.output_tokens) == (20, pytest.approx(4.0), 80)
 
 
 def test_prompt_tokens_are_those_that_were_computed() -> None:
-    session = SessionCounter()
+    session = new_meter()
     before, stats = BackendStats(prompt_tokens_computed=500), BackendStats(prompt_tokens_computed=1300)
     stepped(session, 1.0, before=before, stats=stats)
     stepped(session, 2.0, before=stats, stats=BackendStats())  # the worker was started again
-    assert session.freeze(3.0).session.prompt_tokens == 800
+    assert session.insight(3.0).session.prompt_tokens == 800
 
 
 def test_guesses_of_all_workers_are_summed_by_position() -> None:
-    session = SessionCounter()
+    session = new_meter()
 
     def stats(*positions: tuple[int, int]) -> BackendStats:
         return BackendStats(drafts=tuple(DraftPosition(guessed=guessed, held=held) for guessed, held in positions))
@@ -258,28 +262,28 @@ def test_guesses_of_all_workers_are_summed_by_position() -> None:
     stepped(session, 1.0, stats=stats((10, 8), (10, 4)))
     stepped(session, 2.0, before=stats((10, 8), (10, 4)), stats=stats((15, 12), (15, 6), (2, 1)))
     stepped(session, 2.5, stats=stats((1, 1)))
-    assert [(each.guessed, each.held) for each in session.freeze(3.0).drafts] == [(16, 13), (15, 6), (2, 1)]
+    assert [(each.guessed, each.held) for each in session.insight(3.0).drafts] == [(16, 13), (15, 6), (2, 1)]
 
 
 def test_without_guesses_there_are_no_positions() -> None:
-    session = SessionCounter()
+    session = new_meter()
     stepped(session, 1.0)
-    assert session.freeze(2.0).drafts == ()
+    assert session.insight(2.0).drafts == ()
 
 
 # --- reset ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_reset_forgets_the_session_and_goes_on_counting() -> None:
-    session = SessionCounter(Slo(ttft_s=9.0))
-    session.ended(1.0, answer(prompt_tokens=5000))
+    session = new_meter(Slo(ttft_s=9.0))
+    session.finished(1.0, "m", answer(prompt_tokens=5000))
     stepped(session, 2.0, step_s=1.0)
-    session.produced(7)
-    session.reset(10.0, 1000.0)
-    fresh = session.freeze(10.0)
+    stepped(session, 116.0, steps=0, step_s=0.0, output_tokens=7)
+    session.reset_session(10.0, 1000.0)
+    fresh = session.insight(10.0)
     assert (fresh.session.requests, fresh.session.busy_s, fresh.session.output_tokens) == (0, 0.0, 0)
     assert (fresh.queue.count, fresh.finished, fresh.longest_context_tokens, fresh.goodput.judged) == (0, {}, 0, 0)
     assert (fresh.session.since, fresh.session.batch, fresh.goodput.slo_ttft_s) == (1000.0, None, 9.0)
     stepped(session, 11.0, step_s=0.5)
-    assert session.freeze(12.0).session.busy_s == pytest.approx(0.5)
+    assert session.insight(12.0).session.busy_s == pytest.approx(0.5)
     assert session.busy_s == pytest.approx(1.5)

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from engine.metrics.meter import HISTORY_SECONDS, Metrics, Rate, Window, percentiles
+from engine.backends.base import BackendStats, FinishReason
+from engine.metrics.distributions import Rate, SampleWindow, percentiles
+from engine.metrics.meter import HISTORY_SECONDS, FinishedRequest, Meter
 
 
-def tick(metrics: Metrics, now: float, **gauges: object) -> None:
+def new_meter() -> Meter:
+    meter = Meter()
+    meter.add_model("m")
+    return meter
+
+
+def produce(meter: Meter, now: float, tokens: int, gaps: Mapping[float, int] | None = None, worker: str = "w0") -> None:
+    """A step that brings tokens."""
+    meter.stepped(
+        now,
+        "m",
+        worker,
+        steps=1,
+        step_s=0.01,
+        ended_at=now,
+        sequences=1,
+        output_tokens=tokens,
+        gaps=gaps or {},
+        stats=BackendStats(),
+        before=BackendStats(),
+    )
+
+
+def tick(meter: Meter, now: float, **gauges: object) -> None:
     values: dict[str, object] = {"running": 0, "queued": 0, "kv_usage": 0.0, "device_utilisation": (), **gauges}
-    metrics.tick(now, 1000.0 + now, **values)  # type: ignore[arg-type]
+    meter.tick(now, 1000.0 + now, **values)  # type: ignore[arg-type]
 
 
 def test_a_rate_is_over_its_window() -> None:
@@ -33,11 +60,11 @@ def test_percentiles_are_nearest_rank(share: float, expected: int) -> None:
 
 
 def test_percentiles_of_nothing_are_none() -> None:
-    assert Window().percentiles(0.0).p50 is None
+    assert SampleWindow().percentiles(0.0).p50 is None
 
 
 def test_a_value_counts_as_often_as_it_was_sampled() -> None:
-    window = Window()
+    window = SampleWindow()
     window.add(0.0, 1.0, times=99)
     window.add(0.0, 9.0)
     found = window.percentiles(1.0)
@@ -47,59 +74,89 @@ def test_a_value_counts_as_often_as_it_was_sampled() -> None:
 
 
 def test_a_crowd_of_requests_does_not_shorten_the_window() -> None:
-    window = Window()
+    window = SampleWindow()
     for step in range(600):
         window.add(step / 10, 5.0 if step < 60 else 1.0, times=512)
     assert window.percentiles(60.0).p95 == 5.0
 
 
 def test_samples_leave_the_window() -> None:
-    window = Window(window_s=60)
+    window = SampleWindow(window_s=60)
     window.add(0.0, 100.0)
     window.add(50.0, 1.0)
     assert window.percentiles(61.0).p99 == 1.0
 
 
 def test_a_second_of_history_holds_what_happened_in_it_alone() -> None:
-    metrics = Metrics()
-    metrics.started(0.5, prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
-    metrics.produced(0.5, 2)
-    metrics.gap(0.6, 0.05, 2)
-    tick(metrics, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
-    tick(metrics, 2.0)
-    first, second = metrics.history
+    meter = new_meter()
+    meter.prefilled(0.5, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+    produce(meter, 0.5, 2, {0.05: 2})
+    tick(meter, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
+    tick(meter, 2.0)
+    first, second = meter.history
     assert (first.prompt_tokens, first.output_tokens, first.ttft_p50, first.itl_p95) == (7, 2, 0.2, 0.05)
     assert (first.running, first.queued, first.kv_usage, first.device_utilisation) == (1, 4, 0.25, (0.5, None))
     assert (second.prompt_tokens, second.output_tokens, second.ttft_p50) == (0, 0, None)
 
 
 def test_history_keeps_ten_minutes_and_drops_the_oldest() -> None:
-    metrics = Metrics()
+    meter = new_meter()
     for second in range(HISTORY_SECONDS + 5):
-        tick(metrics, float(second))
-    assert len(metrics.history) == HISTORY_SECONDS == 600
-    assert metrics.history[0].at == 1005.0
+        tick(meter, float(second))
+    assert len(meter.history) == HISTORY_SECONDS == 600
+    assert meter.history[0].at == 1005.0
 
 
 def test_every_end_is_counted_by_its_reason() -> None:
-    metrics = Metrics()
-    metrics.finished(1.0, "stop", 2.0)
-    metrics.finished(1.0, "cancelled", 0.1)
-    metrics.finished(1.0, "error", 0.1)
-    assert metrics.totals().finished == {"stop": 1, "cancelled": 1, "error": 1}
+    meter = new_meter()
+    reasons: tuple[FinishReason, ...] = ("stop", "cancelled", "error")
+    for reason in reasons:
+        meter.finished(1.0, "m", FinishedRequest(reason=reason, prompt_tokens=1, output_tokens=1))
+    assert meter.totals().finished == {"stop": 1, "cancelled": 1, "error": 1}
 
 
 def test_totals_add_up() -> None:
-    metrics = Metrics()
+    meter = new_meter()
     for _ in range(2):
-        metrics.started(0.0, prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
-        metrics.produced(0.0, 5)
-    totals = metrics.totals()
+        meter.prefilled(0.0, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+        produce(meter, 0.0, 5)
+    totals = meter.totals()
     assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (14, 6, 10)
 
 
 def test_marks_are_kept_in_order() -> None:
-    metrics = Metrics()
-    metrics.mark(1.0, "workers 1 -> 2")
-    metrics.mark(2.0, "max_prompts 16 -> 8")
-    assert [mark.text for mark in metrics.marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]
+    meter = new_meter()
+    meter.mark(1.0, "workers 1 -> 2")
+    meter.mark(2.0, "max_prompts 16 -> 8")
+    assert [mark.text for mark in meter.marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]
+
+
+def test_each_worker_has_a_rate_of_its_own_until_it_has_been_silent() -> None:
+    meter = new_meter()
+    produce(meter, 1.0, 8, worker="w0")
+    produce(meter, 1.0, 2, worker="w1")
+    assert [meter.output_tokens_per_s(1.5, worker) for worker in ("w0", "w1", "w2", None)] == [8.0, 2.0, 0.0, 10.0]
+    tick(meter, 30.0)
+    assert meter.output_tokens_per_s(30.0, "w0") == 0.0
+
+
+def test_every_view_counts_the_same_events() -> None:
+    meter = new_meter()
+    meter.add_model("other")
+    for now in (1.0, 2.0):
+        meter.prefilled(now, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+        produce(meter, now, 5, {0.1: 4})
+        meter.finished(now, "m", FinishedRequest(reason="stop", prompt_tokens=7, output_tokens=5))
+    meter.count("rejected")
+    totals, insight, usage = meter.totals(), meter.insight(3.0), {each.name: each for each in meter.usage()}
+    assert set(usage) == {"m", "other"}
+    assert totals.output_tokens == insight.session.output_tokens == usage["m"].output_tokens == 10
+    assert totals.finished == insight.finished == usage["m"].finished == {"stop": 2}
+    assert (totals.rejected, usage["other"].output_tokens, meter.recent["inter_token_latency_seconds"].p50) == (
+        1,
+        0,
+        None,
+    )
+    meter.reset_session(3.0, 0.0)
+    assert (meter.insight(3.0).session.output_tokens, meter.insight(3.0).finished) == (0, {})
+    assert (meter.totals().output_tokens, meter.usage()[0].finished) == (10, {"stop": 2})

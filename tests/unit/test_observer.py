@@ -18,6 +18,7 @@ from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineBusy, EngineError, InvalidRequest
 from engine.metrics import insight as observers
 from engine.metrics.insight import SAVE_S, EnergyFile, InsightCollector
+from engine.metrics.meter import Meter
 from engine.snapshot import DeviceLimits, DeviceReading
 from tests.fakes.engines import until
 
@@ -44,13 +45,11 @@ def gpu(power_w: float | None) -> DeviceReading:
 
 def worker(**fields: Any) -> Any:
     """A replica as far as an observer looks at one: on cuda:0, with nothing loaded."""
-    rate = SimpleNamespace(per_second=lambda now: 0.0)
     values = {
         "id": "w0",
         "shares": (DeviceShare(device="cuda:0"),),
         "model": None,
         "stats": BackendStats(),
-        "rate": rate,
     }
     return SimpleNamespace(**(values | fields))
 
@@ -61,7 +60,9 @@ class Watched:
     def __init__(self, folder: Path | None, watts: float | None = 100.0, **settings: Any) -> None:
         self.sampler = DeviceSampler()
         self.sampler.latest = (gpu(watts),)
-        self.observer = InsightCollector(EngineConfig(state_dir=folder, **settings), self.sampler)
+        self.meter = Meter()
+        self.meter.add_model("m")
+        self.observer = InsightCollector(EngineConfig(state_dir=folder, **settings), self.sampler, self.meter)
         self.second = 0
 
     async def start(self) -> Watched:
@@ -73,8 +74,18 @@ class Watched:
         for _ in range(seconds):
             self.second += 1
             if busy:
-                self.observer.session.stepped(
-                    float(self.second), steps=1, step_s=1.0, sequences=1, stats=BackendStats(), before=BackendStats()
+                self.meter.stepped(
+                    float(self.second),
+                    "m",
+                    "w0",
+                    steps=1,
+                    step_s=1.0,
+                    ended_at=float(self.second),
+                    sequences=1,
+                    output_tokens=0,
+                    gaps={},
+                    stats=BackendStats(),
+                    before=BackendStats(),
                 )
             self.observer.tick(float(self.second), NOON + self.second, [worker()])
 

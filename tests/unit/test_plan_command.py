@@ -13,10 +13,11 @@ from console.cli.main import main
 from console.cli.plan import parse, questions
 from engine.cluster.wire import SILENCE_S
 from engine.errors import InvalidRequest
+from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
 from engine.simulation.demand import ClosedDemand, Mix, OpenDemand
 from engine.simulation.lengths import uniform
-from engine.simulation.outcome import Slo, Window
+from engine.simulation.outcome import Window
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
 from engine.simulation.what_if import Goal, front_door_limit, node_death, workers_needed
 

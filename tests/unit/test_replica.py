@@ -113,7 +113,7 @@ class Stage:
 
     def reading(self) -> WorkerReading:
         """What a panel sees."""
-        return self.replica.reading(self.now, max_prompts=4)
+        return self.replica.reading(self.now)
 
 
 def request() -> Request:

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
+from engine.metrics.distributions import QuantileSketch
+from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
 from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, SeriesDemand, TraceDemand
 from engine.simulation.lengths import Length, fixed, uniform
-from engine.simulation.outcome import Gaps, Outcome, Percentiles, Slo
+from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
 
@@ -200,10 +202,10 @@ def test_poisson_and_gamma_arrivals_have_their_rate_and_burstiness() -> None:
 def test_percentiles_are_nearest_ranks_and_gaps_come_within_a_percent() -> None:
     found = Percentiles.of(range(1, 101))
     assert (found.p50, found.p95, found.p99, found.most) == (50, 95, 99, 100)
-    gaps = Gaps()
+    gaps = QuantileSketch()
     for value in range(1, 1001):
         gaps.add(value / 1000)
-    assert gaps.percentiles().p95 == pytest.approx(0.95, rel=0.011)
+    assert Percentiles.of_sketch(gaps).p95 == pytest.approx(0.95, rel=0.011)
 
 
 def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from msgspec import Meta
 from console.bench.kinds.base import BenchContext, BenchPart, Plan
 from console.bench.measure import Record
 from console.bench.result import Column
-from console.bench.summary import Values, percentile
+from console.bench.summary import Values
 from console.bench.target import EngineHere, Target, TargetFailed
 from console.bench.workload import Mix
+from engine.metrics.distributions import percentiles
 from engine.simulation.lengths import Length, fixed
 
 _SETTLE_TOKENS = 8
@@ -96,11 +97,13 @@ def gaps(streams: list[Record], long: Record) -> Values:
                 before.append(1000 * (end - start))
             elif start < read_s:
                 meanwhile.append(1000 * (end - start))
+    median_ms, p99_ms = percentiles(meanwhile, 0.50, 0.99, interpolate=True)
+    (alone_median_ms,) = percentiles(before, 0.50, interpolate=True)
     return {
         "longest_gap_ms": max(meanwhile, default=None),
-        "p99_gap_ms": percentile(meanwhile, 99) if meanwhile else None,
-        "median_gap_ms": percentile(meanwhile, 50) if meanwhile else None,
+        "p99_gap_ms": p99_ms,
+        "median_gap_ms": median_ms,
         "alone_longest_gap_ms": max(before, default=None),
-        "alone_median_gap_ms": percentile(before, 50) if before else None,
+        "alone_median_gap_ms": alone_median_ms,
         "long_ttft_ms": None if long.ttft_s is None else 1000 * long.ttft_s,
     }

@@ -10,10 +10,11 @@ from msgspec import Meta
 
 from console.bench.kinds.base import BenchContext, BenchPart, Traced
 from console.bench.result import Column
-from console.bench.summary import Slo, Values, columns, summarize
+from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix, arriving
 from engine.errors import InvalidRequest
+from engine.metrics.slo import Slo
 from engine.simulation.lengths import fixed
 
 
@@ -80,7 +81,7 @@ class Serve(Traced, frozen=True, kw_only=True):
         rate = float(part.keys["request_rate"])
         sent = lab.items(self.mix(lab), self.requests)
         timed = arriving(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
-        slo = Slo(ttft_s=self.slo_ttft, tpot_s=self.slo_tpot, e2el_s=self.slo_response)
+        slo = Slo(ttft_s=self.slo_ttft, itl_s=self.slo_tpot, e2e_s=self.slo_response)
         return summarize(await lab.opened(timed, self.max_concurrent or None), slo)
 
 

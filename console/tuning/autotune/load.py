@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from console.bench.workload import Exchange, Material, sampled, usable
-from console.tuning.autotune.record import Sample, Slice, Slo
+from console.tuning.autotune.record import Sample, Slice
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed, from_info
+from engine.metrics.slo import Slo
 from engine.requests.stream import RequestStream
 from engine.simulation.lengths import Length
 from engine.snapshot import Insight, Lengths
@@ -163,9 +164,8 @@ class Meter:
         if asked < self.since:
             return
         itl_s = sum(gaps) / len(gaps) if gaps else 0.0
-        in_time = self.slo.ttft_s is None or first - asked <= self.slo.ttft_s
         self.judged += 1
-        self.kept += in_time and (self.slo.itl_s is None or itl_s <= self.slo.itl_s)
+        self.kept += self.slo.is_met(first - asked, itl_s)
 
 
 class Load:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Literal
 import msgspec
 
 from console.tuning.autotune.space import Setting
+from engine.metrics.distributions import percentiles
+from engine.metrics.slo import Slo
 
 # What measurements say and how sure that is: means over batches, percentiles over sections. Pure.
 #
@@ -95,23 +98,14 @@ def _mean(slices: Sequence[RateSlice]) -> float:
 
 def quantile_of(sections: Sequence[Sequence[float]], share: float) -> Interval | None:
     """The value that `share` of all do not exceed; None where there are none."""
-    filled = [section for section in sections if section]
-    if not filled:
+    (value,) = percentiles(itertools.chain.from_iterable(sections), share, interpolate=True)
+    if value is None:
         return None
-    value = quantile([each for section in filled for each in section], share)
-    if len(filled) < 2:
+    found = [percentiles(section, share, interpolate=True)[0] for section in sections]
+    by_section = [each for each in found if each is not None]
+    if len(by_section) < 2:
         return Interval(value)
-    error = stdev([quantile(section, share) for section in filled]) / math.sqrt(len(filled))
-    return _around(value, error, len(filled) - 1)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Between the two that it lies between, linearly (R-7, as numpy has it)."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+    return _around(value, stdev(by_section) / math.sqrt(len(by_section)), len(by_section) - 1)
 
 
 def _around(value: float, error: float, freedom: int) -> Interval:
@@ -140,15 +134,6 @@ def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 Verdict = Literal["kept", "broken", "unsure"]
 _BRIEFEST_S = 0.1
-
-
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of latency: such a share of first tokens, and of gaps between tokens, come within these; None asks
-    nothing."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    share: float = 0.95
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,9 @@ from typing import get_args
 
 import msgspec
 
-from console.tuning.autotune.record import Record, Sample, Slo, noise_of
+from console.tuning.autotune.record import Record, Sample, noise_of
 from console.tuning.autotune.space import KnobName, Setting, Space
+from engine.metrics.slo import Slo
 
 # What is known of settings by now: who leads, who may still win, who cannot, and what others promise. Pure.
 

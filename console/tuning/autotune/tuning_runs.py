@@ -14,7 +14,6 @@ from console.bench.workload import Exchange, TokenIds, read_trace
 from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
 from console.tuning.autotune.knob_space import SearchLimits, space_of
 from console.tuning.autotune.load import Load, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
-from console.tuning.autotune.record import Slo
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
 from console.tuning.autotune.search_loop import Tuner, tried_of
@@ -24,6 +23,7 @@ from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, se
 from engine.devices import usable_cores
 from engine.engine import Engine, Serving
 from engine.errors import EngineBusy, EngineError, InvalidRequest
+from engine.metrics.slo import Slo
 from engine.models.files import home_expanded
 from engine.system.runtime import run_detached, run_uninterrupted
 
