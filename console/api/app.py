@@ -76,5 +76,7 @@ def application(
             endpoints.append(CallEndpoints(context, link, context.operator.admit).routes())
     for routes in endpoints:
         app.add_routes(with_expect_handler(routes))
-    app.on_response_prepare.append(response_signer(cors_headers(settings.cors_origins)))
+    app.on_response_prepare.append(
+        response_signer(dialects, cors_headers(settings.cors_origins, dialects.cors_headers))
+    )
     return app

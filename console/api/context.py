@@ -92,12 +92,14 @@ class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
     operator: who carries out what the admin endpoints are asked; None where there are none.
-    watchers: who is told of every request.  body_thread: does what takes long for a long body.
+    watchers: the observers of every request.  body_thread: for work on long bodies.
+    unnamed_models: names that clients send for the first model.
     """
 
     engine: Engine
     settings: ApiSettings
     operator: Operator | None = None
+    unnamed_models: frozenset[str] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     watchers: RequestObservers = field(default_factory=RequestObservers)
     body_thread: SerialThread = field(default_factory=lambda: SerialThread("bodies"))
@@ -125,7 +127,12 @@ class ApiContext:
         try:
             async with self.waiting():
                 return await served_model(
-                    self.engine, self.body_thread, body.model, body.lora, client=client_of(request)
+                    self.engine,
+                    self.body_thread,
+                    body.model,
+                    body.lora,
+                    client=client_of(request),
+                    unnamed=self.unnamed_models,
                 )
         except TimeoutError:
             raise _stopped() from None

@@ -68,13 +68,18 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DialectReading(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of asking. routes: as "/v1/completions"; requests: so far."""
+    """A dialect of the API. routes: as "/v1/completions"; requests: so far.
+
+    example_path, example_body: a request that it answers, but for the model's name; "" for none.
+    """
 
     name: str
     title: str
     routes: tuple[str, ...]
     on: bool = True
     requests: int = 0
+    example_path: str = ""
+    example_body: dict[str, object] = {}
 
 
 class ClientReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-import console.api.dialects.registry
 from console.api.context import ApiContext
-from console.api.dialects.registry import DIALECTS, Dialect
+from console.api.dialects.base import Dialect, Example
+from console.api.dialects.registry import discover
 from console.api.http.errors import json_response
 from console.api.http.request_body import body_bytes
 from console.api.requests.stream import ChunkStream
@@ -57,10 +57,16 @@ def is_loud(body: Mapping[str, object]) -> bool:
 @pytest.fixture(autouse=True)
 def with_shouting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table with one dialect more, which comes last."""
-    generate = next(dialect for dialect in DIALECTS if dialect.name == "generate")
-    openai = next(dialect for dialect in DIALECTS if dialect.name == "openai")
-    table = (openai, generate, Dialect("shout", "Shouting", (Shouted,), shouts, is_loud))
-    monkeypatch.setattr(console.api.dialects.registry.DialectRegistry.__init__, "__defaults__", (table,))
+    own = {dialect.name: dialect for dialect in discover()}
+    shout = Dialect(
+        name="shout",
+        title="Shouting",
+        endpoints=(Shouted,),
+        example=Example("/shout", {}),
+        format_error=shouts,
+        claims=is_loud,
+    )
+    monkeypatch.setattr("console.api.server.discover", lambda: (own["openai"], own["generate"], shout))
 
 
 @pytest.fixture

@@ -68,8 +68,18 @@ REPORT = ApiReport(
             title="OpenAI",
             routes=("/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"),
             requests=3790,
+            example_path="/v1/chat/completions",
+            example_body={"messages": [{"role": "user", "content": "Hello"}]},
         ),
-        DialectReading(name="generate", title="EricLLM and vLLM", routes=("/generate",), on=False, requests=81),
+        DialectReading(
+            name="generate",
+            title="EricLLM and vLLM",
+            routes=("/generate",),
+            on=False,
+            requests=81,
+            example_path="/generate",
+            example_body={"prompt": "Hello"},
+        ),
     ),
     clients=(
         ClientReading(

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from console.api.http.errors import CannotListen
-from console.link.api import ApiReport, FailureCount, KeyLimits, KeyReading
+from console.link.api import ApiReport, DialectReading, FailureCount, KeyLimits, KeyReading
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
 from console.tui.screens.api.curl import curl_line
@@ -30,6 +30,8 @@ from tests.ui.seen import screen_text, until
 
 SERVED = ApiStatus(running=True, clients=3, connections=5, requests=4120, key_required=True)
 OPEN = ApiStatus(running=True, clients=3, connections=5, requests=4120)
+CHAT, OFF = REPORT.dialects
+TEXT = msgspec.structs.replace(OFF, on=True)
 
 
 def link_of(served: ApiStatus = SERVED, report: ApiReport = REPORT) -> FakeLink:
@@ -90,7 +92,7 @@ async def test_the_curl_line_is_copied_whole_and_names_the_variable_instead_of_t
 
 
 def test_the_curl_line_of_a_socket_names_its_file() -> None:
-    line = curl_line("unix:/run/my ericllm.sock", "", dialects={"openai"}, with_key=False)
+    line = curl_line("unix:/run/my ericllm.sock", "", dialects=[CHAT], with_key=False)
     assert shlex.split(line)[:4] == [
         "curl",
         "--unix-socket",
@@ -100,15 +102,16 @@ def test_the_curl_line_of_a_socket_names_its_file() -> None:
 
 
 def test_the_curl_line_fits_what_is_on_and_survives_a_shell() -> None:
-    def line(*dialects: str, model: str = "it's", key: bool = False) -> list[str]:
+    def line(*dialects: DialectReading, model: str = "it's", key: bool = False) -> list[str]:
         return shlex.split(curl_line("http://[::1]:80", model, dialects=dialects, with_key=key))
 
-    assert line("generate")[1] == "http://[::1]:80/generate"
-    assert line("openai", "generate")[1] == "http://[::1]:80/v1/chat/completions"
-    assert "it's" in line("openai")[-1]
-    assert "model" not in line("openai", model="")[-1].partition("messages")[0]
-    assert not any("Authorization" in word for word in line("openai"))
-    assert line() == []
+    off = msgspec.structs.replace(CHAT, on=False)
+    assert line(off, TEXT)[1] == "http://[::1]:80/generate"
+    assert line(CHAT, TEXT)[1] == "http://[::1]:80/v1/chat/completions"
+    assert "it's" in line(CHAT)[-1]
+    assert "model" not in line(CHAT, model="")[-1].partition("messages")[0]
+    assert not any("Authorization" in word for word in line(CHAT))
+    assert line(off) == line(DialectReading(name="silent", title="Without an example", routes=())) == []
 
 
 async def test_a_new_key_is_shown_once_and_can_be_copied() -> None:

@@ -23,6 +23,7 @@ from console.cli import top
 from console.cli.autotune import Live
 from console.cli.bench import show_results
 from console.cli.main import main
+from console.link.api import DialectReading
 from console.runtime import headless
 from console.runtime.output import say, write
 from console.settings.schema import state_dir
@@ -35,9 +36,7 @@ from tests.fakes.hostile import HOSTILE, hostile
 PRINTS_ITSELF = {
     "runtime/output.py": "the one place",
     "runtime/headless.py": "its warning is red",
-    "bench/bare_backend.py": "a child process, read by its parent",
-    "bench/child.py": "likewise",
-    "bench/http_server.py": "likewise",
+    "planning/child.py": "a child process, read by its parent",
     "planning/step_timer.py": "likewise",
 }
 
@@ -191,7 +190,10 @@ def test_progress_is_clean_where_it_is_redrawn_and_where_it_is_not() -> None:
 
 
 def test_a_copied_curl_line_has_no_character_that_a_shell_or_terminal_would_obey() -> None:
-    line = curl_line("http://127.0.0.1:8000", HOSTILE, dialects={"openai"}, with_key=False)
+    dialect = DialectReading(
+        name="own", title="Own", routes=(), example_path=f"/{HOSTILE}", example_body={HOSTILE: HOSTILE}
+    )
+    line = curl_line("http://127.0.0.1:8000", HOSTILE, dialects=[dialect], with_key=False)
     assert ANY_UNSAFE.search(line) is None
 
 

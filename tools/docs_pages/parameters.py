@@ -14,7 +14,8 @@ import msgspec
 from pydantic.fields import FieldInfo
 
 from console.api.context import ApiContext
-from console.api.dialects.registry import DIALECTS, Dialect
+from console.api.dialects.base import Dialect
+from console.api.dialects.registry import discover
 from console.api.requests.body import Body
 from console.api.requests.parameters import SAMPLING_REFUSED, Refusal
 from console.api.requests.sampling import SamplingFields
@@ -194,7 +195,7 @@ def bodies(*dialects: Dialect) -> dict[type[Body], list[str]]:
     """What endpoints of those dialects (of all, where none is named) take, and which ones take it."""
     context = ApiContext(Engine(EngineConfig()), ApiSettings())
     found: dict[type[Body], list[str]] = {}
-    for dialect in dialects or DIALECTS:
+    for dialect in dialects or discover():
         for endpoint in dialect.endpoints:
             for route in endpoint(context).routes():
                 for described in endpoint_specs(route.handler):
@@ -216,7 +217,7 @@ class _Page:
         yield from (row.line for row in self._sampling.values())
         yield from ("", "Refused with them, but where an endpoint honours one:", "", REFUSED_HEAD)
         yield from refused_lines(dict(SAMPLING_REFUSED))
-        for dialect in DIALECTS:
+        for dialect in discover():
             yield from ("", f"## {dialect.title}")
             for body, places in bodies(dialect).items():
                 yield from self._body(body, ", ".join(f"`{place}`" for place in places))

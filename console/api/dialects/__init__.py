@@ -1,1 +1,1 @@
-"""API dialects, one package each; `registry` knows which there are and which of them are on."""
+"""One package per dialect, an API that clients know from another server. `base.py` says what one declares."""

@@ -116,7 +116,7 @@ def response_signer(
     dialects: DialectRegistry,
     share: Callable[[web.Request, web.StreamResponse], None],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Return the step that gives every answer, as it begins, the id of its request and the headers that `share` adds."""
+    """Return the step that gives an answer, as it begins, the id of its request and what `share` adds."""
 
     async def sign(request: web.Request, response: web.StreamResponse) -> None:
         if (call := find_call(request)) is not None:

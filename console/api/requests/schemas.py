@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema
@@ -24,6 +24,9 @@ _ATTRIBUTE = "__described__"
 H = TypeVar("H", bound=Callable[..., Any])
 
 
+Operation = Literal["chat", "text_completion", "embeddings"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
     """One way of asking one endpoint.
@@ -33,7 +36,8 @@ class EndpointSpec:
     answer: a type that msgspec knows, a media type as text where the answer is no JSON, None where nothing is known of
     it.  event: what each chunk of a stream holds; media: the stream's content type.
     query: parameters in the address, and what each means.  example: a body that is answered.
-    group: under which heading it stands where it is in no dialect.
+    group: its heading where it belongs to no dialect.
+    operation: what a model is asked for, as OpenTelemetry's conventions for generative AI name it.
     """
 
     summary: str
@@ -46,6 +50,7 @@ class EndpointSpec:
     query: Mapping[str, str] = field(default_factory=dict)
     example: Mapping[str, object] | None = None
     group: str = ""
+    operation: Operation = "text_completion"
 
 
 def describes(summary: str, **fields: Any) -> Callable[[H], H]:

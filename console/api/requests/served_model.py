@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -35,9 +35,6 @@ _SPARE = 64
 """What is cut out of a text begins and ends with other tokens than it has in the whole: so many more at most."""
 
 RETRY_LOADING_S = 5.0
-
-_NO_NAMES = frozenset({"dummy", "tgi"})
-"""What clients of TGI, which has one model, send for its name: huggingface_hub's by itself, others as its docs say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +195,17 @@ def _could_have_many(text: str, tokens: int) -> bool:
 
 
 async def served_model(
-    engine: Engine, thread: SerialThread, wanted: str | None, lora: str | None = None, *, client: str = ""
+    engine: Engine,
+    thread: SerialThread,
+    wanted: str | None,
+    lora: str | None = None,
+    *,
+    client: str = "",
+    unnamed: Collection[str] = (),
 ) -> ServedModel:
     """The model that `wanted` names (the first where it is empty), once it answers, with the adapter that `wanted` or
-    `lora` names. thread: what decodes long prompts.  client: who asks.
+    `lora` names. thread: for decoding long prompts.  client: who sends the request.  unnamed: names that stand for the
+    first model, unless a model has one of them.
 
     Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
     backend takes none per request.
@@ -209,7 +213,7 @@ async def served_model(
     try:
         serving = await engine.serving(wanted or "")
     except ModelNotFound:
-        if wanted not in _NO_NAMES:
+        if wanted not in unnamed:
             raise
         wanted = ""
         serving = await engine.serving("")

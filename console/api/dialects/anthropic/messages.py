@@ -244,7 +244,9 @@ class Messages:
         """Where they are found."""
         return [web.post("/v1/messages", self._post), web.post("/v1/messages/count_tokens", self._count)]
 
-    @describes("Answer a conversation", body=MessagesBody, answer=Message, event=Event, example=_EXAMPLE)
+    @describes(
+        "Answer a conversation", body=MessagesBody, answer=Message, event=Event, example=_EXAMPLE, operation="chat"
+    )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, MessagesBody)
         model = await self._context.served(request, body)

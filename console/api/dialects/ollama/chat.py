@@ -169,6 +169,7 @@ class Chat:
             "stream": False,
             "options": {"num_predict": 16},
         },
+        operation="chat",
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         watch = Stopwatch()

@@ -76,7 +76,13 @@ class Embed:
         """Where they are found."""
         return [web.post("/api/embed", self._post), web.post("/api/embeddings", self._old)]
 
-    @describes("Turn texts into vectors", body=EmbedBody, answer=Embedded, example={"input": ["a text", "another"]})
+    @describes(
+        "Turn texts into vectors",
+        body=EmbedBody,
+        answer=Embedded,
+        example={"input": ["a text", "another"]},
+        operation="embeddings",
+    )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         watch = Stopwatch()
         body = await read(request, EmbedBody)
@@ -95,7 +101,13 @@ class Embed:
             )
         )
 
-    @describes("Turn a text into a vector", body=EmbeddingsBody, answer=OldEmbedding, example={"prompt": "a text"})
+    @describes(
+        "Turn a text into a vector",
+        body=EmbeddingsBody,
+        answer=OldEmbedding,
+        example={"prompt": "a text"},
+        operation="embeddings",
+    )
     async def _old(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingsBody)
         options = _options(body)

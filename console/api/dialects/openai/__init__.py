@@ -1,1 +1,17 @@
 """OpenAI's dialect: chat, completions, embeddings, models."""
+
+from __future__ import annotations
+
+from console.api.dialects.base import Dialect, Example
+from console.api.dialects.openai.chat import Chat
+from console.api.dialects.openai.completions import Completions
+from console.api.dialects.openai.embeddings import EmbeddingEndpoint
+from console.api.dialects.openai.models import Models
+
+DIALECT = Dialect(
+    name="openai",
+    title="OpenAI",
+    rank=1,
+    endpoints=(Models, Completions, Chat, EmbeddingEndpoint),
+    example=Example("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+)

@@ -161,7 +161,14 @@ class Chat:
         """Where it is found."""
         return [web.post("/v1/chat/completions", self._post)]
 
-    @describes("Answer a conversation", body=ChatBody, answer=ChatCompletion, event=ChatChunk, example=_EXAMPLE)
+    @describes(
+        "Answer a conversation",
+        body=ChatBody,
+        answer=ChatCompletion,
+        event=ChatChunk,
+        example=_EXAMPLE,
+        operation="chat",
+    )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()

@@ -87,7 +87,11 @@ class EmbeddingEndpoint:
         return [web.post("/v1/embeddings", self._post)]
 
     @describes(
-        "Turn texts into vectors", body=EmbeddingBody, answer=Embeddings, example={"input": ["a text", "another"]}
+        "Turn texts into vectors",
+        body=EmbeddingBody,
+        answer=Embeddings,
+        example={"input": ["a text", "another"]},
+        operation="embeddings",
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingBody)

@@ -1,23 +1,16 @@
 """The dialect of text-generation-webui before it spoke OpenAI's: its blocking API, and its websocket on the same port.
 
-Its POST /api/v1/generate is KoboldAI's too; a body with a field that only this one has is in this one.
+It shares POST /api/v1/generate with KoboldAI's: a body with a field of this dialect alone is in this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from aiohttp import web
-
-from console.api.context import ApiContext
+from console.api.dialects.base import Dialect, Example
 from console.api.dialects.textgen.errors import format_error
-from console.api.dialects.textgen.generate import GenerateEndpoints, StreamEndpoint
+from console.api.dialects.textgen.generate import TextEndpoints
 from console.api.dialects.textgen.info import InfoEndpoints
-from console.api.requests.text_frontends import LiveGenerations
 
-__all__ = ["Textgen", "claims", "format_error"]
-
-_OWN = frozenset(
+_OWN_FIELDS = frozenset(
     {
         "add_bos_token",
         "do_sample",
@@ -34,19 +27,12 @@ _OWN = frozenset(
     }
 )
 
-
-def claims(body: Mapping[str, object]) -> bool:
-    """Whether a body is in this dialect."""
-    return not _OWN.isdisjoint(body)
-
-
-class Textgen:
-    """All its endpoints."""
-
-    def __init__(self, context: ApiContext) -> None:
-        running = LiveGenerations(context)
-        self._parts = (GenerateEndpoints(running), StreamEndpoint(context, running), InfoEndpoints(context))
-
-    def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
-        return [route for part in self._parts for route in part.routes()]
+DIALECT = Dialect(
+    name="textgen",
+    title="text-generation-webui",
+    rank=5,
+    endpoints=(TextEndpoints, InfoEndpoints),
+    example=Example("/api/v1/generate", {"prompt": "Hello", "max_new_tokens": 200}),
+    format_error=format_error,
+    claims=lambda body: not _OWN_FIELDS.isdisjoint(body),
+)

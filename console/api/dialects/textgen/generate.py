@@ -42,15 +42,20 @@ class Stopped(msgspec.Struct, frozen=True):
     results: str = "success"
 
 
-class GenerateEndpoints:
-    """The endpoints."""
+class TextEndpoints:
+    """The endpoints for text."""
 
-    def __init__(self, running: LiveGenerations) -> None:
-        self._running = running
+    def __init__(self, context: ApiContext) -> None:
+        self._running = LiveGenerations(context)
+        self._stream = StreamEndpoint(context, self._running)
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
-        return [web.post("/api/v1/generate", self._generate), web.post("/api/v1/stop-stream", self._stop)]
+        """Return their places and handlers."""
+        return [
+            web.post("/api/v1/generate", self._generate),
+            web.post("/api/v1/stop-stream", self._stop),
+            *self._stream.routes(),
+        ]
 
     @describes(
         "Continue a text, as text-generation-webui's own API did",

@@ -1,35 +1,27 @@
-"""A line that asks the served model from a shell, to be copied. Pure."""
+"""A shell line that sends a request to the served model, for the clipboard. Pure."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 
+from console.link.api import DialectReading
 from console.settings.addresses import unix_path
-from engine.text.printable import printable_json
+from engine.text.printable import printable, printable_json
 
 KEY_VARIABLE = "ERICLLM_API_KEY"
-_QUESTION = "Hello"
-_BODIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "openai": ("/v1/chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}),
-    "generate": ("/generate", {"prompt": _QUESTION}),
-    "anthropic": ("/v1/messages", {"max_tokens": 256, "messages": [{"role": "user", "content": _QUESTION}]}),
-    "ollama": ("/api/chat", {"messages": [{"role": "user", "content": _QUESTION}]}),
-    "tgi": ("/generate", {"inputs": _QUESTION}),
-    "textgen": ("/api/v1/generate", {"prompt": _QUESTION, "max_new_tokens": 200}),
-    "kobold": ("/api/v1/generate", {"prompt": _QUESTION}),
-}
-"""For each dialect, the best first: where one asks in it, and what besides the model's name."""
 
 
-def curl_line(base: str, model: str, *, dialects: Collection[str], with_key: bool) -> str:
-    """One line for a shell, "" where no dialect is on. base: as "http://127.0.0.1:8000", or "unix:PATH"; the key is a
-    variable."""
-    found = next((body for dialect, body in _BODIES.items() if dialect in dialects), None)
-    if found is None:
+def curl_line(base: str, model: str, *, dialects: Iterable[DialectReading], with_key: bool) -> str:
+    """Return one line for a shell: the example of the first dialect that is on, "" where none is.
+
+    base: as "http://127.0.0.1:8000", or "unix:PATH".  with_key: send a key, which the line names by a variable.
+    """
+    asked = next((dialect for dialect in dialects if dialect.on and dialect.example_path), None)
+    if asked is None:
         return ""
-    path, body = found
+    path, body = printable(asked.example_path), asked.example_body
     named = {"model": model, **body} if model else body
     key = [f'-H "Authorization: Bearer ${KEY_VARIABLE}"'] if with_key else []
     return " ".join(

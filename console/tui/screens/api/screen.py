@@ -216,7 +216,7 @@ class ApiScreen(ConsoleScreen):
         self._curl = curl_line(
             msgspec.structs.replace(api, host=reachable(api.host)).url,
             self._model(snapshot),
-            dialects=[dialect.name for dialect in report.dialects if dialect.on],
+            dialects=report.dialects,
             with_key=api.key_required,
         )
         self.query_one(ApiHead).show(api, report, self._curl)
