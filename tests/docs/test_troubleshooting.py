@@ -147,7 +147,7 @@ PROVOKED: dict[str, Provoke] = {
     "org/name could not be fetched from the hub ...": no_hub,
     "the folder holds no weights: it has no *.safetensors file": no_weights,
     "pytorch_model.bin is a pickle, which can run code when read ...": pickled,
-    "the torch backend does not know the architecture ...": unknown,
+    "unsupported architecture: ...": unknown,
     "--backend exllamav2 cannot run here: ...": no_backend,
     "Cannot listen on 127.0.0.1 port 8000: ...": port_taken,
     "Not listening on 0.0.0.0 port 8000 without a key": no_key,

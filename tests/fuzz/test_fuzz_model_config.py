@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
 from engine.config import BackendName, ModelSpec
@@ -109,7 +109,7 @@ def test_a_config_with_other_values_is_a_row_and_a_plan_or_a_sentence(
     tmp_path: Path, architecture: str, seed: int
 ) -> None:
     random = Random(f"{architecture}{seed}")
-    name = random.choice(list(ARCHITECTURES)) if architecture == "any" else architecture
+    name = random.choice(list(architectures())) if architecture == "any" else architecture
     config = tiny_config(name) | dict(random.sample(sorted(MORE.items()), random.randrange(len(MORE))))
     if random.random() < 0.3:
         config["quantization_config"] = random.choice(QUANTISED)

@@ -150,7 +150,7 @@ def test_the_exit_code_is_1_where_it_does_not_fit_or_cannot_be_loaded(tmp_path: 
     result = run(str(odd), "--devices", "sim:8", state=tmp_path)
     assert result.returncode == 1
     said = " ".join(result.stdout.split())
-    assert "It cannot be loaded: the torch backend does not know the architecture OddForCausalLM" in said
+    assert "It cannot be loaded: unsupported architecture: OddForCausalLM" in said
 
 
 @pytest.mark.parametrize("flag", ["--max_prompts", "--max-prompts"])

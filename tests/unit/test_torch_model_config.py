@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.model_config import ModelConfig, read_model_config
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.config import ModelSpec
@@ -37,7 +37,7 @@ def spec(**settings: Any) -> ModelSpec:
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel) as refusal:
         read(tmp_path, "GPT2LMHeadModel")
-    for name in ("GPT2LMHeadModel", *ARCHITECTURES):
+    for name in ("GPT2LMHeadModel", *architectures()):
         assert name in refusal.value.message
 
 

@@ -102,13 +102,13 @@ def _architecture(config: Mapping[str, object]) -> str:
     name = names[0]
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"exllamav2 does not know {quote_value(name)}; it knows {', '.join(sorted(ARCHITECTURES))}"
+            f"unsupported architecture: {quote_value(name)}; exllamav2 supports {', '.join(sorted(ARCHITECTURES))}"
         )
     vision = config.get("vision_config")
     if name == "LlavaForConditionalGeneration" and not (
         isinstance(vision, dict) and vision.get("model_type") == "pixtral"
     ):
-        raise UnsupportedModel(f"exllamav2 knows {name} with a Pixtral vision tower only")
+        raise UnsupportedModel(f"exllamav2 supports {name} with a Pixtral vision tower only")
     return name
 
 
@@ -140,7 +140,7 @@ def _rope_theta(config: Mapping[str, object]) -> float | None:
     if isinstance(scaling, dict):
         kind = scaling.get("type") or scaling.get("rope_type") or "default"
         if not isinstance(kind, str) or kind not in _ROPE_TYPES:
-            raise UnsupportedModel(f"exllamav2 does not know RoPE scaling of type {quote_value(kind)}")
+            raise UnsupportedModel(f"exllamav2 does not support RoPE scaling of type {quote_value(kind)}")
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict) or "rope_theta" in config:
         return None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal, TypeGuard, get_args
 
 from engine.backends.common.config_values import MAX_LAYERS, MAX_SIZE, MAX_TOKENS, number, positive, refuse_more
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.families.base import Architecture, RawConfig, Traits
 from engine.backends.common.quant_config import Quantisation, read_quantisation
 from engine.backends.common.rope_config import RopeConfig, read_ropes
@@ -145,11 +145,11 @@ def _architecture(raw: RawConfig) -> Architecture:
     names = raw.get("architectures")
     named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     for name in named:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if name in architectures():
+            return architectures()[name]
     raise UnsupportedModel(
-        f"the torch backend does not know the architecture {quote_value(', '.join(named[:_SHOWN])) or '(none named)'}; "
-        f"it knows {', '.join(ARCHITECTURES)}"
+        f"unsupported architecture: {quote_value(', '.join(named[:_SHOWN])) or 'none named'}; "
+        f"the torch backend supports {', '.join(architectures())}"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.base import BackendRequest
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.native_build import SWITCH
 from engine.config import SamplingParams
 from tests.fakes import tiny_models
@@ -43,7 +43,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_architecture_is_left_out(tmp_path: Path) -> None:
     made = [make(tmp_path / name) for name, make in MODELS.items()]
     named = [json.loads((folder / "config.json").read_text())["architectures"] for folder in made]
-    assert {name for names in named for name in names} == ARCHITECTURES.keys()
+    assert {name for names in named for name in names} == architectures().keys()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
     [
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "names 2 architectures"),
         ({"architectures": []}, "names 0 architectures"),
-        ({"architectures": ["NewForCausalLM"]}, "does not know NewForCausalLM"),
+        ({"architectures": ["NewForCausalLM"]}, "unsupported architecture: NewForCausalLM"),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "Pixtral vision tower"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "GPTQ of 8 bits"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "marlin"),

@@ -1,41 +1,23 @@
-"""The architectures that the torch backend knows, by their name in config.json. No torch here.
-
-A new one is a module with an `ARCHITECTURE` of its own, listed here.
-"""
+"""Model families: a module here describes the architectures of one as data, and is found by itself. No torch here."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
-from engine.backends.common.families import (
-    gemma2,
-    gemma3,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-    stablelm,
-)
 from engine.backends.common.families.base import Architecture
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, granite, olmo2, smollm3, stablelm)
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
-_MULTIMODAL = (gemma3, mistral)
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        architecture.name: architecture
-        for architecture in (
-            *(module.ARCHITECTURE for module in (*_DENSE, *_MIXTURES)),
-            *(module.WITH_IMAGES for module in _MULTIMODAL),
-        )
-    }
-)
+def architectures() -> Mapping[str, Architecture]:
+    """Return each `Architecture` that a module of this package holds, by its name in config.json."""
+    return _architectures(tuple(__path__))
+
+
+@lru_cache(maxsize=4)
+def _architectures(folders: tuple[str, ...]) -> Mapping[str, Architecture]:
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(folders)]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, Architecture)]
+    return MappingProxyType({architecture.name: architecture for architecture in values})

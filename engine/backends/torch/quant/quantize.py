@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.backends.common.config_values import positive
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.families.base import Architecture, TensorNames
 from engine.backends.torch.quant.bit_allocation import (
     GROUP_SIZES,
@@ -107,7 +107,7 @@ def open_source(folder: Path) -> SourceModel:
     }
     _refuse_quantised(config, tensors)
     _refuse_experts(config, tensors)
-    architecture = ARCHITECTURES.get(_architecture(config))
+    architecture = architectures().get(_architecture(config))
     names = architecture.names if architecture else TensorNames()
     linears = tuple(_linears(config, names, tensors, norms=architecture is not None))
     head = _head(config, names, tensors, norm=architecture is not None)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.lora import LoraAdapter, LowRank, Place
@@ -56,7 +56,7 @@ class Factors:
 
 def places(config: ModelConfig, layer: int) -> dict[Place, tuple[str, ...]]:
     """The linear layers of a block that can be adapted, and the modules that each is made of: no experts."""
-    names = ARCHITECTURES[config.architecture].names
+    names = architectures()[config.architecture].names
     found: dict[Place, tuple[str, ...]] = {"qkv": names.qkv, "o": (names.o,)}
     if config.traits.experts_of(layer) is None:
         found |= {"gate_up": names.gate_up, "down": (names.down,)}
@@ -85,7 +85,7 @@ def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dic
 
 def _adaptable(config: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Every module that can be adapted: its layer and its weight's shape."""
-    names, shapes = ARCHITECTURES[config.architecture].names, tensor_shapes(config)
+    names, shapes = architectures()[config.architecture].names, tensor_shapes(config)
     return {
         name: (layer, shapes[f"{name}.weight"])
         for layer in range(config.layers)
@@ -161,7 +161,7 @@ class AdapterLoader:
 
     def _layout(self, factors: Mapping[str, Factors]) -> list[dict[Place, list[_Part]]]:
         """Per layer and place the parts of its output, those without factors too; places without any are left out."""
-        names, shapes = ARCHITECTURES[self.config.architecture].names, tensor_shapes(self.config)
+        names, shapes = architectures()[self.config.architecture].names, tensor_shapes(self.config)
         layers: list[dict[Place, list[_Part]]] = []
         for layer in range(self.config.layers):
             prefix = names.layer.format(layer)

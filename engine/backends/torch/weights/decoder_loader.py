@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.families.base import TensorNames
 from engine.backends.common.families.experts import expert_shapes
 from engine.backends.common.model_config import ModelConfig
@@ -140,7 +140,7 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     and the head is quantised by itself even where that model tied it to the embedding. Configs of multimodal models
     contradict themselves on whether the head is tied.
     """
-    architecture, methods = ARCHITECTURES[config.architecture], methods_of(checkpoint)
+    architecture, methods = architectures()[config.architecture], methods_of(checkpoint)
     head = architecture.names.head
     if architecture.multimodal and not methods:
         return replace(config, tie_embeddings=f"{head}.weight" not in checkpoint)
@@ -153,7 +153,7 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a model of `config` is made of, by its name in the checkpoint."""
-    names = ARCHITECTURES[config.architecture].names
+    names = architectures()[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
         **norm_shapes(config, names.final_norm),
@@ -171,7 +171,7 @@ def weights_bytes(
 ) -> dict[DeviceMemory, int]:
     """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`, or kept as `halves`.
     Of a tied head, its copy is counted where it is quantised."""
-    names = ARCHITECTURES[config.architecture].names
+    names = architectures()[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
     for layer, memory in enumerate(layout.by_layer):
@@ -267,7 +267,7 @@ class DecoderLoader:
         return decoder
 
     def _read(self) -> Decoder:
-        names = ARCHITECTURES[self.config.architecture].names
+        names = architectures()[self.config.architecture].names
         linears = {memory: self._factory(memory) for memory in self.layout.memories}
         embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.common.families import ARCHITECTURES
+from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
 from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.common.packed_weights import keeps_float16
@@ -66,7 +66,7 @@ def by_expert(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
     tensor that is none of several experts."""
     if config.traits.experts is None:
         return checkpoint
-    names = ARCHITECTURES[config.architecture].names
+    names = architectures()[config.architecture].names
     found: dict[str, TensorInfo] = {}
     for layer in map(names.layer.format, range(config.layers)):
         if f"{layer}.{_GATE_UP}" in checkpoint:
