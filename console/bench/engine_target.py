@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
-from console.bench.engines import all_ready
 from console.bench.result import Setting, TargetInfo
 from console.bench.target import Chunk, Counters, TargetFailed
 from console.bench.workload import Fresh, Item, Material, TokenIds
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from engine.errors import InvalidRequest, NoModelLoaded
+from engine.errors import InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.models.headers import weight_files
 from engine.snapshot import ModelReading, ModelStatus
 
 SOURCE = "bench"
+_POLL_S = 0.05
 _MOST_GUESSES = 7
 """Where it was loaded without a number."""
 _TOLD = (
@@ -27,6 +28,19 @@ _TOLD = (
 
 Reload = Callable[[Mapping[str, object]], Awaitable[None]]
 """Loads the model anew, with these settings changed."""
+
+
+async def all_ready(engine: Engine, workers: int, model: str = "") -> None:
+    """Wait until a number of workers are ready, of all models or of one. Raises WorkerFailed where one cannot."""
+    while True:
+        readings = [worker for worker in engine.snapshot().workers if model in ("", worker.model)]
+        failed = next((worker for worker in readings if worker.state in ("failed", "dead")), None)
+        if failed is not None:
+            reason = failed.last_error.message if failed.last_error else "no reason given"
+            raise WorkerFailed(f"worker {failed.id} did not get ready: {reason}", worker=failed.id)
+        if [worker.state for worker in readings] == ["ready"] * workers:
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 class EngineTarget:
@@ -112,7 +126,7 @@ class EngineTarget:
 
     def counters(self) -> Counters:
         """EngineHere."""
-        totals = self._engine.snapshot().totals
+        totals = self._engine.totals()
         return Counters(draft_tokens=totals.draft_tokens, draft_accepted=totals.draft_accepted)
 
     @property

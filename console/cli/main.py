@@ -43,7 +43,7 @@ _EPILOG = (
     "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
     "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
     "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
-    "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures what the engine costs; "
+    "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures a model here or any server; "
     "'ericllm autotune' finds the best settings for a model here; "
     "'ericllm plan' simulates a cluster: how many cards, what when a node dies; "
     "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "

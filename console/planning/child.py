@@ -1,4 +1,4 @@
-"""A program of ours in a process of its own that is told lines and answers each with one."""
+"""A module in a child process that answers each line on stdin with a line on stdout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.worker_process.process import worker_environment
 
 
 class Child:
-    """The process from outside. name: what it is called where it fails, as "the server"."""
+    """The process. name: for error messages, as "the server"."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
@@ -19,7 +19,7 @@ class Child:
 
     @classmethod
     async def start(cls, name: str, module: str, *arguments: str) -> Child:
-        """Run a module with such arguments."""
+        """Run a module with arguments."""
         process = await asyncio.create_subprocess_exec(
             *python_command("-m", module, *arguments),
             stdin=asyncio.subprocess.PIPE,
@@ -30,23 +30,23 @@ class Child:
         return cls(name, process)
 
     async def line(self) -> bytes:
-        """The next line that it says. Raises WorkerFailed, with the last that it complained of, where it ended."""
+        """The next line of its output. Raises WorkerFailed, with the last line of stderr, where it has ended."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if line:
             return line
-        _, said = await self._process.communicate()
-        last = (said.decode(errors="replace").strip().splitlines() or ["it did not say why"])[-1]
+        _, stderr = await self._process.communicate()
+        last = (stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise WorkerFailed(f"{self._name} ended: {last}")
 
     async def ask(self, line: bytes) -> bytes:
-        """Tell it a line; what it answers. Raises WorkerFailed as `line` does."""
+        """Send a line and return the answer. Raises WorkerFailed as `line` does."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + b"\n")
         return await self.line()
 
     async def end(self, *, kill: bool) -> None:
-        """Let it end, which it does with its stdin, or end it."""
+        """Close its stdin, at which it exits, and wait. kill: kill it first."""
         assert self._process.stdin is not None
         if kill and self._process.returncode is None:
             self._process.kill()
@@ -55,6 +55,6 @@ class Child:
 
 
 def say(line: bytes) -> None:
-    """Answer, in the child."""
+    """Write an answer, in the child."""
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()

@@ -10,8 +10,8 @@ import sys
 
 import msgspec
 
-from console.bench.child import say
-from console.bench.plan import plan_for
+from console.planning.child import say
+from console.planning.local_model import local_model
 from console.planning.measuring import Loaded, MeterOrder, StepMeter, loaded
 from engine.errors import EngineError
 
@@ -19,8 +19,8 @@ from engine.errors import EngineError
 def _main(text: str) -> int:
     order = msgspec.json.decode(text, type=MeterOrder)
     try:
-        plan = plan_for(order.model, threads=order.threads, rounds=1, changes=order.changes)
-        replica = loaded(plan, order.design)
+        local = local_model(order.model, threads=order.threads, changes=order.changes)
+        replica = loaded(local, order.design)
         meter, model = StepMeter(replica, order.design, seed=0), replica.model
         here = Loaded(device=model.devices[0], dtype=model.dtype, max_model_len=model.max_model_len)
         say(msgspec.json.encode(here))

@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from console.bench.engines import all_ready
-from console.bench.plan import Plan, plan_for
+from console.bench.engine_target import all_ready
 from console.bench.progress import Show
 from console.bench.text import table
+from console.planning.local_model import LocalModel, local_model
 from console.planning.measuring import Design, MeasuredWorker
 from console.planning.timekeeper import VOCAB_SIZE, TimekeepingBackend
 from engine.config import EngineConfig, SamplingParams
@@ -343,7 +343,7 @@ FRONT = FrontDoor(request_s=250e-6, output_s=15e-6, slot_s=5e-6, shared=1.0)
 
 async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, seconds: float, show: Show) -> list[Run]:
     """Each load `rounds` times for `seconds`, steps measured before and after each run. Raises EngineError."""
-    plan = plan_for(model, threads=None, rounds=rounds)
+    local = local_model(model, threads=None)
     config = EngineConfig(max_prompts=MAX_PROMPTS, max_queue=100_000, timeout_s=0)
     design = Design(
         max_prompts=MAX_PROMPTS,
@@ -351,17 +351,17 @@ async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, second
         page_tokens=config.page_tokens,
         longest_tokens=CONTEXT_TOKENS,
     )
-    spec = msgspec.structs.replace(plan.spec, threads=plan.threads, kv_cache_tokens=MAX_PROMPTS * CONTEXT_TOKENS)
+    spec = msgspec.structs.replace(local.spec, threads=local.threads, kv_cache_tokens=MAX_PROMPTS * CONTEXT_TOKENS)
     engine = Engine(config)
     await engine.start()
     try:
         show("loading")
         await engine.load(spec)
         await all_ready(engine, 1)
-        async with MeasuredWorker(model, design, plan.threads) as worker:
-            await _warm(engine, plan, worker)
+        async with MeasuredWorker(model, design, local.threads) as worker:
+            await _warm(engine, local, worker)
             found: list[Run] = []
-            before = await _measured(engine, plan, worker, seconds, 0)
+            before = await _measured(engine, local, worker, seconds, 0)
             for number in range(rounds):
                 for load in loads:
                     show(f"{load}, round {number + 1} of {rounds}")
@@ -369,9 +369,9 @@ async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, second
                     rate = share * _capacity_per_s(before.cluster(), MIX)
                     asks = list(OpenDemand(MIX, rate_per_s=rate, duration_s=length * seconds, seed=number).first())
                     busy_s = await _busy_s(engine)
-                    answers = await ask_engine(engine, plan.vocab_size, asks)
+                    answers = await ask_engine(engine, local.vocab_size, asks)
                     busy_s = await _busy_s(engine) - busy_s
-                    after = await _measured(engine, plan, worker, seconds, len(found) + 1)
+                    after = await _measured(engine, local, worker, seconds, len(found) + 1)
                     found.append(_compared(load, rate, asks, answers, before + after, busy_s))
                     before = after
             return found
@@ -397,9 +397,9 @@ class _Measured:
         return calibrated(_cluster(costs, fit.course), self.probes)
 
 
-async def _measured(engine: Engine, plan: Plan, worker: MeasuredWorker, seconds: float, seed: int) -> _Measured:
+async def _measured(engine: Engine, local: LocalModel, worker: MeasuredWorker, seconds: float, seed: int) -> _Measured:
     steps = await worker.steps(seconds)
-    return _Measured(steps, [await probe_engine(engine, plan.vocab_size, MAX_PROMPTS, seed)])
+    return _Measured(steps, [await probe_engine(engine, local.vocab_size, MAX_PROMPTS, seed)])
 
 
 def _compared(
@@ -451,11 +451,11 @@ def _capacity_per_s(cluster: Cluster, mix: Mix) -> float:
     return len(asks) / simulate(cluster, TraceDemand(asks)).seconds
 
 
-async def _warm(engine: Engine, plan: Plan, worker: MeasuredWorker) -> None:
+async def _warm(engine: Engine, local: LocalModel, worker: MeasuredWorker) -> None:
     """The first steps of a process are slower."""
     await worker.steps(0)
     await ask_engine(
-        engine, plan.vocab_size, [Ask(at_s=0.0, prompt_tokens=100, output_tokens=40) for _ in range(MAX_PROMPTS)]
+        engine, local.vocab_size, [Ask(at_s=0.0, prompt_tokens=100, output_tokens=40) for _ in range(MAX_PROMPTS)]
     )
 
 
@@ -475,7 +475,7 @@ KEPT_MIX = Mix(prompt=uniform(100, 300), output=uniform(10, 40))
 
 async def validate_kept(model: str, loads: Sequence[LoadName], *, seconds: float, show: Show) -> list[Run]:
     """Real workers that only keep time, under each load for `seconds`. model: whose tokenizer they take."""
-    plan = plan_for(model, threads=1, rounds=1)
+    local = local_model(model, threads=1)
     config = EngineConfig(
         num_workers=KEPT.workers,
         max_prompts=KEPT.max_prompts,
@@ -486,7 +486,7 @@ async def validate_kept(model: str, loads: Sequence[LoadName], *, seconds: float
     engine = Engine(config, backend_factory=TimekeepingBackend.factory(KEPT))
     await engine.start()
     try:
-        await engine.load(plan.spec)
+        await engine.load(local.spec)
         await all_ready(engine, KEPT.workers)
         found = []
         capacity = _capacity_per_s(KEPT, KEPT_MIX)

@@ -20,7 +20,7 @@ import msgspec
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
-from console.bench.engines import all_ready
+from console.bench.engine_target import all_ready
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.system.runtime import reduce_gc_pauses

@@ -21,7 +21,7 @@ from console.api.requests.generation import Generation
 from console.api.requests.stream import ChunkStream
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
-from console.bench.engines import all_ready
+from console.bench.engine_target import all_ready
 from console.runtime.logs import logging_to
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import Engine, RequestStream
@@ -81,7 +81,7 @@ async def _serve(model: Path, max_prompts: int) -> None:
 def _holding(engine: Engine, server: ApiServer) -> Holding:
     gc.collect()
     living = Counter(kind.__name__ for each in gc.get_objects() for kind in LIVING if isinstance(each, kind))
-    snapshot = engine.snapshot()
+    snapshot = engine.publish()
     worker = snapshot.workers[0]
     assert worker.pid is not None
     processes = psutil.Process(), psutil.Process(worker.pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.bench.plan import plan_for
+from console.planning.local_model import local_model
 from console.planning.measuring import WITHOUT_GUESSES, Design, MeasuredWorker, measure
 from engine.errors import EngineError
 from engine.simulation.fit import fit_steps
@@ -45,8 +45,8 @@ async def test_costs_say_of_which_configuration_they_are(monkeypatch: pytest.Mon
 
 def test_saved_settings_that_guess_tokens_are_left_out_of_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ERICLLM_NGRAM_DRAFT", "true")
-    assert plan_for("demo", threads=1, rounds=1).spec.ngram_draft
-    assert not plan_for("demo", threads=1, rounds=1, changes=WITHOUT_GUESSES).spec.ngram_draft
+    assert local_model("demo", threads=1).spec.ngram_draft
+    assert not local_model("demo", threads=1, changes=WITHOUT_GUESSES).spec.ngram_draft
 
 
 async def test_a_model_that_is_not_there_is_told_in_a_sentence() -> None:

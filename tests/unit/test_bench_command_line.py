@@ -12,6 +12,7 @@ from console.bench.kinds import PLANS
 from console.bench.kinds.latency import Latency
 from console.bench.kinds.serve import Serve
 from console.cli.bench_measure import LOADING, BenchArguments, parse_arguments
+from console.cli.main import main
 from console.settings.schema import flag_of
 
 
@@ -104,6 +105,18 @@ def test_what_cannot_be_understood_is_one_sentence(
     argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["sideways"], ["--json", "latency"], ["overhead"], ["latency", "--prompts", "0"]]
+)
+def test_what_is_no_bench_is_refused_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert printed.out == ""
+    assert len(printed.err.strip().splitlines()) == 1
 
 
 def test_only_settings_of_model_and_engine_are_for_loading() -> None:

@@ -1,7 +1,7 @@
-"""The backend without the engine: a loop that submits, steps and counts tokens, in a process of its own.
+"""The backend without the engine: a loop that submits, steps and counts tokens, in its own process.
 
-`BareLoop` starts it; run as a program, the module is the loop: it says "ready", and then answers the number of a round
-with its timing, as JSON.
+`BareLoop` starts it. Run as a program, the module is the loop: it writes "ready", then answers the number of a round
+with its timing as JSON.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from types import TracebackType
 
 import msgspec
 
-from console.bench.child import Child, say
-from console.bench.plan import Plan, Timing, numbers_of, plan_for
+from console.planning.child import Child, say
 from engine.backends.base import Backend, BackendRequest
 from engine.config import EngineConfig
 from engine.errors import EngineError, WorkerFailed
 from engine.worker_process.factory import create_backend
 from engine.worker_process.loading import limit_torch_threads
+from tools.internal_benches.rounds import Rounds, Timing, request_numbers
 
 _READY = b"ready"
 
 
 class BareLoop:
-    """The loop as seen from outside: `async with`, then `round` after `round`."""
+    """The process of the loop: `async with`, then `round` after `round`."""
 
-    def __init__(self, plan: Plan, concurrent: int) -> None:
-        self._arguments = (plan.model, str(plan.threads), str(concurrent))
+    def __init__(self, rounds: Rounds, concurrent: int) -> None:
+        self._arguments = (rounds.model.name, str(rounds.model.threads), str(concurrent))
         self._child: Child | None = None
 
     async def __aenter__(self) -> BareLoop:
         """Start it and load the model. Raises WorkerFailed with the reason."""
-        self._child = await Child.start("the bare loop", "console.bench.bare_backend", *self._arguments)
+        self._child = await Child.start("the bare loop", "tools.internal_benches.bare_backend", *self._arguments)
         if (await self._child.line()).strip() != _READY:
-            raise WorkerFailed("the bare loop said something else than that it is ready")
+            raise WorkerFailed("unexpected output of the bare loop before it was ready")
         return self
 
     async def __aexit__(
@@ -53,27 +53,27 @@ class BareLoop:
 
 
 def run_round(backend: Backend, requests: Iterator[BackendRequest], concurrent: int) -> Timing:
-    """Work on `concurrent` requests at once until all have their tokens. Raises WorkerFailed where one fails."""
-    left: dict[str, int] = {}
+    """Generate the tokens of all requests, `concurrent` at a time. Raises WorkerFailed where one fails."""
+    tokens_left: dict[str, int] = {}
     tokens = 0
 
     def fill() -> None:
-        for request in islice(requests, concurrent - len(left)):
+        for request in islice(requests, concurrent - len(tokens_left)):
             backend.submit(request)
-            left[request.id] = request.params.max_tokens or 0
+            tokens_left[request.id] = request.params.max_tokens or 0
 
     started_s, cpu_s = time.perf_counter(), time.process_time()
     fill()
-    while left:
+    while tokens_left:
         ended = 0
         for event in backend.step():
             if event.token_id is None:
                 raise WorkerFailed(f"the backend ended a request: {event.message or event.finish}")
             tokens += 1
-            left[event.request_id] -= 1
-            if not left[event.request_id]:
+            tokens_left[event.request_id] -= 1
+            if not tokens_left[event.request_id]:
                 backend.cancel(event.request_id)
-                del left[event.request_id]
+                del tokens_left[event.request_id]
                 ended += 1
         if ended:
             fill()
@@ -83,11 +83,11 @@ def run_round(backend: Backend, requests: Iterator[BackendRequest], concurrent: 
 def _main(model: str, threads: int, concurrent: int) -> int:
     config = EngineConfig()
     try:
-        plan = plan_for(model, threads=threads, rounds=1)
-        backend = create_backend(plan.spec)
+        rounds = Rounds.on(model, threads=threads, count=1)
+        backend = create_backend(rounds.model.spec)
         limit_torch_threads(threads)
         backend.load(
-            plan.spec_for(concurrent, threads),
+            rounds.spec_for(concurrent, threads),
             max_prompts=concurrent,
             step_tokens=config.step_tokens,
             page_tokens=config.page_tokens,
@@ -96,7 +96,7 @@ def _main(model: str, threads: int, concurrent: int) -> int:
         )
         say(_READY)
         for line in sys.stdin:
-            requests = plan.for_backend(numbers_of(int(line), concurrent))
+            requests = rounds.backend_requests(request_numbers(int(line), concurrent))
             say(msgspec.json.encode(run_round(backend, requests, concurrent)))
     except EngineError as error:
         sys.stderr.write(f"{error.message}\n")

@@ -1,7 +1,4 @@
-"""A worker that costs nothing: it lives on the engine's own loop and makes up its answers.
-
-What it says is when it said so, so that whoever reads a token knows how long it took from the worker to there.
-"""
+"""A worker that costs nothing: it runs on the engine's loop, and the text of each token is the time it was made at."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ TOKEN_ID = 1
 
 
 class InstantWorkers:
-    """Makes hosts of such workers, as `Engine` takes them. pace_s: how often all of them step; 0: in every turn of the
-    loop, so that each reader has had its token before the next one comes."""
+    """Factory of their hosts, for `Engine`. pace_s: seconds between steps; 0: a step in every turn of the loop, so that
+    each reader gets its token before the next one."""
 
     def __init__(self, vocab_size: int) -> None:
         self.pace_s = 0.0
@@ -42,44 +39,44 @@ class InstantWorkers:
 
 
 class InstantHost:
-    """A WorkerHost whose every request gets a token in each step, which is the time as `time.monotonic_ns` tells it."""
+    """A WorkerHost that gives each request a token in each step: `time.monotonic_ns` as text."""
 
     def __init__(self, workers: InstantWorkers) -> None:
         self.pid: int | None = None
         self._workers = workers
-        self._left: dict[str, int] = {}
-        self._begun: set[str] = set()
+        self._tokens_left: dict[str, int] = {}
+        self._started: set[str] = set()
         self._next: asyncio.Handle | None = None
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
-        """WorkerHost: it runs at once."""
+        """WorkerHost: ready immediately."""
         self._loop = asyncio.get_running_loop()
         self._on_event, self._on_exit = on_event, on_exit
         self._loop.call_soon(on_event, Hello(pid=os.getpid()))
 
     def send(self, command: Command) -> None:
-        """WorkerHost: obey; what else a worker can be told means nothing here."""
+        """WorkerHost: other commands have no effect here."""
         match command:
             case Load():
                 self._loop.call_soon(self._on_event, Loaded(model=self._model(command), load_s=0.0))
             case Submit(request=request):
-                self._left[request.id] = request.params.max_tokens or 0
+                self._tokens_left[request.id] = request.params.max_tokens or 0
                 self._step_soon()
             case Cancel(request_id=request_id):
-                self._left.pop(request_id, None)
+                self._tokens_left.pop(request_id, None)
             case Shutdown():
                 self._end()
 
     async def stop(self, timeout_s: float) -> None:
-        """WorkerHost: it ends at once."""
+        """WorkerHost: end immediately."""
         self._end()
 
     def kill(self) -> None:
-        """WorkerHost: it ends at once."""
+        """WorkerHost: end immediately."""
         self._end()
 
     def _end(self) -> None:
-        self._left.clear()
+        self._tokens_left.clear()
         on_exit, self._on_exit = self._on_exit, lambda _: None
         on_exit(WorkerExit(code=0))
 
@@ -90,24 +87,24 @@ class InstantHost:
 
     def _step(self) -> None:
         self._next = None
-        if not self._left:
+        if not self._tokens_left:
             return
-        said = f"{time.monotonic_ns()} "
-        outputs = [self._output(request_id, said) for request_id in self._left]
-        self._left = {request_id: left for request_id, left in self._left.items() if left > 0}
-        self._begun &= self._left.keys()
+        stamp = f"{time.monotonic_ns()} "
+        outputs = [self._output(request_id, stamp) for request_id in self._tokens_left]
+        self._tokens_left = {request_id: left for request_id, left in self._tokens_left.items() if left > 0}
+        self._started &= self._tokens_left.keys()
         self._on_event(StepBatch(outputs=outputs, stats=BackendStats(decoding=len(outputs)), answers=len(outputs)))
-        if self._left:
+        if self._tokens_left:
             self._step_soon()
 
-    def _output(self, request_id: str, said: str) -> RequestOutput:
-        self._left[request_id] = left = self._left[request_id] - 1
-        first = request_id not in self._begun
-        self._begun.add(request_id)
+    def _output(self, request_id: str, stamp: str) -> RequestOutput:
+        self._tokens_left[request_id] = left = self._tokens_left[request_id] - 1
+        first = request_id not in self._started
+        self._started.add(request_id)
         return RequestOutput(
             request_id=request_id,
             token_ids=[TOKEN_ID],
-            text=said,
+            text=stamp,
             finish=None if left > 0 else "length",
             cached_tokens=0 if first else None,
         )

@@ -1,4 +1,4 @@
-"""A program in a pseudo-terminal, as fast keys and a clock see it: what it writes, and when."""
+"""A program in a pseudo-terminal: its keys, its output, and the time of both."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from engine.errors import WorkerFailed
 
 _READ_BYTES = 1 << 16
-_KEPT_BYTES = 1 << 18
+_RECENT_BYTES = 1 << 18
 
 
 class PtyChild:
-    """Started at once; its output is read as it comes and only its end is kept. Lives on the loop that made it."""
+    """Starts immediately; reads the output on the running event loop and keeps the end of it."""
 
     def __init__(self, command: Sequence[str], *, columns: int, rows: int, env: Mapping[str, str]) -> None:
         self.started_s = time.monotonic()
@@ -41,16 +41,15 @@ class PtyChild:
 
     @property
     def recent(self) -> str:
-        """The last it wrote, escape sequences and all."""
+        """The end of its output, including escape sequences."""
         return self._recent.decode(errors="replace")
 
     def press(self, keys: bytes) -> None:
-        """Send what a terminal sends for these keys."""
+        """Send the bytes of key presses."""
         os.write(self._ours, keys)
 
     async def shown_s(self, text: str, keys: bytes = b"", timeout_s: float = 30.0) -> float:
-        """Press keys, and wait until `text` is written after that; seconds it took. Raises WorkerFailed if it never
-        is."""
+        """Press keys and return the seconds until `text` is written. Raises WorkerFailed after the timeout."""
         self._recent = b""
         future: asyncio.Future[float] = self._loop.create_future()
         self._waiting = (text.encode(), future)
@@ -66,7 +65,7 @@ class PtyChild:
             self._waiting = None
 
     async def ended_s(self, timeout_s: float = 30.0) -> float:
-        """Wait for its end; the time of that. Raises WorkerFailed if it does not come."""
+        """Wait for its end and return the time of it. Raises WorkerFailed after the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.to_thread(self.process.wait)
@@ -75,7 +74,7 @@ class PtyChild:
         return time.monotonic()
 
     def close(self) -> None:
-        """Kill it if it still runs, and let go of the terminal."""
+        """Kill it if it still runs, and close the terminal."""
         if self._closed:
             return
         self._closed = True
@@ -90,12 +89,12 @@ class PtyChild:
             chunk = os.read(self._ours, _READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             chunk = b""
         if not chunk:
             self._loop.remove_reader(self._ours)
             return
-        self._recent = (self._recent + chunk)[-_KEPT_BYTES:]
+        self._recent = (self._recent + chunk)[-_RECENT_BYTES:]
         if self._waiting is not None:
             text, future = self._waiting
             if text in self._recent and not future.done():

@@ -1,8 +1,7 @@
-"""The console with a watch on its loop, for `ericllm bench screen`: python -m console.tui.probe REPORT ROWS FLAGS...
+"""The console with a probe of its event loop: python -m tools.internal_benches.console_probe REPORT ROWS FLAGS...
 
-ROWS requests seem to have ended before, and a chat is answered with words at a steady pace, so that there is always one
-that streams; all else is the console as it is. When it ends it writes, for every look at the loop, when that was and
-how late it came.
+Its history has ROWS finished requests, and a chat is answered with words at a steady pace until it is stopped; the rest
+is the console itself. At its end it writes the time and the delay of every probe.
 """
 
 from __future__ import annotations
@@ -27,61 +26,61 @@ from engine.snapshot import RequestRow
 
 BEAT_S = 0.05
 WORD_S = 0.02
-_SAID = """The **queue** holds what waits, and `max_prompts` says how many requests a worker works on at once. Each of
-them has its own pages of keys and values, so that more of them at once need more memory; what is left over keeps the
+_ANSWER = """The **queue** holds waiting requests, and `max_prompts` is the number of requests that a worker computes at
+once. Each has its own pages of keys and values, so more concurrent requests need more memory; the rest of it keeps
 prefixes of earlier prompts, which need not be computed again. When a worker is full, the next request waits until one
-of those before it has ended, and the console shows for how long. A worker more takes half of them.
+of those before it has ended, and the console shows for how long. Another worker takes half of them.
 
 * **One worker** is best where memory is short.
-* **More workers** are best where cores wait for each other, or cards lie idle.
-* Watch the time to the first token while you turn a knob: the page *Tune* compares it before and after.
+* **More workers** are best where cores wait for each other, or GPUs are idle.
+* Watch the time to the first token while you change a setting: the page *Tune* compares before and after.
 
 """
 _CONTEXT = 1 << 20
-_AT_ONCE = 500
+_BATCH_ROWS = 500
 
 
 class Beats(msgspec.Struct, frozen=True):
-    """at: the monotonic clock, in seconds.  late: by how many seconds the loop was late then."""
+    """at: the monotonic clock, in seconds.  late: the loop's delay at that time, in seconds."""
 
     at: list[float]
     late: list[float]
 
 
 class PacedChat:
-    """ConversationLink: answers until it is stopped, whatever was said before, and counts a word as a token."""
+    """ConversationLink: the same answer, repeated until it is stopped; a word counts as a token."""
 
     async def chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
     ) -> AsyncIterator[ChatDelta]:
-        """A word every WORD_S."""
+        """Yield a word every WORD_S."""
         tokens = 0
         while True:
-            for line in _SAID.splitlines(keepends=True):
+            for line in _ANSWER.splitlines(keepends=True):
                 for piece in line.split(" "):
                     await asyncio.sleep(WORD_S)
                     tokens += 1
                     yield ChatDelta(text=piece if piece.endswith("\n") else f"{piece} ", output_tokens=tokens)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
-        """Its words, with room for all."""
+        """Count words; the context is never full."""
         history = sum(len(message.content.split()) for message in messages)
         return DraftCount(history=history, draft=len(draft.split()), context=_CONTEXT)
 
 
 class PastRequests:
-    """RequestsLink: that of an engine behind, after `rows` requests that seem to have ended before it."""
+    """RequestsLink: `rows` made-up finished requests, then those of the real link."""
 
     def __init__(self, behind: Callable[[], Any], rows: int) -> None:
         self._behind = behind
         self._rows = rows
 
     def finished(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
-        """The made-up ones first."""
+        """Finished requests, the made-up ones first."""
         if after >= self._rows:
             total, rows = self._behind().finished(after - self._rows)
             return self._rows + total, rows
-        until = min(self._rows, after + _AT_ONCE)
+        until = min(self._rows, after + _BATCH_ROWS)
         return until, [_row(number) for number in range(after, until)]
 
     def __getattr__(self, name: str) -> Any:
@@ -89,14 +88,14 @@ class PastRequests:
 
 
 class ProbedApp(EricApp):
-    """Counts how late its loop is."""
+    """Records the delays of its event loop."""
 
     def __init__(self, link: EngineLink, **options: Any) -> None:
         super().__init__(link, **options)
         self.beats = Beats([], [])
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start the probe."""
         super().on_mount()
         self.run_worker(self._beat(), group="probe", exit_on_error=False)
 

@@ -1,4 +1,4 @@
-"""`ericllm bench`: what it reports, whatever the numbers are."""
+"""`python -m tools.internal_benches`: the shape of its reports, independent of the numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.api_overhead import http_text, measure_http
-from console.bench.bare_backend import BareLoop
-from console.bench.http_server import Order, ServerProcess
-from console.bench.overhead import OverheadReport, overhead_text
-from console.bench.plan import PROMPT_TOKENS, Spread, numbers_of, plan_for
-from console.bench.queued_memory import WaitingReport
 from console.bench.text import table
-from console.bench.workers import measure_workers, workers_text
-from console.cli.main import main
 from engine.errors import InvalidRequest, WorkerFailed
 from tests.fakes.tiny_models import make_tiny_model
+from tools.internal_benches.__main__ import main
+from tools.internal_benches.api_overhead import http_text, measure_http
+from tools.internal_benches.bare_backend import BareLoop
+from tools.internal_benches.engine_overhead import OverheadReport, WaitingReport, overhead_text
+from tools.internal_benches.http_server import ServerOptions, ServerProcess
+from tools.internal_benches.rounds import PROMPT_TOKENS, Rounds, Spread, request_numbers
+from tools.internal_benches.workers import measure_workers, workers_text
 
 SMALL = ("--rounds", "1", "--concurrent", "2", "--waiting", "400", "--threads", "1")
 
@@ -39,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_overhead_reports_both_ways_and_the_memory_of_a_waiting_request(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "overhead", "--model", str(tiny), *SMALL, "--json"]) == 0
+    assert main(["overhead", "--model", str(tiny), *SMALL, "--json"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
     assert (report["model"], report["threads"], report["concurrent"], report["rounds"]) == ("tiny", 1, 2, 1)
@@ -54,9 +53,9 @@ def test_overhead_reports_both_ways_and_the_memory_of_a_waiting_request(
 
 @pytest.mark.slow
 async def test_workers_reports_every_way_and_memory_that_is_shared(tiny: Path) -> None:
-    plan = plan_for(str(tiny), threads=2, rounds=1)
+    rounds = Rounds.on(str(tiny), threads=2, count=1)
     said: list[str] = []
-    report = await measure_workers(plan, said.append, concurrent=(1, 2), memory_of=(1, 2))
+    report = await measure_workers(rounds, said.append, concurrent=(1, 2), memory_of=(1, 2))
     assert [(rate.workers, rate.threads_each, rate.concurrent) for rate in report.rates] == [
         (1, 2, 1),
         (2, 1, 1),
@@ -74,52 +73,52 @@ async def test_workers_reports_every_way_and_memory_that_is_shared(tiny: Path) -
 
 async def test_two_workers_on_one_thread_are_refused(tiny: Path) -> None:
     with pytest.raises(InvalidRequest, match="as many threads"):
-        await measure_workers(plan_for(str(tiny), threads=1, rounds=1), lambda text: None)
+        await measure_workers(Rounds.on(str(tiny), threads=1, count=1), lambda text: None)
 
 
 def test_both_ways_get_the_same_requests_and_no_two_share_a_page(tiny: Path) -> None:
-    plan = plan_for(str(tiny), threads=1, rounds=1)
-    numbers = [*numbers_of(0, 4), *numbers_of(1, 4)]
+    rounds = Rounds.on(str(tiny), threads=1, count=1)
+    numbers = [*request_numbers(0, 4), *request_numbers(1, 4)]
     assert numbers == list(range(16))
-    engine = [plan.for_engine(number) for number in numbers]
-    backend = list(plan.for_backend(numbers))
+    engine = [rounds.engine_request(number) for number in numbers]
+    backend = list(rounds.backend_requests(numbers))
     assert [(list(each.prompt_ids), each.params) for each in engine] == [(b.prompt_ids, b.params) for b in backend]
     assert len({tuple(each.prompt_ids[:16]) for each in backend}) == len(backend)
-    assert all(0 <= token < plan.vocab_size for each in backend for token in each.prompt_ids)
+    assert all(0 <= token < rounds.model.vocab_size for each in backend for token in each.prompt_ids)
 
 
 @pytest.mark.slow
 async def test_a_bare_loop_that_cannot_load_says_why(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "cut", num_hidden_layers=1)
-    plan = plan_for(str(folder), threads=1, rounds=1)
+    rounds = Rounds.on(str(folder), threads=1, count=1)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(WorkerFailed, match=r"ended: cut cannot be loaded: .* cut short or damaged"):
-        async with BareLoop(plan, 1):
+        async with BareLoop(rounds, 1):
             pass
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "reason"),
     [
-        ["overhead", "--model", "no-such-model"],
-        ["overhead", "--rounds", "0"],
-        ["overhead", "--concurrent", "many"],
-        ["sideways"],
-        [],
+        (["overhead", "--model", "no-such-model"], "no-such-model"),
+        (["overhead", "--rounds", "0"], "0 is not a positive whole number"),
+        (["overhead", "--concurrent", "many"], "many is not a positive whole number"),
+        (["sideways"], "sideways"),
+        ([], "required: bench"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_measured_is_refused_with_the_reason(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(["bench", *arguments])
+        code = main(arguments)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert code == 2
-    assert said.out == ""
-    assert len(said.err.strip().splitlines()) == 1
+    assert printed.out == ""
+    assert reason in printed.err.strip().splitlines()[-1]
 
 
 def test_the_report_for_a_person_has_every_number() -> None:
@@ -159,7 +158,7 @@ def test_a_spread_is_the_middle_and_the_ends() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_screen_reports_every_promise_of_the_screen_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "screen", "--seconds", "1", "--concurrent", "2", "--json"]) == 0
+    assert main(["screen", "--seconds", "1", "--concurrent", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     goals = {goal["name"]: goal for goal in report["goals"]}
     assert {"first frame", "quit", "quit with a worker that hangs", "CPU of the screen, idle"} < goals.keys()
@@ -190,5 +189,5 @@ async def test_http_reports_rates_and_added_time_of_the_api_alone(tiny: Path, tm
 @pytest.mark.slow
 async def test_a_server_that_cannot_be_measured_says_why() -> None:
     with pytest.raises(WorkerFailed, match=r"the server ended: .*no-such-model"):
-        async with ServerProcess(Order(model="no-such-model")):
+        async with ServerProcess(ServerOptions(model="no-such-model")):
             pass

@@ -1,4 +1,4 @@
-"""HTTP clients that cost little themselves: they know of HTTP what the server under test says, and no more."""
+"""HTTP clients with little overhead, which parse only what the server under test sends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _TEXT = re.compile(rb'"text":"([0-9 ]*)"')
 
 
 @dataclass(slots=True)
-class Seen:
-    """What clients saw. took_s: of each request; late_s: of each token, from the worker to the client; chunks: events
-    that held any."""
+class ClientMeasurements:
+    """took_s: of each request.  late_s: of each token, from the worker to the client.  chunks: events with tokens."""
 
     took_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
@@ -28,14 +27,14 @@ class Seen:
 
     @property
     def tokens(self) -> int:
-        """How many came."""
+        """Number of tokens received."""
         return len(self.late_s)
 
 
 def completion(port: int, *, max_tokens: int, stream: bool) -> bytes:
-    """A request for a completion, as bytes."""
-    asked = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
-    body = msgspec.json.encode(asked)
+    """A completion request as bytes."""
+    fields = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+    body = msgspec.json.encode(fields)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUser-Agent: ericllm-bench\r\n"
         f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -43,72 +42,76 @@ def completion(port: int, *, max_tokens: int, stream: bool) -> bytes:
     return head.encode() + body
 
 
-async def ask(port: int, clients: int, requests: int, *, max_tokens: int, stream: bool) -> Seen:
-    """Have keep-alive clients, each asking again once it is answered, make so many requests in all. Raises WorkerFailed
-    where one is not answered."""
-    asked = completion(port, max_tokens=max_tokens, stream=stream)
-    seen, left = Seen(), iter(range(requests))
+async def send_completions(
+    port: int, clients: int, requests: int, *, max_tokens: int, stream: bool
+) -> ClientMeasurements:
+    """Send `requests` requests from keep-alive clients, each one after the other. Raises WorkerFailed where one is not
+    answered."""
+    payload = completion(port, max_tokens=max_tokens, stream=stream)
+    measured, remaining = ClientMeasurements(), iter(range(requests))
     loop = asyncio.get_running_loop()
 
     async def client() -> None:
-        def made() -> _Client:
-            return _Client(asked, left, seen, loop.create_future())
+        def protocol() -> _Client:
+            return _Client(payload, remaining, measured, loop.create_future())
 
-        _, connected = await loop.create_connection(made, "127.0.0.1", port)
-        await connected.over
+        _, connected = await loop.create_connection(protocol, "127.0.0.1", port)
+        await connected.done
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return seen
+    return measured
 
 
 class _Client(asyncio.Protocol):
-    """One connection, which asks as long as `left` has something left. over: done when it has not."""
+    """One connection, which sends until `remaining` is empty. done: set after its last answer."""
 
-    def __init__(self, asked: bytes, left: Iterator[int], seen: Seen, over: asyncio.Future[None]) -> None:
-        self.over = over
-        self._asked = asked
-        self._left = left
-        self._seen = seen
+    def __init__(
+        self, payload: bytes, remaining: Iterator[int], measured: ClientMeasurements, done: asyncio.Future[None]
+    ) -> None:
+        self.done = done
+        self._payload = payload
+        self._remaining = remaining
+        self._measured = measured
         self._buffer = bytearray()
         self._body: Callable[[], bool] | None = None
         self._length = 0
-        self._asked_s = 0.0
+        self._sent_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: ask."""
+        """asyncio: send the first request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._ask()
+        self._send()
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: read as far as it goes."""
+        """asyncio: read what is complete."""
         self._buffer += data
         try:
             if self._body is None:
                 self._body = self._read_head()
             if self._body is not None and self._body():
                 self._body = None
-                self._seen.took_s.append(time.monotonic() - self._asked_s)
-                self._ask()
+                self._measured.took_s.append(time.monotonic() - self._sent_s)
+                self._send()
         except WorkerFailed as error:
             self._transport.abort()
-            self.over.set_exception(error)
+            self.done.set_exception(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: it is over, which it must not be before all is answered."""
-        if not self.over.done():
-            self.over.set_exception(WorkerFailed("the server closed a connection"))
+        """asyncio: an error before the last answer."""
+        if not self.done.done():
+            self.done.set_exception(WorkerFailed("the server closed a connection"))
 
-    def _ask(self) -> None:
-        if next(self._left, None) is None:
-            self.over.set_result(None)
+    def _send(self) -> None:
+        if next(self._remaining, None) is None:
+            self.done.set_result(None)
             self._transport.close()
             return
-        self._asked_s = time.monotonic()
-        self._transport.write(self._asked)
+        self._sent_s = time.monotonic()
+        self._transport.write(self._payload)
 
     def _read_head(self) -> Callable[[], bool] | None:
-        """How the body is read, once the head is there."""
+        """Return the reader of the body, None while the head is incomplete."""
         end = self._buffer.find(_HEAD_END)
         if end < 0:
             return None
@@ -126,26 +129,26 @@ class _Client(asyncio.Protocol):
     def _read_whole(self) -> bool:
         if len(self._buffer) < self._length:
             return False
-        self._see(bytes(self._buffer[: self._length]))
+        self._record(bytes(self._buffer[: self._length]))
         del self._buffer[: self._length]
         return True
 
     def _read_chunks(self) -> bool:
-        """Every chunk that is there; whether the last one was."""
-        buffer, at, over = self._buffer, 0, False
+        """Read the complete chunks; return whether the last one was among them."""
+        buffer, at, ended = self._buffer, 0, False
         while (line_end := buffer.find(b"\r\n", at)) >= 0:
             length = int(buffer[at:line_end], 16)
             end = line_end + 2 + length + 2
             if len(buffer) < end:
                 break
-            self._see(bytes(buffer[line_end + 2 : end - 2]))
-            at, over = end, not length
+            self._record(bytes(buffer[line_end + 2 : end - 2]))
+            at, ended = end, not length
         del buffer[:at]
-        return over
+        return ended
 
-    def _see(self, said: bytes) -> None:
+    def _record(self, body: bytes) -> None:
         now_ns = time.monotonic_ns()
-        for text in _TEXT.findall(said):
+        for text in _TEXT.findall(body):
             stamps = text.split()
-            self._seen.chunks += bool(stamps)
-            self._seen.late_s.extend(1e-9 * (now_ns - int(stamp)) for stamp in stamps)
+            self._measured.chunks += bool(stamps)
+            self._measured.late_s.extend(1e-9 * (now_ns - int(stamp)) for stamp in stamps)

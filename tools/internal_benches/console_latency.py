@@ -1,4 +1,4 @@
-"""How quick the console is under load: the real one in a pseudo-terminal, with clients that stream and keys pressed."""
+"""Response times of the console in a pseudo-terminal, with streaming clients and keys pressed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import msgspec
 import psutil
 
 from console.bench.progress import Show
-from console.bench.pty_child import PtyChild
-from console.bench.screen_report import Goal, ScreenReport
+from console.bench.text import table
 from console.chats.records import ChatSettings
 from console.chats.store import ChatStore
 from console.settings.schema import APP_NAME
 from engine.errors import WorkerFailed
 from engine.system.child_process import child_environment, python_command
+from tools.internal_benches.pty_child import PtyChild
 
 FIRST_FRAME = "Dashboard"
 PAST_REQUESTS = 10_000
@@ -33,30 +33,53 @@ KEY_PAUSE_S = 0.25
 SETTLE_S = 2.0
 _F = {"dashboard": b"\x1bOP", "chat": b"\x1bOR", "requests": b"\x1bOS", "logs": b"\x1b[18~"}
 _SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "then a word"}
-"""What stands on a screen and on no other."""
+"""Text that appears on this screen only."""
 _CHAT_SHOWN = "of 1,048,576 tokens"
 
 
+class Goal(msgspec.Struct, frozen=True):
+    """A measured value and its limit, in the same unit."""
+
+    name: str
+    value: float
+    limit: float
+    unit: str
+
+    @property
+    def is_reached(self) -> bool:
+        """True if the value is below the limit."""
+        return self.value < self.limit
+
+
+class ScreenReport(msgspec.Struct, frozen=True, kw_only=True):
+    """keys: key presses that were timed.  tokens_per_s: of all clients together."""
+
+    clients: int
+    seconds: float
+    keys: int
+    tokens_per_s: float
+    goals: tuple[Goal, ...]
+
+
 async def measure_screen(model: str, clients: int, seconds: float, show: Show) -> ScreenReport:
-    """Open the console on `model`, leave it alone, load it, press keys, and quit; then do so again where much has been
-    asked and said before, and quit with a worker that hangs. Raises WorkerFailed where the console does not do what is
-    asked."""
+    """Open the console on `model`: idle, under load with keys pressed, quit; then again with a long history, and quit
+    with a hanging worker. Raises WorkerFailed where the console does not respond."""
     with tempfile.TemporaryDirectory(prefix="ericllm-bench-") as folder:
         show("starting the console")
         async with _console(model, Path(folder)) as console:
             first_frame_s = await console.first_frame_s()
             await console.ready()
-            show("leaving it alone")
+            show("idle")
             await asyncio.sleep(SETTLE_S)
             idle = await console.cpu_share(seconds)
             show(f"{clients} clients and the chat open")
             fresh = await _under_load(console, clients, seconds, asks=False)
             show(f"{clients} clients and a chat that streams")
-            asked = await _under_load(console, clients, seconds, asks=True)
+            streaming = await _under_load(console, clients, seconds, asks=True)
             show("quitting")
             quit_s = await console.quit_s()
-            fresh_late_s, asked_late_s = console.late_s(*fresh.between), console.late_s(*asked.between)
-        remember(Path(folder))
+            fresh_late_s, streaming_late_s = console.late_s(*fresh.between), console.late_s(*streaming.between)
+        add_history(Path(folder))
         async with _console(model, Path(folder), past_requests=PAST_REQUESTS) as console:
             await console.first_frame_s()
             await console.ready()
@@ -74,10 +97,10 @@ async def measure_screen(model: str, clients: int, seconds: float, show: Show) -
         Goal("CPU of the screen, idle", 100 * idle, 2, "%"),
         *_goals(fresh, fresh_late_s, ""),
         *_goals(open_full, open_full_late_s, ", much before"),
-        *_goals(asked, asked_late_s, ", chat streams"),
+        *_goals(streaming, streaming_late_s, ", chat streams"),
         *_goals(full, full_late_s, ", chat streams, much before"),
     )
-    loads = (fresh, asked, open_full, full)
+    loads = (fresh, streaming, open_full, full)
     rates = [each.tokens / (each.between[1] - each.between[0]) for each in loads]
     return ScreenReport(
         clients=clients,
@@ -85,6 +108,22 @@ async def measure_screen(model: str, clients: int, seconds: float, show: Show) -
         keys=sum(len(each.keys_s) for each in loads),
         tokens_per_s=sum(rates) / len(rates),
         goals=goals,
+    )
+
+
+def screen_text(report: ScreenReport) -> str:
+    """The report as text."""
+    rows = [
+        [goal.name, f"{goal.value:.1f} {goal.unit}", f"{goal.limit:g} {goal.unit}", "yes" if goal.is_reached else "NO"]
+        for goal in report.goals
+    ]
+    return "\n".join(
+        (
+            f"{report.clients} clients that stream {report.tokens_per_s:.0f} chunks/s, "
+            f"{report.seconds:g} s of each, {report.keys} keys pressed",
+            "",
+            table(["", "measured", "limit", "reached"], rows),
+        )
     )
 
 
@@ -97,20 +136,20 @@ def _goals(loaded: _Loaded, late_s: Sequence[float], when: str) -> tuple[Goal, .
     )
 
 
-def remember(folder: Path) -> None:
-    """Put a long conversation where the console under test keeps them; a word counts for a token."""
+def add_history(folder: Path) -> None:
+    """Store a long conversation for the console under test; a word counts as a token."""
     store = ChatStore(folder / "data" / APP_NAME / "chats.db")
     conversation = store.create(ChatSettings(), title="Long before")
     leaf: int | None = None
     for number in range(PAST_TURNS):
-        said = " ".join(f"word{number}-{word}" for word in range(PAST_TOKENS // PAST_TURNS))
-        leaf = store.add(conversation, leaf, "assistant" if number % 2 else "user", said).id
+        text = " ".join(f"word{number}-{word}" for word in range(PAST_TOKENS // PAST_TURNS))
+        leaf = store.add(conversation, leaf, "assistant" if number % 2 else "user", text).id
     store.show(conversation, leaf)
     store.close()
 
 
 class _Loaded(msgspec.Struct, frozen=True):
-    """What was seen while clients streamed. between: from when to when, on the monotonic clock."""
+    """Measurements while clients stream. between: start and end on the monotonic clock."""
 
     between: tuple[float, float]
     keys_s: list[float]
@@ -120,7 +159,7 @@ class _Loaded(msgspec.Struct, frozen=True):
 
 
 class _Console:
-    """The console under test, as its operator and its clients reach it."""
+    """The console under test: its terminal and its API."""
 
     def __init__(self, model: str, folder: Path, past_requests: int) -> None:
         self._report = folder / "beats"
@@ -128,7 +167,7 @@ class _Console:
         flags = ("--model", model, "--port", str(self._port), "--max-prompts", "64")
         homes = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
         self.terminal = PtyChild(
-            python_command("-m", "console.tui.probe", str(self._report), str(past_requests), *flags),
+            python_command("-m", "tools.internal_benches.console_probe", str(self._report), str(past_requests), *flags),
             columns=120,
             rows=40,
             env={**child_environment(), **homes, "TERM": "xterm-256color"},
@@ -136,16 +175,16 @@ class _Console:
 
     @property
     def url(self) -> str:
-        """Where its API is."""
+        """Base URL of its API."""
         return f"http://127.0.0.1:{self._port}"
 
     async def first_frame_s(self) -> float:
-        """Seconds from its start to its first picture."""
+        """Seconds from its start to its first frame."""
         await self.terminal.shown_s(FIRST_FRAME)
         return time.monotonic() - self.terminal.started_s
 
     async def ready(self, timeout_s: float = 120.0) -> None:
-        """Wait until its model answers. Raises WorkerFailed if it does not."""
+        """Wait until its model is ready. Raises WorkerFailed if it does not get ready in time."""
         until_s = time.monotonic() + timeout_s
         async with aiohttp.ClientSession(self.url) as http:
             while time.monotonic() < until_s:
@@ -157,24 +196,24 @@ class _Console:
         raise WorkerFailed(f"the console had no model ready within {timeout_s:g} s")
 
     async def cpu_share(self, seconds: float) -> float:
-        """The share of a core that its screen takes while it is left alone for so long."""
+        """Share of a core that its screen uses while idle, over `seconds`."""
         before_s = self.screen_cpu_s()
         await asyncio.sleep(seconds)
         return (self.screen_cpu_s() - before_s) / seconds
 
     def screen_cpu_s(self) -> float:
-        """CPU that its main thread, where the screen lives, has used so far."""
+        """CPU seconds of its main thread, which runs the screen, so far."""
         pid = self.terminal.process.pid
         main = next(thread for thread in psutil.Process(pid).threads() if thread.id == pid)
         return float(main.user_time + main.system_time)
 
     def hang_workers(self) -> None:
-        """Stop its worker processes where they are."""
+        """Suspend its worker processes."""
         for child in psutil.Process(self.terminal.process.pid).children(recursive=True):
             child.send_signal(signal.SIGSTOP)
 
     async def quit_s(self) -> float:
-        """Seconds from the key to the end of the process, the question answered at once if there is one."""
+        """Seconds from the key to the end of the process; a confirmation is answered at once."""
         began_s = time.monotonic()
         self.terminal.press(b"\x11")
         asking = asyncio.get_running_loop().call_later(0.1, self.terminal.press, b"y")
@@ -183,7 +222,7 @@ class _Console:
         return ended_s - began_s
 
     def late_s(self, from_s: float, to_s: float) -> list[float]:
-        """How late its loop was, at each look in that time. Raises WorkerFailed where it kept no record."""
+        """Delays of its event loop in that time. Raises WorkerFailed where it left no record."""
         if not self._report.exists():
             raise WorkerFailed("the console ended badly: it left no record of its loop")
         beats = msgspec.msgpack.decode(self._report.read_bytes())
@@ -200,7 +239,7 @@ async def _console(model: str, folder: Path, past_requests: int = 0) -> AsyncIte
 
 
 async def _under_load(console: _Console, clients: int, seconds: float, *, asks: bool) -> _Loaded:
-    """Stream to clients, have the chat answer a question where one `asks`, press keys."""
+    """Stream to clients, with an answer in the chat where `asks`, and press keys."""
     tokens = itertools.count()
     async with aiohttp.ClientSession(console.url, timeout=aiohttp.ClientTimeout(total=None)) as http:
         streams = [asyncio.create_task(_stream(http, number, tokens)) for number in range(clients)]
@@ -208,7 +247,7 @@ async def _under_load(console: _Console, clients: int, seconds: float, *, asks: 
             await console.terminal.shown_s(_SHOWN["logs"], _F["logs"])
             await console.terminal.shown_s(_CHAT_SHOWN, _F["chat"])
             if asks:
-                console.terminal.press(b"Tell me.\r")
+                console.terminal.press(b"Go on.\r")
             await asyncio.sleep(1.0)
             began_s, cpu_s, counted = time.monotonic(), console.screen_cpu_s(), next(tokens)
             keys_s, screens_s = await _press_keys(console.terminal, began_s + seconds)
@@ -222,7 +261,7 @@ async def _under_load(console: _Console, clients: int, seconds: float, *, asks: 
 
 
 async def _press_keys(terminal: PtyChild, until_s: float) -> tuple[list[float], list[float]]:
-    """Type into the chat, each time a character that nothing else shows; now and then go to another screen and back."""
+    """Type unique characters into the chat; after every fourth, open another screen and return."""
     keys_s: list[float] = []
     screens_s: list[float] = []
     others = itertools.cycle(_SHOWN)
@@ -238,11 +277,11 @@ async def _press_keys(terminal: PtyChild, until_s: float) -> tuple[list[float], 
             await asyncio.sleep(2 * KEY_PAUSE_S)
             await terminal.shown_s(_CHAT_SHOWN, _F["chat"])
             await asyncio.sleep(KEY_PAUSE_S)
-    raise AssertionError("it counts for ever")
+    raise AssertionError("unreachable")
 
 
 async def _stream(http: aiohttp.ClientSession, number: int, tokens: itertools.count[int]) -> None:
-    """Ask for long answers, one after the other, and count what streams."""
+    """Request long answers, one after the other, and count the events."""
     body = {"prompt": f"Client {number} says", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     while True:
         async with http.post("/v1/completions", json=body) as answer:
@@ -252,7 +291,7 @@ async def _stream(http: aiohttp.ClientSession, number: int, tokens: itertools.co
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
-    """Of one value at least."""
+    """A percentile of one or more values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -1,4 +1,4 @@
-"""Several workers with fewer threads each, or one with all of them: throughput, and what their memory comes to."""
+"""Several workers with fewer threads each against one with all of them: throughput and memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from console.bench.engines import all_ready, run_round, running, worker_processes
-from console.bench.plan import Plan, Spread
+from console.bench.engine_target import all_ready
 from console.bench.progress import Show
 from console.bench.text import table
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from tools.internal_benches.rounds import Rounds, Spread, run_round, running_engine, worker_processes
 
 CONCURRENT = (1, 8, 32)
 WORKERS = (1, 2)
@@ -30,8 +30,8 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of all worker processes together. rss_bytes counts what they share once for each of them, pss_bytes once;
-    pss_bytes is None where the system does not tell."""
+    """Memory of all worker processes together. Shared memory counts once per process in rss_bytes, once in pss_bytes.
+    pss_bytes: None where the system does not report it."""
 
     workers: int
     rss_bytes: int
@@ -39,7 +39,7 @@ class WorkersMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkersReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The table. weights_bytes, shared_bytes: of one worker, and what of it all have once."""
+    """weights_bytes: of one worker.  shared_bytes: the part of them that all workers share."""
 
     model: str
     dtype: str
@@ -52,82 +52,88 @@ class WorkersReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_workers(
-    plan: Plan, show: Show, *, concurrent: Sequence[int] = CONCURRENT, memory_of: Sequence[int] = MEMORY_OF
+    rounds: Rounds, show: Show, *, concurrent: Sequence[int] = CONCURRENT, memory_of: Sequence[int] = MEMORY_OF
 ) -> WorkersReport:
-    """Memory of a growing number of workers, then rounds of both ways by turns. Raises EngineError."""
-    if plan.threads < WORKERS[-1]:
+    """Measure the memory of a growing number of workers, then interleave rounds of both. Raises EngineError."""
+    if rounds.model.threads < WORKERS[-1]:
         raise InvalidRequest(
-            f"{WORKERS[-1]} workers need as many threads, and there is {plan.threads}", param="threads"
+            f"{WORKERS[-1]} workers need as many threads; available: {rounds.model.threads}", param="threads"
         )
     memory = []
-    async with running(plan, workers=1, threads=1, max_prompts=8, concurrent=8) as engine:
+    async with running_engine(rounds, workers=1, threads=1, max_prompts=8, concurrent=8) as engine:
         model = engine.snapshot().status.model
         assert model is not None
         for count in memory_of:
             show(f"memory of {count} worker{'s' * (count > 1)}")
             await engine.reconfigure(workers=count)
             await all_ready(engine, count)
-            await run_round(engine, plan, 0, 8 * count)
+            await run_round(engine, rounds, 0, 8 * count)
             memory.append(_memory(engine))
     return WorkersReport(
-        model=plan.spec.name,
+        model=rounds.model.spec.name,
         dtype=model.dtype,
-        threads=plan.threads,
-        rounds=plan.rounds,
+        threads=rounds.model.threads,
+        rounds=rounds.count,
         weights_bytes=model.weights_bytes,
         shared_bytes=model.shared_bytes,
-        rates=await _rates(plan, concurrent, show),
+        rates=await _rates(rounds, concurrent, show),
         memory=tuple(memory),
     )
 
 
-async def _rates(plan: Plan, concurrents: Sequence[int], show: Show) -> tuple[Rate, ...]:
-    most = max(concurrents)
-    found: dict[tuple[int, int], list[float]] = {}
+async def _rates(rounds: Rounds, concurrents: Sequence[int], show: Show) -> tuple[Rate, ...]:
+    max_concurrent = max(concurrents)
+    measured: dict[tuple[int, int], list[float]] = {}
     async with AsyncExitStack() as stack:
         show("loading")
         engines = {
             workers: await stack.enter_async_context(
-                running(plan, workers=workers, threads=plan.threads // workers, max_prompts=most, concurrent=most)
+                running_engine(
+                    rounds,
+                    workers=workers,
+                    threads=rounds.model.threads // workers,
+                    max_prompts=max_concurrent,
+                    concurrent=max_concurrent,
+                )
             )
             for workers in WORKERS
         }
-        for number in range(plan.rounds + 1):
-            show(f"round {number} of {plan.rounds}" if number else "warming up")
+        for number in range(rounds.count + 1):
+            show(f"round {number} of {rounds.count}" if number else "warming up")
             for concurrent in concurrents:
                 for workers, engine in engines.items():
-                    timing = await run_round(engine, plan, number, concurrent)
+                    timing = await run_round(engine, rounds, number, concurrent)
                     if number:
-                        found.setdefault((concurrent, workers), []).append(timing.tokens_per_s)
+                        measured.setdefault((concurrent, workers), []).append(timing.tokens_per_s)
     return tuple(
         Rate(
             workers=workers,
-            threads_each=plan.threads // workers,
+            threads_each=rounds.model.threads // workers,
             concurrent=concurrent,
             tokens_per_s=Spread.of(rates),
         )
-        for (concurrent, workers), rates in found.items()
+        for (concurrent, workers), rates in measured.items()
     )
 
 
 def _memory(engine: Engine) -> WorkersMemory:
     processes = worker_processes(engine)
     pss = [getattr(process.memory_full_info(), "pss", None) for process in processes]
-    known = [size for size in pss if size is not None]
+    sizes = [size for size in pss if size is not None]
     return WorkersMemory(
         workers=len(processes),
         rss_bytes=sum(process.memory_info().rss for process in processes),
-        pss_bytes=sum(known) if len(known) == len(processes) else None,
+        pss_bytes=sum(sizes) if len(sizes) == len(processes) else None,
     )
 
 
 def workers_text(report: WorkersReport) -> str:
-    """The report for a person."""
+    """The report as text."""
     rates = {(rate.concurrent, rate.workers): rate for rate in report.rates}
     ways = sorted({(rate.workers, rate.threads_each) for rate in report.rates})
     header = ["tokens per second", *(f"{workers} x {threads} threads" for workers, threads in ways)]
     rows = [
-        [f"{concurrent} at once", *(_spread(rates[concurrent, workers].tokens_per_s) for workers, _ in ways)]
+        [f"{concurrent} concurrent", *(_spread(rates[concurrent, workers].tokens_per_s) for workers, _ in ways)]
         for concurrent in sorted({rate.concurrent for rate in report.rates})
     ]
     sizes = [
@@ -142,7 +148,7 @@ def workers_text(report: WorkersReport) -> str:
             "",
             table(["workers", "RSS of all", "PSS of all", "PSS of each"], sizes),
             "",
-            f"Weights of one: {_mib(report.weights_bytes)}. In one mapping for all: {_mib(report.shared_bytes)}.",
+            f"Weights of one worker: {_mib(report.weights_bytes)}, shared by all: {_mib(report.shared_bytes)}.",
         )
     )
 
