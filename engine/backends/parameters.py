@@ -1,4 +1,4 @@
-"""Which backend honours which sampling parameter: the one table, and the refusal of what a backend lacks.
+"""Sampling parameters by backend: the refusal of what a backend lacks, and the table of the documentation.
 
 `python -m engine.backends.parameters` prints it as it stands in docs/sampling.md.
 """
@@ -7,47 +7,51 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import get_args
 
 import msgspec
 
-from engine.config import RANGES, TINY, BackendKind, SamplingParams
+from engine.config import PARAMETERS, RANGES, TINY, BackendKind, SamplingParams
 from engine.errors import InvalidRequest
+from engine.samplers import added_parameters
 
 BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
 
-_STATEFUL = "its state follows from all choices so far, and a request that lost its worker has those no more"
-_ONE_SEQUENCE = "it computes one sequence per request, not a second one for the negative prompt"
-_LAST_LOGITS = "its generator keeps the logits of a prompt's last token alone"
-
-LACKING: Mapping[str, Mapping[str, str]] = {
-    "mirostat": {"torch": _STATEFUL},
-    "cfg_scale": {"torch": _ONE_SEQUENCE},
-    "prompt_logprobs": {"exllamav2": _LAST_LOGITS},
-}
-"""Why a backend does not honour a parameter. Whatever is not here, every backend honours."""
-
-PART_OF: Mapping[str, str] = {
-    "mirostat_tau": "mirostat",
-    "mirostat_eta": "mirostat",
-    "negative_prompt_ids": "cfg_scale",
-}
-"""Parameters that mean something only while another one is on."""
-
 _NEUTRAL = SamplingParams()
+_ADDED = frozenset(row.name for row in added_parameters())
+_LIBRARIES: Mapping[str, str] = {
+    backend: "its library has no such sampler" for backend in BACKENDS if backend != "torch"
+}
+"""Only torch applies the files of engine/samplers/."""
+
+
+def lacking(name: str) -> Mapping[str, str]:
+    """Return why backends do not support a parameter, by backend; all others support it."""
+    row = PARAMETERS[name]
+    if row.part_of:
+        return lacking(row.part_of)
+    return {**_LIBRARIES, **row.lacking} if name in _ADDED else row.lacking
 
 
 def refuse_lacking(params: SamplingParams, backend: str) -> None:
     """Raise InvalidRequest naming the first parameter that is not neutral and that `backend` lacks."""
-    for name, reasons in LACKING.items():
-        if backend in reasons and getattr(params, name) != getattr(_NEUTRAL, name):
+    for name, reason in _refusals(backend):
+        if getattr(params, name) != getattr(_NEUTRAL, name):
             raise InvalidRequest(
-                f"{name} is not supported by the {backend} backend: {reasons[backend]}", param=name, backend=backend
+                f"{name} is not supported by the {backend} backend: {reason}", param=name, backend=backend
             )
 
 
+@cache
+def _refusals(backend: str) -> tuple[tuple[str, str], ...]:
+    """Parameters that the backend lacks, and why; those that are part of another one are left to that."""
+    rows = [row for row in PARAMETERS.values() if not row.part_of]
+    return tuple((row.name, lacking(row.name)[backend]) for row in rows if backend in lacking(row.name))
+
+
 def bounds(name: str) -> str:
-    """Between what a parameter lies, in words; "" for one that is no number."""
+    """Return the range of a parameter in words; "" for one that is no number."""
     if name not in RANGES:
         return ""
     low, high = RANGES[name]
@@ -55,27 +59,27 @@ def bounds(name: str) -> str:
 
 
 def differing() -> str:
-    """The same as `table`, of those that not every backend honours."""
-    return "\n".join(_lines([name for name in SamplingParams.__struct_fields__ if PART_OF.get(name, name) in LACKING]))
+    """Return the part of `table` that not every backend supports."""
+    return "\n".join(_lines([name for name in PARAMETERS if lacking(name)]))
 
 
 def table() -> str:
-    """Parameter x backend as Markdown: one line for each field of SamplingParams."""
-    return "\n".join(_lines(SamplingParams.__struct_fields__))
+    """Return parameter x backend as Markdown: one line for each field of SamplingParams."""
+    return "\n".join(_lines(PARAMETERS))
 
 
 def _lines(names: Iterable[str]) -> Iterator[str]:
     yield f"| parameter | neutral | range | {' | '.join(BACKENDS)} |"
     yield f"|---|---|---|{'---|' * len(BACKENDS)}"
     for name in names:
-        reasons = LACKING.get(PART_OF.get(name, name), {})
+        reasons = lacking(name)
         cells = [f"no: {reasons[backend]}" if backend in reasons else "yes" for backend in BACKENDS]
-        neutral = msgspec.json.encode(getattr(_NEUTRAL, name)).decode()
+        neutral = msgspec.json.encode(PARAMETERS[name].neutral).decode()
         yield f"| `{name}` | `{neutral}` | {bounds(name)} | {' | '.join(cells)} |"
 
 
 def _number(value: float) -> str:
-    """A bound; a power of 2 as one."""
+    """Format a bound; a power of 2 as one."""
     whole = int(value) if value == int(value) else None
     if whole is not None and abs(whole) > 10**6:
         power = (abs(whole) + 1).bit_length() - 1

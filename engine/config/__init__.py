@@ -1,6 +1,14 @@
 """What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
 
-from engine.config.engine import MAX_THREADS, MAX_TIMEOUT_S, STEP_TOKENS, EngineConfig, PrefixSharing
+from engine.config.engine import (
+    MAX_PROMPTS,
+    MAX_THREADS,
+    MAX_TIMEOUT_S,
+    NUM_WORKERS,
+    STEP_TOKENS,
+    EngineConfig,
+    PrefixSharing,
+)
 from engine.config.model import (
     MAX_STRETCH,
     AdapterSpec,
@@ -19,11 +27,12 @@ from engine.config.sampling import (
     MAX_GRAMMAR_BYTES,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
+    PARAMETERS,
     RANGES,
-    TINY,
     Grammar,
     SamplingParams,
 )
+from engine.samplers import TINY, Parameter
 from engine.text.printable import format_number, quote_value
 
 __all__ = [
@@ -31,10 +40,13 @@ __all__ = [
     "MAX_BANNED_STRINGS",
     "MAX_GRAMMAR_BYTES",
     "MAX_LOGPROBS",
+    "MAX_PROMPTS",
     "MAX_STOP_STRINGS",
     "MAX_STRETCH",
     "MAX_THREADS",
     "MAX_TIMEOUT_S",
+    "NUM_WORKERS",
+    "PARAMETERS",
     "RANGES",
     "STEP_TOKENS",
     "TINY",
@@ -48,6 +60,7 @@ __all__ = [
     "EngineConfig",
     "Grammar",
     "ModelSpec",
+    "Parameter",
     "PrefixSharing",
     "SamplingParams",
     "WeightsName",

@@ -15,6 +15,8 @@ PrefixSharing = Literal["key", "system", "all"]
 
 MAX_TIMEOUT_S = 10**7
 MAX_THREADS = 1024
+NUM_WORKERS = (1, 64)
+MAX_PROMPTS = (1, 4096)
 STEP_TOKENS = (16, 10**6)
 
 
@@ -68,8 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> EngineConfig:
         """Itself, or InvalidRequest naming the first field out of range."""
         for param, low, high in (
-            ("num_workers", 1, 64),
-            ("max_prompts", 1, 4096),
+            ("num_workers", *NUM_WORKERS),
+            ("max_prompts", *MAX_PROMPTS),
             ("max_queue", 0, 10**6),
             ("timeout_s", 0, MAX_TIMEOUT_S),
             ("step_tokens", *STEP_TOKENS),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.samplers import TINY, Parameter, added_parameters, with_fields
 from engine.text.printable import format_number
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -46,81 +49,194 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+_STATEFUL = "its state follows from all choices so far, and a request that lost its worker has those no more"
+_ONE_SEQUENCE = "it computes one sequence per request, not a second one for the negative prompt"
+_LAST_LOGITS = "its generator keeps the logits of a prompt's last token alone"
+
+_MANY = 2**31
+
+
+def _added_fields(struct: type[T]) -> type[T]:
+    """The struct with a field for each parameter that a file of engine/samplers/ adds."""
+    rows = added_parameters()
+    return with_fields(struct, [(row.name, Annotated[type(row.neutral), row], row.neutral) for row in rows])
+
+
+@_added_fields
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose each next token and when to end. Every default is neutral.
 
-    temperature: 0 is greedy (exact argmax).      top_k: 0 is off.
-    top_p, typical_p: 1.0 is off, in (0, 1].      min_p: 0.0 is off, in [0, 1].
-    top_a: 0.0 is off; drops tokens less likely than top_a times the square of the best one's probability.
-    tfs: 1.0 is off, in (0, 1]; tail-free sampling (second derivative of the sorted probabilities).
-    min_temp, max_temp, temp_exponent: dynamic temperature by entropy, after the filters; max_temp 0.0 is off.
-    smoothing_factor: 0.0 is off; quadratic smoothing of the logits around the best one.
-    temperature_last: the temperature is applied after the filters instead of before; a dynamic one takes its place.
-    xtc_probability: 0.0 is off; the chance that a token's most likely choices above xtc_threshold are left out.
-    mirostat: 0 is off, 2 is Mirostat 2.0 (Basu et al. 2021) with its target mirostat_tau and rate mirostat_eta.
-    repetition_penalty: 1.0 is off, multiplicative on prompt and output tokens (CTRL, Keskar et al. 2019).
-    repetition_range: how many of the last tokens the three penalties look at; 0 is all of them.
-    repetition_decay: tokens over which the penalties fade to nothing beyond repetition_range; 0 is at once.
-    frequency_penalty, presence_penalty: 0.0 is off, additive on output tokens, in [-2, 2] (OpenAI).
-    dry_multiplier: 0.0 is off; DRY: a token that would extend a repeat of at least dry_allowed_length tokens loses
-        dry_multiplier * dry_base ** (length - dry_allowed_length). dry_range: last tokens looked at, 0 is all.
-        dry_breaker_ids: tokens over which no repeat reaches.
-    cfg_scale: 1.0 is off; classifier-free guidance against negative_prompt_ids.
-    banned_strings: texts that the answer must not contain, whatever their case; generation goes another way.
-    logit_bias: token id -> added to its logit, in [-100, 100].
-    seed: None lets the engine draw one; the token at position p depends on (seed, p) alone.
-    max_tokens: None means up to the context's end; 0 ends with the prompt computed.
-    min_tokens: end tokens are masked before that many.
-    stop: text that ends the answer (left out unless include_stop).   stop_token_ids: besides the model's own.
-    shown_token_ids: control tokens that are text all the same where skip_special_tokens leaves them out.
-    logprobs: None is off, 0 the chosen token only, k the k most likely besides.
-    prompt_logprobs: the same of the prompt's tokens.
-    grammar: what the answer is held to; None is off. Where it is JSON, stop and stop_token_ids end nothing.
+    A field's row says all about it, and `PARAMETERS` has them by name: requests, the chat's form, documentation and
+    refusals are derived from there. Parameters that only a file of engine/samplers/ reads are fields, too.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_a: float = 0.0
-    tfs: float = 1.0
-    min_temp: float = 0.0
-    max_temp: float = 0.0
-    temp_exponent: float = 1.0
-    smoothing_factor: float = 0.0
-    temperature_last: bool = False
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    repetition_penalty: float = 1.0
-    repetition_range: int = 0
-    repetition_decay: int = 0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
-    dry_breaker_ids: tuple[int, ...] = ()
-    cfg_scale: float = 1.0
-    negative_prompt_ids: tuple[int, ...] = ()
-    banned_strings: tuple[str, ...] = ()
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    shown_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    temperature: Annotated[float, Parameter("0 is greedy", 0.0, 100.0, label="Temperature")] = 1.0
+    top_k: Annotated[int, Parameter("0 and -1 are off", 0, _MANY, sent_low=-1, label="top_k")] = 0
+    top_p: Annotated[float, Parameter("1 is off", TINY, 1.0, label="top_p")] = 1.0
+    min_p: Annotated[float, Parameter("0 is off", 0.0, 1.0, label="min_p")] = 0.0
+    typical_p: Annotated[float, Parameter("1 is off", TINY, 1.0, aliases=("typical",))] = 1.0
+    top_a: Annotated[
+        float,
+        Parameter(
+            "0 is off; drops tokens less likely than top_a times the square of the best one's probability", 0.0, 1.0
+        ),
+    ] = 0.0
+    tfs: Annotated[
+        float,
+        Parameter(
+            "tail-free sampling, by the second derivative of the sorted probabilities; 1 is off",
+            TINY,
+            1.0,
+            aliases=("tfs_z",),
+        ),
+    ] = 1.0
+    min_temp: Annotated[
+        float,
+        Parameter(
+            "lowest dynamic temperature", 0.0, 100.0, part_of="max_temp", aliases=("dynatemp_low", "dynatemp_min")
+        ),
+    ] = 0.0
+    max_temp: Annotated[
+        float,
+        Parameter(
+            "highest dynamic temperature, which depends on the entropy, after the filters; 0 is off",
+            0.0,
+            100.0,
+            aliases=("dynatemp_high", "dynatemp_max"),
+        ),
+    ] = 0.0
+    temp_exponent: Annotated[
+        float,
+        Parameter(
+            "exponent of the entropy's share in the dynamic temperature",
+            TINY,
+            100.0,
+            part_of="max_temp",
+            aliases=("dynatemp_exponent",),
+        ),
+    ] = 1.0
+    smoothing_factor: Annotated[
+        float, Parameter("quadratic smoothing of the logits around the best one; 0 is off", 0.0, 100.0)
+    ] = 0.0
+    temperature_last: Annotated[
+        bool, Parameter("apply the temperature after the filters; a dynamic one takes its place")
+    ] = False
+    xtc_probability: Annotated[
+        float, Parameter("chance that the most likely tokens above xtc_threshold are excluded; 0 is off", 0.0, 1.0)
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, Parameter("probability from which XTC excludes tokens", 0.0, 1.0, part_of="xtc_probability")
+    ] = 0.1
+    mirostat: Annotated[
+        int,
+        Parameter(
+            "0 is off, 2 is Mirostat 2.0 (Basu et al. 2021)",
+            http_name="mirostat_mode",
+            aliases=("mirostat",),
+            lacking={"torch": _STATEFUL},
+        ),
+    ] = 0
+    mirostat_tau: Annotated[float, Parameter("Mirostat's target surprise", TINY, 100.0, part_of="mirostat")] = 5.0
+    mirostat_eta: Annotated[float, Parameter("Mirostat's learning rate", TINY, 1.0, part_of="mirostat")] = 0.1
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            "multiplicative on prompt and output tokens (CTRL, Keskar et al. 2019); 1 is off",
+            0.01,
+            100.0,
+            aliases=("rep_pen", "repeat_penalty"),
+        ),
+    ] = 1.0
+    repetition_range: Annotated[
+        int,
+        Parameter(
+            "number of last tokens that the three penalties look at; 0 and -1 are all",
+            0,
+            _MANY,
+            sent_low=-1,
+            aliases=("penalty_range", "rep_pen_range", "repeat_last_n", "repetition_penalty_range"),
+        ),
+    ] = 0
+    repetition_decay: Annotated[
+        int, Parameter("tokens beyond repetition_range over which the penalties fade to nothing", 0, _MANY)
+    ] = 0
+    frequency_penalty: Annotated[
+        float, Parameter("additive for each use in the output (OpenAI); 0 is off", -2.0, 2.0)
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Parameter("additive once a token is in the output (OpenAI); 0 is off", -2.0, 2.0)
+    ] = 0.0
+    dry_multiplier: Annotated[
+        float,
+        Parameter(
+            "DRY: a token that extends a repeat of at least dry_allowed_length tokens loses dry_multiplier * "
+            "dry_base ** (length - dry_allowed_length); 0 is off",
+            0.0,
+            100.0,
+        ),
+    ] = 0.0
+    dry_base: Annotated[float, Parameter("base of DRY's penalty", 1.0, 100.0)] = 1.75
+    dry_allowed_length: Annotated[int, Parameter("shortest repeat that DRY penalises", 1, _MANY)] = 2
+    dry_range: Annotated[
+        int,
+        Parameter(
+            "number of last tokens that DRY looks at; 0 and -1 are all",
+            0,
+            _MANY,
+            sent_low=-1,
+            aliases=("dry_penalty_last_n",),
+        ),
+    ] = 0
+    dry_breaker_ids: Annotated[tuple[int, ...], Parameter("tokens over which no repeat reaches")] = ()
+    cfg_scale: Annotated[
+        float,
+        Parameter(
+            "classifier-free guidance against the negative prompt; 1 is off",
+            0.0,
+            100.0,
+            aliases=("guidance_scale",),
+            lacking={"torch": _ONE_SEQUENCE},
+        ),
+    ] = 1.0
+    negative_prompt_ids: Annotated[tuple[int, ...], Parameter("the negative prompt", part_of="cfg_scale")] = ()
+    banned_strings: Annotated[
+        tuple[str, ...], Parameter("texts that the answer must not contain, whatever their case")
+    ] = ()
+    logit_bias: Annotated[dict[int, float], Parameter("token id -> added to its logit, -100 to 100")] = {}
+    seed: Annotated[
+        int | None,
+        Parameter(
+            "the token at position p depends on (seed, p) alone; null is drawn by the engine",
+            -(2**63),
+            2**63 - 1,
+            label="Seed",
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Parameter("null is up to the context's end; 0 ends with the prompt", 0, _MANY, label="Max tokens")
+    ] = None
+    min_tokens: Annotated[
+        int, Parameter("end tokens are masked before that many", 0, _MANY, aliases=("min_length",))
+    ] = 0
+    stop: Annotated[tuple[str, ...], Parameter("text that ends the answer")] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter("end tokens besides the model's own")] = ()
+    ignore_eos: Annotated[bool, Parameter("do not end with the model's end tokens")] = False
+    include_stop: Annotated[
+        bool, Parameter("leave a stop string in the answer", http_name="include_stop_str_in_output")
+    ] = False
+    skip_special_tokens: Annotated[bool, Parameter("leave control tokens out of the text")] = True
+    shown_token_ids: Annotated[
+        tuple[int, ...], Parameter("control tokens that are text where skip_special_tokens leaves others out")
+    ] = ()
+    logprobs: Annotated[
+        int | None, Parameter("null is off, 0 the chosen token only, k also the k most likely ones", 0, MAX_LOGPROBS)
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, Parameter("the same for the prompt's tokens", 0, MAX_LOGPROBS, lacking={"exllamav2": _LAST_LOGITS})
+    ] = None
+    grammar: Annotated[
+        Grammar | None, Parameter("what the answer must match; where it is JSON, stop and stop_token_ids end nothing")
+    ] = None
 
     def validate(self) -> SamplingParams:
         """Itself, or InvalidRequest naming the first field out of range."""
@@ -179,39 +295,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-TINY = math.ulp(0.0)
-"""The lowest value of what must be more than 0."""
+def _rows() -> Iterator[tuple[str, Parameter]]:
+    fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    for name, annotation in get_type_hints(SamplingParams, include_extras=True).items():
+        (row,) = annotation.__metadata__
+        field = fields[name]
+        neutral = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        yield name, replace(row, name=name, neutral=neutral, http_name=row.http_name or name)
+
+
+PARAMETERS: Mapping[str, Parameter] = dict(_rows())
+"""Rows of all fields of SamplingParams, by name."""
 
 RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_k": (0, 2**31),
-    "top_p": (TINY, 1.0),
-    "min_p": (0.0, 1.0),
-    "typical_p": (TINY, 1.0),
-    "top_a": (0.0, 1.0),
-    "tfs": (TINY, 1.0),
-    "min_temp": (0.0, 100.0),
-    "max_temp": (0.0, 100.0),
-    "temp_exponent": (TINY, 100.0),
-    "smoothing_factor": (0.0, 100.0),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 1.0),
-    "mirostat_tau": (TINY, 100.0),
-    "mirostat_eta": (TINY, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "repetition_range": (0, 2**31),
-    "repetition_decay": (0, 2**31),
-    "dry_multiplier": (0.0, 100.0),
-    "dry_base": (1.0, 100.0),
-    "dry_allowed_length": (1, 2**31),
-    "dry_range": (0, 2**31),
-    "cfg_scale": (0.0, 100.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "seed": (-(2**63), 2**63 - 1),
-    "max_tokens": (0, 2**31),
-    "min_tokens": (0, 2**31),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    name: (row.low, row.high) for name, row in PARAMETERS.items() if row.low is not None and row.high is not None
 }
 """Lowest and highest values of those that are numbers."""

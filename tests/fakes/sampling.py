@@ -49,6 +49,7 @@ def expected(logits: list[float], ends: tuple[int, ...] = (), **knobs: Any) -> n
     values = smoothed(np.array(logits, dtype=np.float64), knobs.get("smoothing_factor", 0.0))
     probs = softmax(values / (1.0 if last else temperature))
     kept = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: int(knobs.get("top_k", 0)) or None]
+    kept = [i for i in kept if probs[i] > 0]
     kept = smallest_set(kept, probs, knobs.get("top_p", 1.0))
     mass = sum(probs[i] for i in kept)
     best = probs[kept[0]] / mass

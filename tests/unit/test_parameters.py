@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.parameters import BACKENDS, LACKING, PART_OF, refuse_lacking, table
-from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, SamplingParams
+from engine.backends.parameters import BACKENDS, lacking, refuse_lacking, table
+from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, PARAMETERS, SamplingParams
 from engine.errors import InvalidRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -19,10 +19,14 @@ def test_the_page_shows_the_table() -> None:
     assert table() in PAGE.read_text(), "docs/sampling.md is not what `python -m engine.backends.parameters` prints"
 
 
-def test_the_table_names_nothing_but_parameters_and_backends() -> None:
-    fields = set(SamplingParams.__struct_fields__)
-    assert {*LACKING, *PART_OF, *PART_OF.values()} <= fields
-    assert {backend for reasons in LACKING.values() for backend in reasons} <= set(BACKENDS)
+def test_rows_name_nothing_but_parameters_and_backends() -> None:
+    assert {row.part_of for row in PARAMETERS.values()} - {""} <= set(PARAMETERS)
+    assert {backend for name in PARAMETERS for backend in lacking(name)} <= set(BACKENDS)
+
+
+def test_no_two_parameters_have_a_name_in_common() -> None:
+    names = [name for row in PARAMETERS.values() for name in {row.name, row.http_name, *row.aliases}]
+    assert len(names) == len(set(names))
 
 
 def test_neutral_parameters_are_honoured_by_all() -> None:

@@ -21,7 +21,15 @@ from torch.nn import functional
 from engine.backends.base import TokenLogprob, TokenMask
 from engine.backends.torch.sampling.draw import draw_filtered, draw_plain, rank
 from engine.backends.torch.sampling.penalties import DryPenalty, penalise, seen_by
-from engine.backends.torch.sampling.sampling_tensors import Draw, SamplingTensors, bounded, columns, filtered, to_device
+from engine.backends.torch.sampling.sampling_tensors import (
+    Draw,
+    SamplingTensors,
+    columns,
+    is_bounded,
+    is_filtered,
+    to_device,
+    used_samplers,
+)
 from engine.config import SamplingParams
 
 # Masks of tokens on a batch of logits, all at once.
@@ -141,8 +149,9 @@ class SampleRow:
         self.position = len(prompt_ids) + len(generated)
         self.output_tokens = len(generated)
         self.greedy = params.temperature == 0
-        self.filtered = filtered(params)
-        self.bounded = bounded(params)
+        self.filtered = is_filtered(params)
+        self.bounded = is_bounded(params)
+        self.samplers = used_samplers(params)
         self.end_token_ids = tuple(end_token_ids)
         self.bias = _as_tensors(params.logit_bias)
         self.mask = mask
@@ -190,7 +199,7 @@ class SampleRow:
 
     def draw(self) -> Draw:
         """What the next draw needs to know of it."""
-        return Draw(self.params, self.position, self.end_token_ids)
+        return Draw(self.params, self.position, self.end_token_ids, self.samplers)
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
@@ -249,7 +258,7 @@ def _draw_plain(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    return draw_filtered(logits, SamplingTensors.of(draws, logits.shape[1], logits.device))
+    return draw_filtered(logits, SamplingTensors.from_draws(draws, logits.shape[1], logits.device))
 
 
 def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
