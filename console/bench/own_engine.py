@@ -9,10 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from console.bench.engine_target import EngineTarget, all_ready
+from console.bench.engine_target import EngineTarget
+from console.bench.engines import all_ready
 from console.bench.progress import Showing
 from console.runtime.logs import logging_to
 from console.runtime.runtime import Runtime
+from console.settings.load_options import LoadOptions
 from console.settings.schema import Settings
 from console.settings.sources import changed
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
@@ -71,7 +73,7 @@ async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[Engi
             await all_ready(runtime.engine, runtime.engine.config.num_workers)
 
         async def reload(changes: Mapping[str, object]) -> None:
-            await runtime.load(name, changes=changes)
+            await runtime.load(name, changes=LoadOptions(**changes))
 
         yield EngineTarget(runtime.engine, reload, note=kernels_note(runtime.engine.status.model))
 

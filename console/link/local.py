@@ -12,12 +12,13 @@ from console.bench.result import BenchResult
 from console.link.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
 from console.link.benches import BenchEntry, BenchForm, BenchOrder, BenchReport
 from console.link.local_chat import LocalConversation
-from console.link.protocol import NOTHING, ApiStatus, Fetching, LoadSettings
+from console.link.protocol import ApiStatus, Fetching
 from console.link.settings import SettingRow
 from console.link.status import LinkStatus
 from console.link.tuning import TuneOrder, TuningReport
 from console.runtime.loops import LoopThread
 from console.runtime.runtime import Runtime
+from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, options_of
 from console.tuning.last_settings import LastSettings, model_key
 from engine.config import SamplingParams
 from engine.doctor.report import Report
@@ -135,23 +136,17 @@ class LocalModels:
         self._loop = loop
         self._last = LastSettings(runtime.state_dir)
 
-    def defaults(self) -> LoadSettings:
+    def defaults(self) -> LoadOptions:
         """The knobs that a load gets where it sets none, and the program's settings."""
-        settings, knobs = self._runtime.settings, self._runtime.engine.defaults
-        return LoadSettings(
-            num_workers=knobs.num_workers,
-            max_prompts=knobs.max_prompts,
-            max_model_len=settings.max_model_len,
-            cache_bits=settings.effective_cache_bits,
-            dtype=settings.dtype,
-            weights=settings.weights,
-        )
+        settings = self._runtime.settings
+        bits = {"cache_bits": settings.effective_cache_bits}
+        return options_of({**dict(settings), **bits, **knob_values(self._runtime.engine.defaults)})
 
     def fetching(self) -> Fetching | None:
         """The download under way."""
         return self._runtime.fetching()
 
-    async def load(self, model: str, changes: LoadSettings = NOTHING, *, beside: bool = False) -> None:
+    async def load(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> None:
         """Load a model; remembered once it is ready."""
         await self._call(self._load(model, changes, beside))
 
@@ -159,11 +154,11 @@ class LocalModels:
         """Fetch a hub id."""
         await self._call(self._runtime.download(model))
 
-    async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
+    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS) -> Estimate:
         """What loading it would take of each device now."""
-        return await self._call(self._runtime.estimate(model, _as_settings(changes)))
+        return await self._call(self._runtime.estimate(model, changes))
 
-    async def remembered(self, model: str) -> LoadSettings:
+    async def remembered(self, model: str) -> LoadOptions:
         """What it was last loaded with."""
         return self._last.of(await asyncio.to_thread(self._key, model))
 
@@ -179,14 +174,14 @@ class LocalModels:
             return
         key = model_key(reading.name, reading.status.spec.path)
         last = await asyncio.to_thread(self._last.of, key)
-        if last != NOTHING:
+        if last != NO_OPTIONS:
             await asyncio.to_thread(self._last.note, key, _with_knobs(last, reading))
 
-    async def _load(self, model: str, changes: LoadSettings, beside: bool) -> None:
-        await self._runtime.load(model, beside=beside, renames=True, changes=_as_settings(changes))
+    async def _load(self, model: str, changes: LoadOptions, beside: bool) -> None:
+        await self._runtime.load(model, beside=beside, renames=True, changes=changes)
         await asyncio.to_thread(self._note, model, changes)
 
-    def _note(self, model: str, changes: LoadSettings) -> None:
+    def _note(self, model: str, changes: LoadOptions) -> None:
         path = resolve_local(model, self._runtime.settings.models_dir)
         readings = [
             each
@@ -202,14 +197,8 @@ class LocalModels:
         return await asyncio.wrap_future(self._loop.submit(work))
 
 
-def _with_knobs(settings: LoadSettings, reading: ModelReading) -> LoadSettings:
+def _with_knobs(settings: LoadOptions, reading: ModelReading) -> LoadOptions:
     return msgspec.structs.replace(settings, num_workers=reading.target_workers, max_prompts=reading.max_prompts)
-
-
-def _as_settings(changes: LoadSettings) -> dict[str, object]:
-    """The program's settings that the load changes: bits of its own are not overruled by --cache_8bit."""
-    given = changes.given()
-    return given | {"cache_8bit": False} if "cache_bits" in given else given
 
 
 # LocalRequests: the requests of an engine in this process. Rows come from any thread, the rest from its own loop.
@@ -374,7 +363,7 @@ class LocalLink:
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """What loading a model would take of each device now."""
-        return await self.models.estimate(model, LoadSettings(num_workers=workers, max_prompts=max_prompts))
+        return await self.models.estimate(model, LoadOptions(num_workers=workers, max_prompts=max_prompts))
 
     async def attach(self, name: str, path: str, model: str = "") -> None:
         """Make an adapter usable."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from console.link.chat import ConversationLink
 from console.link.settings import SettingsLink
 from console.link.tuning import TuningLink
 from console.settings.addresses import is_loopback, unix_path
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.backends.base import LoadProgress
 from engine.config import SamplingParams
 from engine.doctor.report import Report
@@ -64,28 +65,6 @@ class InsightLink(Protocol):
 # `link.models`: loads with settings of their own, what they would take, what was used last, and downloads.
 
 
-class LoadSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one load sets of its own, by the names of the settings; None leaves it as the program has it.
-
-    max_model_len: the context in tokens.
-    """
-
-    num_workers: int | None = None
-    max_prompts: int | None = None
-    max_model_len: int | None = None
-    cache_bits: Literal[16, 8, 6, 4] | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = None
-    weights: Literal["auto", "int8", "int4"] | None = None
-
-    def given(self) -> dict[str, object]:
-        """Those that are set, by their names."""
-        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-
-
-NOTHING = LoadSettings()
-"""A load that leaves everything as the program has it."""
-
-
 class Fetching(msgspec.Struct, frozen=True, kw_only=True):
     """A download under way. progress: bytes over all files, those that were there already counted as done; total is 0
     while the hub is asked what there is."""
@@ -100,14 +79,14 @@ class ModelsLink(Protocol):
     Coroutines raise EngineError.
     """
 
-    def defaults(self) -> LoadSettings:
+    def defaults(self) -> LoadOptions:
         """What a load takes for what its own settings leave open: the knobs as they are now, and the program's
         settings. max_model_len is None where that is the model's own context. At once."""
 
     def fetching(self) -> Fetching | None:
         """The download under way, None where there is none. At once."""
 
-    async def load(self, model: str, changes: LoadSettings = NOTHING, *, beside: bool = False) -> None:
+    async def load(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> None:
         """Load a model with `changes`; returns when it is ready, and remembers what it was loaded with."""
 
     async def download(self, model: str) -> None:
@@ -116,10 +95,10 @@ class ModelsLink(Protocol):
         EngineLink.cancel_load stops it, and what has come stays for the next time.
         """
 
-    async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
+    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS) -> Estimate:
         """What loading it with `changes` would take of each device now."""
 
-    async def remembered(self, model: str) -> LoadSettings:
+    async def remembered(self, model: str) -> LoadOptions:
         """What it was last loaded with; nothing where it never was."""
 
     async def forget(self, model: str) -> None:

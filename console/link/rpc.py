@@ -17,9 +17,10 @@ import msgspec
 from console.link.api import ApiLink, ApiReport
 from console.link.benches import BenchesLink, BenchReport, refuse_from_elsewhere
 from console.link.chat import ChatDelta, ChatMessage, ConversationLink
-from console.link.protocol import EngineLink, InsightLink, LoadSettings, ModelsLink, RequestsLink
+from console.link.protocol import EngineLink, InsightLink, ModelsLink, RequestsLink
 from console.link.settings import SettingsLink
 from console.link.tuning import TuningLink, TuningReport, refuse_trace_from_elsewhere
+from console.settings.load_options import LoadOptions
 from engine.config import SamplingParams
 from engine.errors import EngineError
 
@@ -37,9 +38,9 @@ GROUPS: Mapping[str, type] = {
 }
 
 Scope = Literal["watch", "admin"]
-Names = Literal["model", "adapter", "setting"]
-"""What an argument names on the engine's machine: what may be a folder there must be one of those that are open to
-others, and a setting one that names no folder."""
+Names = Literal["model", "adapter", "setting", "options"]
+"""Kind of what an argument names on the engine's machine: a folder must be one that is open to others, a setting one
+that names no folder; options of a load may name folders too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +138,11 @@ _TABLE = (
     _call("engine.detach", "admin"),
     _call("engine.cancel_request", "admin"),
     _call("conversation.count_tokens", "admin", looks=True),
-    _call("models.defaults", "watch", blank=lambda **_: LoadSettings()),
+    _call("models.defaults", "watch", blank=lambda **_: LoadOptions()),
     _call("models.fetching", "watch"),
-    _call("models.load", "admin", model="model"),
+    _call("models.load", "admin", model="model", changes="options"),
     _call("models.download", "admin", model="model"),
-    _call("models.estimate", "admin", looks=True, model="model"),
+    _call("models.estimate", "admin", looks=True, model="model", changes="options"),
     _call("models.remembered", "watch"),
     _call("models.forget", "admin"),
     _call("requests.finished", "watch", blank=lambda after=0: (after, ())),

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from console.settings.load_options import load_options
 from console.settings.schema import Settings, fields
 from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import read_model_config
@@ -25,6 +26,7 @@ from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 
+_SPEC_NAMES = {"gpu_split": "gpu_split_gb", "gpu_reserve": "gpu_reserve_mib"}
 T = TypeVar("T")
 LookupFunction = Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]
 """Finds something; takes whom to tell how far it is, and what says whether to give up."""
@@ -100,26 +102,14 @@ def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKi
     return ModelSpec(
         path=path,
         name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
-        backend=backend,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        max_model_len=settings.max_model_len,
-        max_input_len=settings.max_input_len,
-        cache_bits=settings.effective_cache_bits,
-        alpha_value=settings.alpha_value,
-        compress_pos_emb=settings.compress_pos_emb,
-        num_experts=settings.num_experts,
-        lora=home_expanded(settings.lora) if settings.lora else None,
-        gpu_split_gb=settings.gpu_split,
-        gpu_reserve_mib=settings.gpu_reserve,
-        tensor_parallel=settings.tensor_parallel,
-        gpu_balance=settings.gpu_balance,
-        draft_model=home_expanded(settings.draft_model) if settings.draft_model else None,
-        ngram_draft=settings.ngram_draft,
-        draft_tokens=settings.draft_tokens,
-        attention=settings.attention,
-        deterministic=settings.deterministic,
+        **(_spec_fields(settings) | {"backend": backend, "cache_bits": settings.effective_cache_bits}),
     )
+
+
+def _spec_fields(settings: Settings) -> dict[str, Any]:
+    """Return the options of a load as fields of ModelSpec, which has most under the names of the settings."""
+    values = {_SPEC_NAMES.get(name, name): getattr(settings, name) for name, _, flag in load_options() if not flag.knob}
+    return {name: home_expanded(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) -> None:

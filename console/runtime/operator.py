@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from console.api.admin.operator import LoadOrder
+import msgspec
+
+from console.link.rpc import Names
+from console.settings.load_options import LoadOptions, load_options, names_folder
 from console.settings.schema import fields
 from engine.config import AdapterSpec
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.adapters import CONFIG, describe_adapter
 from engine.models.discover import DEMO, find_folders
 from engine.models.files import home_expanded, is_file, is_folder
@@ -26,20 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATH_STARTS = ("/", ".", "~")
-_SETTINGS = {
-    "workers": "num_workers",
-    "max_prompts": "max_prompts",
-    "idle_unload_s": "idle_unload",
-    "max_model_len": "max_model_len",
-    "cache_bits": "cache_bits",
-    "weights": "weights",
-    "deterministic": "deterministic",
-    "gpu_split": "gpu_split",
-}
-"""Fields of an order, and the settings that they stand for."""
-
-
-_ABOUT_FOLDERS = frozenset({"model", *(name for name, field, _ in fields() if "Path" in repr(field.annotation))})
+_ABOUT_FOLDERS = frozenset({"model", *(name for name, field, _ in fields() if names_folder(field))})
 """Settings by which folders would be opened to who may only name those that are open."""
 
 
@@ -49,10 +40,10 @@ class RuntimeOperator:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def load_model(self, order: LoadOrder) -> None:
+    async def load_model(self, model: str, options: LoadOptions, *, name: str = "", beside: bool = False) -> None:
         """Find, fetch and load a model."""
-        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
-        await self._runtime.load(name, called=order.name, beside=order.beside, changes=_changes(order))
+        admitted, options = await self.admit("model", model), await self.admit("options", options)
+        await self._runtime.load(admitted, called=name, beside=beside, changes=options)
 
     async def cancel_load(self) -> None:
         """Stop the download or load under way."""
@@ -62,47 +53,69 @@ class RuntimeOperator:
         """The download under way."""
         return self._runtime.finding()
 
-    async def estimate(self, order: LoadOrder) -> Estimate:
+    async def estimate(self, model: str, options: LoadOptions, *, beside: bool = False) -> Estimate:
         """What the load would take of each device now."""
-        name = await asyncio.to_thread(_looked_up, self._admitted, order.model, "model")
-        return await self._runtime.estimate(name, _changes(order), beside=order.beside)
+        admitted, options = await self.admit("model", model), await self.admit("options", options)
+        return await self._runtime.estimate(admitted, options, beside=beside)
 
-    async def admit(self, kind: Literal["model", "adapter", "setting"], name: str) -> str:
-        """A name as the settings find it, the folder of an adapter, or a setting that names no folder or file."""
-        if kind == "setting":
-            if name in _ABOUT_FOLDERS:
-                raise InvalidRequest(
-                    f"{name} is about files of the engine's machine; it is changed there", param="name"
-                )
-            return name
-        if kind == "adapter":
-            return str(await asyncio.to_thread(_looked_up, self._adapter_folder, name, "path"))
-        return await asyncio.to_thread(_looked_up, self._admitted, name, "model")
+    async def admit(self, kind: Names, value: Any) -> Any:
+        """Return a name as the settings find it, the folder of an adapter, a setting that names no folder, or options
+        of a load with their folders found."""
+        match kind:
+            case "setting":
+                if value in _ABOUT_FOLDERS:
+                    raise InvalidRequest(
+                        f"{value} is about files of the engine's machine; it is changed there", param="name"
+                    )
+                return value
+            case "adapter":
+                return str(await asyncio.to_thread(_looked_up, self._adapter_folder, value, "path"))
+            case "options":
+                return await self._admit_options(value)
+            case "model":
+                return await asyncio.to_thread(_looked_up, self._admitted, value, "model")
+
+    async def _admit_options(self, options: LoadOptions) -> LoadOptions:
+        folders = {
+            name: await asyncio.to_thread(_looked_up, partial(self._option_folder, name), value, name)
+            for name, field, _ in load_options()
+            if names_folder(field) and (value := getattr(options, name)) is not None
+        }
+        return msgspec.structs.replace(options, **folders)
+
+    def _option_folder(self, option: str, name: str) -> str:
+        """The folder of an adapter, or of a model."""
+        if option == "lora":
+            return str(self._adapter_folder(name, option))
+        found = resolve_local(self._admitted(name, option), self._runtime.settings.models_dir)
+        if found is None:
+            raise ModelNotFound(f"{option}: no model is called {name}", param=option)
+        return str(found)
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """The adapter in a folder of ours, or found there under that name."""
         folder = await asyncio.to_thread(_looked_up, self._adapter_folder, path, "path")
         return AdapterSpec(name=name, path=folder, scale=scale)
 
-    def _admitted(self, name: str) -> str:
+    def _admitted(self, name: str, param: str = "model") -> str:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
         Raises InvalidRequest for a folder that is none of ours."""
         folder = home_expanded(name)
         if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
-            self._refuse_outside(folder, "model")
+            self._refuse_outside(folder, param)
         loaded = self._loaded().get(name)
         if loaded is not None and resolve_local(name, self._runtime.settings.models_dir) is None:
             return str(loaded)
         return name
 
-    def _adapter_folder(self, path: str) -> Path:
+    def _adapter_folder(self, path: str, param: str = "path") -> Path:
         found = {each.name: each.path for each in find_folders(self._runtime.settings.models_dir, CONFIG)}
         folder = found.get(path)
         if folder is None:
             folder = home_expanded(path)
-            self._refuse_outside(folder, "path")
+            self._refuse_outside(folder, param)
         if problem := describe_adapter(folder).problem:
-            raise UnsupportedModel(problem, param="path")
+            raise UnsupportedModel(problem, param=param)
         return folder
 
     def _refuse_outside(self, folder: Path, param: str) -> None:
@@ -137,9 +150,3 @@ def _looked_up(look_up: Callable[[str], T], name: str, param: str) -> T:
 def _plain(folder: Path) -> Path:
     """Without steps up; links are left as they are."""
     return Path(os.path.normpath(folder.absolute()))
-
-
-def _changes(order: LoadOrder) -> dict[str, object]:
-    """The settings that the order changes."""
-    asked = {setting: getattr(order, field) for field, setting in _SETTINGS.items()}
-    return {setting: value for setting, value in asked.items() if value is not None}

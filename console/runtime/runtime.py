@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -24,6 +24,7 @@ from console.runtime.estimate import estimate_for
 from console.runtime.loading import LookupFunction, ModelChoice, ModelLookup, backend_for, engine_config, find_model
 from console.runtime.loops import CurrentLoop
 from console.runtime.operator import RuntimeOperator
+from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, load_options
 from console.settings.running_settings import LiveSettings
 from console.settings.schema import Settings, data_dir
 from console.settings.secrets import folder_warnings, key_warnings, read_secret
@@ -96,8 +97,6 @@ def _api_key(settings: Settings) -> str | None:
     return None if settings.api_key_file is None else read_secret(settings.api_key_file, "--api-key-file")
 
 
-_KNOBS = ("num_workers", "max_prompts", "step_tokens")
-"""Settings that an operator changes while the program runs, and that decide what a load takes."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -162,24 +161,24 @@ class Runtime:
         called: str = "",
         beside: bool = False,
         renames: bool = False,
-        changes: Mapping[str, object] | None = None,
+        changes: LoadOptions = NO_OPTIONS,
     ) -> None:
         """Find (and download where needed) a model and load it; raises EngineError with the reason.
 
         called: its name for clients, its own where empty.  beside: keep the models that are loaded.
         renames: a name that is taken gets a number, for who cannot give it another.
-        changes: settings of this model, by their names, for this load alone.
+        changes: settings of this model for this load alone.
         """
-        if isinstance(choice, ModelChoice) and choice.spec is not None and not changes:
+        if isinstance(choice, ModelChoice) and choice.spec is not None and not changes.given():
             await self._load(choice.spec, self.settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
         fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, name)
-        settings = changed(fitting, changes or {})
+        settings = changed(fitting, changes.as_settings())
         spec = await self._find(name, partial(find_model, settings, name))
         own = self._free_name(spec.name) if beside and renames else spec.name
         spec = msgspec.structs.replace(spec, name=called or own)
-        await self._load(spec, settings, tuned.union(changes or ()), beside)
+        await self._load(spec, settings, tuned.union(changes.given()), beside)
 
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
         """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
@@ -210,11 +209,7 @@ class Runtime:
         await self.engine.load(
             spec,
             beside=beside,
-            workers=settings.num_workers if "num_workers" in changes else None,
-            max_prompts=settings.max_prompts if "max_prompts" in changes else None,
-            idle_unload_s=settings.idle_unload if "idle_unload" in changes else None,
-            step_tokens=settings.step_tokens if "step_tokens" in changes else None,
-            threads=settings.threads if "threads" in changes else None,
+            **{flag.knob: getattr(settings, name) for name, _, flag in load_options() if flag.knob and name in changes},
         )
 
     async def cancel_load(self) -> None:
@@ -256,14 +251,12 @@ class Runtime:
             raise UnsupportedModel(described.problem, param="path")
         await self.engine.attach(AdapterSpec(name=name, path=folder), model)
 
-    async def estimate(
-        self, model: str, changes: Mapping[str, object] | None = None, *, beside: bool = False
-    ) -> Estimate:
+    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
         """What `load` with the same arguments would take of each device: beside what is loaded, or in place of the
         model that it replaces where it fits only so. Raises EngineError."""
         fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, model)
-        knobs = {name: getattr(self.engine.defaults, name) for name in _KNOBS if name not in tuned}
-        settings = changed(fitting, {**knobs, **(changes or {}), "model": model})
+        knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in tuned}
+        settings = changed(fitting, {**knobs, **changes.as_settings(), "model": model})
         now = await self.engine.devices()
         found = await asyncio.to_thread(estimate_for, settings, now)
         replaced = "" if beside else self._replaced_by(found.model)

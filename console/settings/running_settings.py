@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from console.link.settings import SettingRow
 from console.settings.config_file import WatchedFiles, edited, replace_file
+from console.settings.load_options import knob_values
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import SECRETS, Settings, flag_of
 from console.settings.sources import Sources, changed, read_file
@@ -18,14 +19,6 @@ from engine.errors import EngineError, InvalidRequest
 if TYPE_CHECKING:
     from console.runtime.runtime import Runtime
 
-_KNOBS = {
-    "num_workers": "workers",
-    "max_prompts": "max_prompts",
-    "idle_unload": "idle_unload_s",
-    "step_tokens": "step_tokens",
-    "threads": "threads",
-}
-"""Settings that the engine takes while it runs, and what it calls them."""
 _OBSERVED = {
     "slo_ttft": "slo_ttft_s",
     "slo_itl": "slo_itl_s",
@@ -99,8 +92,8 @@ class LiveSettings:
 
     async def _use(self, name: str, coming: Settings) -> None:
         value = getattr(coming, name)
-        if name in _KNOBS:
-            await self._runtime.engine.reconfigure(**{_KNOBS[name]: value})
+        if knob := flag_of(name).knob:
+            await self._runtime.engine.reconfigure(**{knob: value})
         if name in _OBSERVED:
             await self._runtime.engine.observe({_OBSERVED[name]: value})
         if name == "prefix_sharing":
@@ -110,9 +103,7 @@ class LiveSettings:
         self._runtime.settings = self._runtime.settings.model_copy(update={name: value})
 
     def _turned(self) -> dict[str, object]:
-        config = self._runtime.engine.config
-        names = ("num_workers", "max_prompts", "step_tokens", "threads")
-        return {name: getattr(config, name) for name in names} | {"idle_unload": config.idle_unload_s}
+        return knob_values(self._runtime.engine.config)
 
     def _reread(self) -> None:
         """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""

@@ -42,6 +42,7 @@ from engine.config import (
     PrefixSharing,
     WeightsName,
 )
+from engine.config.engine import MAX_PROMPTS, NUM_WORKERS
 from engine.models.files import home_expanded
 
 # Flag: what a setting is besides its type.
@@ -59,6 +60,7 @@ class Flag:
     example: what the sample file shows where there is no default.
     when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
     next start for all others.
+    knob: name in Engine.load and Engine.reconfigure of what can be changed while a model serves, "" for all else.
     """
 
     group: Group
@@ -66,6 +68,7 @@ class Flag:
     backends: tuple[BackendKind, ...] | None = None
     example: str | int | float | None = None
     when: When | None = None
+    knob: str = ""
 
     @property
     def used(self) -> When:
@@ -298,17 +301,17 @@ class Settings(ServedSettings):
 
     num_workers: Annotated[
         int,
-        Flag("Engine", "N", when="now"),
-        Field(ge=1, le=64, description="Replicas of the model, each in its own process"),
+        Flag("Engine", "N", when="now", knob="workers"),
+        Field(ge=NUM_WORKERS[0], le=NUM_WORKERS[1], description="Replicas of the model, each in its own process"),
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now"),
-        Field(ge=1, le=4096, description="Requests that a worker works on at once"),
+        Flag("Engine", "N", when="now", knob="max_prompts"),
+        Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Requests that a worker works on at once"),
     ] = 16
     step_tokens: Annotated[
         int,
-        Flag("Engine", "TOKENS", ("torch",), when="now"),
+        Flag("Engine", "TOKENS", ("torch",), when="now", knob="step_tokens"),
         Field(
             ge=STEP_TOKENS[0],
             le=STEP_TOKENS[1],
@@ -317,7 +320,7 @@ class Settings(ServedSettings):
     ] = 512
     threads: Annotated[
         int,
-        Flag("Engine", "N", when="now"),
+        Flag("Engine", "N", when="now", knob="threads"),
         Field(ge=0, le=MAX_THREADS, description="CPU threads of each worker; 0: the cores, shared out"),
     ] = 0
     timeout: Annotated[
@@ -337,7 +340,7 @@ class Settings(ServedSettings):
     ] = 60.0
     idle_unload: Annotated[
         float,
-        Flag("Engine", "SECONDS", when="now"),
+        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
     ] = 0.0
     devices: Annotated[

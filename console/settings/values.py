@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from engine.errors import InvalidRequest
 from engine.models.files import home_expanded, is_file, is_folder
@@ -75,18 +75,6 @@ def _simulated(value: str) -> str:
     return value
 
 
-def _positive(value: tuple[float, ...]) -> tuple[float, ...]:
-    if any(gigabytes <= 0 for gigabytes in value):
-        raise ValueError("every GPU's share must be more than 0 GB")
-    return value
-
-
-def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
-    if any(mebibytes < 0 for mebibytes in value):
-        raise ValueError("what is left free on a GPU must be 0 MiB or more")
-    return value
-
-
 def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
     for each in value:
         try:
@@ -118,8 +106,8 @@ def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
     return float(parts[1]) * units[parts[2]]
 
 
-GigabyteList = Annotated[tuple[float, ...], BeforeValidator(_split_list), AfterValidator(_positive)]
-MegabyteList = Annotated[tuple[int, ...], BeforeValidator(_split_list), AfterValidator(_not_negative)]
+GigabyteList = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_list)]
+MegabyteList = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_list)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_plain_words)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_networks)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from console.link.protocol import NOTHING, LoadSettings
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.models.hub_cache import repo_of
 from engine.system.files import replace_file
 
@@ -25,15 +25,15 @@ class LastSettings:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / _FILE if folder is not None else None
-        self._memory: dict[str, LoadSettings] = {}
+        self._memory: dict[str, LoadOptions] = {}
         self._lock = threading.Lock()
 
-    def of(self, model: str) -> LoadSettings:
+    def of(self, model: str) -> LoadOptions:
         """What a model was last loaded with; nothing where it never was."""
         with self._lock:
-            return self._read().get(model, NOTHING)
+            return self._read().get(model, NO_OPTIONS)
 
-    def note(self, model: str, settings: LoadSettings) -> None:
+    def note(self, model: str, settings: LoadOptions) -> None:
         """Remember them; those of models that were noted longest ago are forgotten when there are too many."""
         with self._lock:
             kept = {name: value for name, value in self._read().items() if name != model}
@@ -46,18 +46,18 @@ class LastSettings:
             if kept.pop(model, None) is not None:
                 self._write(kept)
 
-    def _read(self) -> dict[str, LoadSettings]:
+    def _read(self) -> dict[str, LoadOptions]:
         if self._file is None:
             return dict(self._memory)
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, LoadSettings])
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, LoadOptions])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
             return {}
 
-    def _write(self, settings: dict[str, LoadSettings]) -> None:
+    def _write(self, settings: dict[str, LoadOptions]) -> None:
         """What cannot be written is only logged: the next form starts without it."""
         self._memory = settings
         if self._file is None:

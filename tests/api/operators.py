@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from console.api.admin.operator import LoadOrder
+from console.settings.load_options import LoadOptions
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import ModelNotFound
@@ -25,22 +26,22 @@ class FolderOperator:
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.engine: Engine | None = None
-        self.orders: list[LoadOrder] = []
+        self.orders: list[tuple[str, LoadOptions]] = []
         self._folder = folder
         self._names = names
 
-    async def load_model(self, order: LoadOrder) -> None:
+    async def load_model(self, model: str, options: LoadOptions, *, name: str = "", beside: bool = False) -> None:
         """Load one of `names`."""
-        self.orders.append(order)
-        if order.model not in self._names:
-            raise ModelNotFound(f"no model is called {order.model}; there are: {', '.join(self._names)}")
+        self.orders.append((model, options))
+        if model not in self._names:
+            raise ModelNotFound(f"no model is called {model}; there are: {', '.join(self._names)}")
         assert self.engine is not None
         await self.engine.load(
-            named_spec(self._folder, order.model, max_model_len=order.max_model_len),
-            beside=order.beside,
-            workers=order.workers,
-            max_prompts=order.max_prompts,
-            idle_unload_s=order.idle_unload_s,
+            named_spec(self._folder, model, max_model_len=options.max_model_len),
+            beside=beside,
+            workers=options.num_workers,
+            max_prompts=options.max_prompts,
+            idle_unload_s=options.idle_unload,
         )
 
     async def cancel_load(self) -> None:
@@ -52,15 +53,15 @@ class FolderOperator:
         """Nothing is ever downloaded."""
         return None
 
-    async def estimate(self, order: LoadOrder) -> Estimate:
+    async def estimate(self, model: str, options: LoadOptions, *, beside: bool = False) -> Estimate:
         """Not asked of it."""
         raise NotImplementedError
 
-    async def admit(self, kind: str, name: str) -> str:
+    async def admit(self, kind: str, value: Any) -> Any:
         """Names alone."""
-        if name.startswith("/"):
-            raise ModelNotFound(f"{name} lies in none of the folders that models are taken from")
-        return name
+        if isinstance(value, str) and value.startswith("/"):
+            raise ModelNotFound(f"{value} lies in none of the folders that models are taken from")
+        return value
 
     async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
         """Whatever is asked for."""

@@ -239,7 +239,7 @@ async def test_a_replacement_lets_running_requests_of_the_old_model_end(tmp_path
         assert backend.gate is not None
         backend.gate.open()
         assert (await asking)["text"] == ">111"
-        await until(lambda: [model.name for model in api.engine.snapshot().models] == ["two"])
+        await until(lambda: [model.name for model in api.engine.publish().models] == ["two"])
 
 
 async def test_a_worker_can_be_restarted_and_its_requests_go_on(paced_admin: Served) -> None:
@@ -290,7 +290,11 @@ async def test_an_unknown_adapter_cannot_be_detached(admin: Served) -> None:
         ("/admin/load", {"model": "one", "gpu_split": "16,24"}, "gpu_split"),
         ("/admin/load", {"model": "one", "idle_unload_s": -1}, "idle_unload_s"),
         ("/admin/load", {"model": "one", "beside": "yes"}, "beside"),
-        ("/admin/load", {"model": "one", "num_workers": 2}, "num_workers"),
+        ("/admin/load", {"model": "one", "num_workers": 65}, "num_workers"),
+        ("/admin/load", {"model": "one", "num_workers": 2, "workers": 3}, "workers"),
+        ("/admin/load", {"model": "one", "worker": 2}, "worker"),
+        ("/admin/load", {"model": "one", "dtype": "int8"}, "dtype"),
+        ("/admin/load", {"model": "one", "lora": ""}, "lora"),
         ("/admin/unload", {"drain_seconds": -1}, "drain_seconds"),
         ("/admin/unload", {"name": "one"}, "name"),
         ("/admin/reconfigure", {}, None),
@@ -306,7 +310,7 @@ async def test_a_bad_order_is_refused_by_its_field_s_name(
     admin: Served, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     assert (await admin.refusal(path, **body))["param"] == param
-    assert [model.name for model in admin.engine.snapshot().models] == ["one"]
+    assert [model.name for model in admin.engine.publish().models] == ["one"]
 
 
 async def test_an_unknown_model_cannot_be_unloaded_or_reconfigured(admin: Served) -> None:

@@ -64,7 +64,7 @@ class Operated:
 
     def models(self) -> dict[str, Any]:
         """What is shown of each model, by name."""
-        return {model.name: model for model in self.runtime.engine.snapshot().models}
+        return {model.name: model for model in self.runtime.engine.publish().models}
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def test_models_are_loaded_by_name_with_settings_of_their_own_and_changed_
         await api.load(model="other", beside=True)
         assert api.models()["other"].max_prompts == 2
         await api.load(model="tiny", max_model_len=64)
-        ready = [model for model in api.runtime.engine.snapshot().models if model.status.state == "ready"]
+        ready = [model for model in api.runtime.engine.publish().models if model.status.state == "ready"]
         assert {model.name: model.status.model.max_model_len for model in ready if model.status.model} == {
             "other": 512,
             "tiny": 64,
@@ -237,3 +237,20 @@ async def test_a_name_that_no_file_can_have_is_no_models(folders: Path) -> None:
         for path in ("/admin/load", "/admin/estimate"):
             said = await api.refusal(path, 404, model="x" * 4000)
             assert said.startswith("no model is called xxxx") and len(said) < 1000
+
+
+async def test_folders_among_the_options_of_a_load_must_be_open_to_others(folders: Path) -> None:
+    async with operated(folders) as api:
+        for path, body in (
+            ("/admin/load", {}),
+            ("/admin/estimate", {}),
+            ("/admin/call/models.load", {"changes": {}}),
+            ("/admin/call/models.estimate", {"changes": {}}),
+        ):
+            for option, folder in (("lora", "elsewhere/spy"), ("draft_model", "elsewhere/secret")):
+                named = {option: str(folders / folder)}
+                order = {"model": "tiny", **({"changes": named} if "changes" in body else named)}
+                assert "lies in none of the folders" in await api.refusal(path, **order)
+        await api.load(model="tiny", lora="poet-v1", num_workers=1)
+        spec = api.models()["tiny"].status.spec
+        assert spec.lora == folders / "models/poet-v1"

@@ -17,7 +17,6 @@ from console.api.server import ApiServer, ApiSettings
 from console.link.benches import BenchOrder
 from console.link.chat import ChatMessage
 from console.link.frames import Frame, FrameEvent, to_plain
-from console.link.protocol import LoadSettings
 from console.link.readonly import ReadOnly, ReadOnlyLink
 from console.link.remote.chat import chat_body
 from console.link.remote.frame_reader import Connection
@@ -26,6 +25,7 @@ from console.link.remote.link import Polled, RemoteLink
 from console.link.rpc import CALLS, as_link
 from console.link.tuning import TuneOrder
 from console.runtime.loops import LoopThread
+from console.settings.load_options import LoadOptions
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelLoadFailed
@@ -47,9 +47,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "engine.detach": {"name": "poet"},
     "engine.cancel_request": {"request_id": "req-00000000"},
     "conversation.count_tokens": {"messages": HI, "draft": "and then?"},
-    "models.load": {"model": "demo", "changes": LoadSettings(max_model_len=4096)},
+    "models.load": {"model": "demo", "changes": LoadOptions(max_model_len=4096)},
     "models.download": {"model": "org/name"},
-    "models.estimate": {"model": "demo", "changes": LoadSettings(cache_bits=8)},
+    "models.estimate": {"model": "demo", "changes": LoadOptions(cache_bits=8)},
     "models.remembered": {"model": "demo"},
     "models.forget": {"model": "demo"},
     "requests.detail": {"request_id": "req-00000000"},

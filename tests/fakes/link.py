@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from console.link.chat import ChatMessage
-from console.link.protocol import ApiStatus, LoadSettings
+from console.link.protocol import ApiStatus
+from console.settings.load_options import LoadOptions
 from engine.config import ModelSpec, SamplingParams
 from engine.doctor.examine import examine
 from engine.doctor.report import Report
@@ -260,7 +261,7 @@ class FakeLink:
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """As `models.estimate`."""
-        return await self.models.estimate(model, LoadSettings(num_workers=workers, max_prompts=max_prompts))
+        return await self.models.estimate(model, LoadOptions(num_workers=workers, max_prompts=max_prompts))
 
     async def attach(self, name: str, path: str, model: str = "") -> None:
         """Keeps the call alone."""

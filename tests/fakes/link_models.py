@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from console.link.protocol import NOTHING, Fetching, LoadSettings
+from console.link.protocol import Fetching
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.models.resolve import is_hub_id
 from engine.placement.estimate import Estimate
 
@@ -21,15 +22,15 @@ class FakeModels:
 
     def __init__(self, link: FakeLink) -> None:
         self._link = link
-        self.asked: list[tuple[str, LoadSettings]] = []
+        self.asked: list[tuple[str, LoadOptions]] = []
         self.expected: dict[str, Estimate] = {}
-        self.kept: dict[str, LoadSettings] = {}
+        self.kept: dict[str, LoadOptions] = {}
         self.download_now: Fetching | None = None
 
-    def defaults(self) -> LoadSettings:
+    def defaults(self) -> LoadOptions:
         """The scene's knobs."""
         snapshot = self._link.current
-        return LoadSettings(
+        return LoadOptions(
             num_workers=snapshot.target_workers,
             max_prompts=snapshot.max_prompts,
             cache_bits=16,
@@ -41,7 +42,7 @@ class FakeModels:
         """The download given."""
         return self.download_now
 
-    async def load(self, model: str, changes: LoadSettings = NOTHING, *, beside: bool = False) -> None:
+    async def load(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> None:
         """As FakeLink.load, and remembered."""
         await self._link.begin_load(model, beside=beside, **changes.given())
         self.kept[model] = changes
@@ -51,7 +52,7 @@ class FakeModels:
         assert is_hub_id(model)
         await self._link.record("download", model=model)
 
-    async def estimate(self, model: str, changes: LoadSettings = NOTHING) -> Estimate:
+    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS) -> Estimate:
         """What is expected, whatever is asked for; `asked` keeps what that was."""
         link = self._link
         self.asked.append((model, changes))
@@ -61,9 +62,9 @@ class FakeModels:
             raise link.failures.pop("estimate")
         return expected
 
-    async def remembered(self, model: str) -> LoadSettings:
+    async def remembered(self, model: str) -> LoadOptions:
         """What it was loaded with."""
-        return self.kept.get(model, NOTHING)
+        return self.kept.get(model, NO_OPTIONS)
 
     async def forget(self, model: str) -> None:
         """Nothing any more."""

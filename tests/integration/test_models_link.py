@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from console.api.admin.operator import LoadOrder
 from console.link.local import LocalLink
-from console.link.protocol import NOTHING, EngineLink, LoadSettings
+from console.link.protocol import EngineLink
 from console.runtime.loops import CurrentLoop
 from console.runtime.operator import RuntimeOperator
 from console.runtime.runtime import Runtime
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.settings.schema import Settings
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.devices import new_probe
@@ -29,7 +29,7 @@ from tests.unit.test_tuned import found
 
 pytestmark = pytest.mark.timeout(120)
 
-SMALL = LoadSettings(max_model_len=64, max_prompts=1, cache_bits=16)
+SMALL = LoadOptions(max_model_len=64, max_prompts=1, cache_bits=16)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ async def linked(models: Path, state: Path | None = None, **settings: Any) -> As
 
 
 async def test_a_load_with_settings_of_its_own_has_them_and_is_remembered(models: Path, tmp_path: Path) -> None:
-    own = LoadSettings(max_prompts=3, max_model_len=64, cache_bits=8)
+    own = LoadOptions(max_prompts=3, max_model_len=64, cache_bits=8)
     async with linked(models, tmp_path) as (link, runtime):
         await link.models.load("tiny", own)
-        reading = runtime.engine.snapshot().models[0]
+        reading = runtime.engine.publish().models[0]
         assert reading.status.spec is not None and reading.status.model is not None
         assert (reading.max_prompts, reading.status.model.max_model_len, reading.status.spec.cache_bits) == (3, 64, 8)
         expected = msgspec.structs.replace(own, num_workers=1)
@@ -63,12 +63,12 @@ async def test_a_load_with_settings_of_its_own_has_them_and_is_remembered(models
     async with linked(models, tmp_path) as (link, _):
         assert await link.models.remembered("tiny") == expected
         await link.models.forget("tiny")
-        assert await link.models.remembered("tiny") == NOTHING
+        assert await link.models.remembered("tiny") == NO_OPTIONS
 
 
 async def test_knobs_that_are_turned_later_are_remembered_too(models: Path, tmp_path: Path) -> None:
     async with linked(models, tmp_path) as (link, _):
-        await link.models.load("tiny", LoadSettings(max_model_len=64))
+        await link.models.load("tiny", LoadOptions(max_model_len=64))
         await link.reconfigure(max_prompts=5)
         last = await link.models.remembered("tiny")
     assert (last.max_prompts, last.max_model_len) == (5, 64)
@@ -76,17 +76,17 @@ async def test_knobs_that_are_turned_later_are_remembered_too(models: Path, tmp_
 
 async def test_a_load_that_fails_leaves_what_was_remembered(models: Path, tmp_path: Path) -> None:
     async with linked(models, tmp_path) as (link, _):
-        await link.models.load("tiny", LoadSettings(max_prompts=2))
+        await link.models.load("tiny", LoadOptions(max_prompts=2))
         before = await link.models.remembered("tiny")
         with pytest.raises(ModelNotFound):
-            await link.models.load("tinier", LoadSettings(max_prompts=9))
+            await link.models.load("tinier", LoadOptions(max_prompts=9))
         assert await link.models.remembered("tiny") == before
-        assert await link.models.remembered("tinier") == NOTHING
+        assert await link.models.remembered("tinier") == NO_OPTIONS
 
 
 async def test_the_estimate_is_of_the_values_given_and_else_of_the_knobs_in_use(models: Path) -> None:
     async with linked(models, devices="sim:1,1", max_prompts=4) as (link, _):
-        small = await link.models.estimate("tiny", LoadSettings(max_model_len=32, cache_bits=8, num_workers=2))
+        small = await link.models.estimate("tiny", LoadOptions(max_model_len=32, cache_bits=8, num_workers=2))
         assert (small.context_tokens, small.cache_bits, small.workers, small.max_prompts) == (32, 8, 2, 4)
         whole = await link.estimate("tiny")
         assert (whole.workers, whole.max_prompts, whole.cache_bits) == (1, 4, 16)
@@ -95,21 +95,21 @@ async def test_the_estimate_is_of_the_values_given_and_else_of_the_knobs_in_use(
 
 async def test_the_estimate_is_of_what_the_load_will_do(models: Path) -> None:
     async with linked(models, devices="sim:1,1", max_prompts=4) as (link, runtime):
-        await link.models.load("tiny", LoadSettings(num_workers=3))
+        await link.models.load("tiny", LoadOptions(num_workers=3))
         assert link.models.defaults().num_workers == 1  # the knob; three were this load's own
-        for own in (NOTHING, LoadSettings(num_workers=3)):
+        for own in (NO_OPTIONS, LoadOptions(num_workers=3)):
             estimated = await link.models.estimate("tiny", own)
             await link.models.load("tiny", own)
             await until(
                 lambda number=estimated.workers: (
-                    [each.state for each in runtime.engine.snapshot().workers] == ["ready"] * number
+                    [each.state for each in runtime.engine.publish().workers] == ["ready"] * number
                 )
             )
             planned, real = (
                 Counter(share.device for shares in all_shares for share in shares)
                 for all_shares in (
                     [each.shares for each in estimated.placements],
-                    [each.planned for each in runtime.engine.snapshot().workers],
+                    [each.planned for each in runtime.engine.publish().workers],
                 )
             )
             assert planned == real
@@ -120,9 +120,9 @@ async def test_the_estimate_of_an_order_over_http_has_the_knobs_of_the_load(mode
         await link.models.load("tiny")
         await link.reconfigure(max_prompts=5)
         operator = RuntimeOperator(runtime)
-        estimated = await operator.estimate(LoadOrder(model="tiny"))
-        await operator.load_model(LoadOrder(model="tiny"))
-        assert estimated.max_prompts == runtime.engine.snapshot().models[0].max_prompts == 5
+        estimated = await operator.estimate("tiny", NO_OPTIONS)
+        await operator.load_model("tiny", NO_OPTIONS)
+        assert estimated.max_prompts == runtime.engine.publish().models[0].max_prompts == 5
 
 
 async def test_the_estimate_has_what_was_tuned_for_the_model(models: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_the_estimate_has_what_was_tuned_for_the_model(models: Path, tmp_p
         TunedProfiles(runtime.state_dir).keep(found(str(models / "tiny"), hardware, settings={"max_prompts": 7}))
         estimated = await link.models.estimate("tiny")
         await link.models.load("tiny")
-        assert estimated.max_prompts == runtime.engine.snapshot().models[0].max_prompts == 7
+        assert estimated.max_prompts == runtime.engine.publish().models[0].max_prompts == 7
 
 
 async def test_the_model_that_would_be_replaced_is_the_one_of_the_same_name(models: Path) -> None:
@@ -152,7 +152,7 @@ async def test_bits_of_a_load_win_over_the_flag_of_the_program(models: Path) -> 
     async with linked(models, devices="sim:1", cache_8bit=True) as (link, _):
         assert link.models.defaults().cache_bits == 8
         assert (await link.models.estimate("tiny")).cache_bits == 8
-        assert (await link.models.estimate("tiny", LoadSettings(cache_bits=16))).cache_bits == 16
+        assert (await link.models.estimate("tiny", LoadOptions(cache_bits=16))).cache_bits == 16
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_a_model_can_be_fetched_and_not_loaded(hub: FakeHub, models: Path)
     async with linked(models) as (link, runtime):
         await link.models.download("org/tiny")
         assert [entry.name for entry in await link.list_models() if entry.origin == "hub cache"] == ["org/tiny"]
-        assert runtime.engine.snapshot().status.state == "unloaded"
+        assert runtime.engine.publish().status.state == "unloaded"
         assert link.models.fetching() is None
 
 

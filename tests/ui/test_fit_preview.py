@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from console.link.protocol import LoadSettings
+from console.settings.load_options import LoadOptions
 from console.tui.app import EricApp
 from console.tui.screens.models.panel import fit_lines
 from engine.errors import InsufficientMemory
@@ -26,7 +26,7 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
         assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in lines
         assert "1 on GPU0, 1 on GPU1" in selected(pilot)
         assert "Enter loads it in place of NeuralHermes-7B, b beside it" in screen_text(pilot.app)
-    assert link.models.asked == [("demo", LoadSettings())]
+    assert link.models.asked == [("demo", LoadOptions())]
 
 
 async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:

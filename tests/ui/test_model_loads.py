@@ -7,7 +7,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from console.link.protocol import NOTHING, Fetching, LoadSettings
+from console.link.protocol import Fetching
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.tui.app import EricApp
 from console.tui.screens.models.comparison import CompareScreen
 from console.tui.screens.models.form import LoadFormView
@@ -45,9 +46,9 @@ async def test_values_are_changed_by_keys_and_priced_anew_once_they_rest() -> No
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await pilot.press("down")
-        await until(pilot, lambda: (HERMES, NOTHING) in link.models.asked)
+        await until(pilot, lambda: (HERMES, NO_OPTIONS) in link.models.asked)
         await pilot.press("e", "right", "down", "left", "down", "left", "left", "down", "left")
-        own = LoadSettings(num_workers=3, max_prompts=6, max_model_len=4096, cache_bits=8)
+        own = LoadOptions(num_workers=3, max_prompts=6, max_model_len=4096, cache_bits=8)
         await until(pilot, lambda: link.models.asked[-1] == (HERMES, own))
 
 
@@ -59,13 +60,13 @@ async def test_a_number_is_typed_digit_by_digit_and_taken_back() -> None:
         await priced(pilot, link, 1)
         await pilot.press("e", "down", "3", "2")
         form = app.screen.query_one(LoadFormView)
-        assert form.form is not None and form.form.own == LoadSettings(max_prompts=32)
+        assert form.form is not None and form.form.own == LoadOptions(max_prompts=32)
         await pilot.press("backspace")
-        assert form.form.own == LoadSettings(max_prompts=3)
+        assert form.form.own == LoadOptions(max_prompts=3)
         await pilot.press("backspace")
-        assert form.form.own == NOTHING
+        assert form.form.own == NO_OPTIONS
         await pilot.press("down", "down", "8", "down", "5")
-        assert form.form.own == LoadSettings(cache_bits=8)
+        assert form.form.own == LoadOptions(cache_bits=8)
         assert app.current_mode == "models"  # digits open screens elsewhere
 
 
@@ -77,7 +78,7 @@ async def test_values_can_be_clicked() -> None:
         await priced(pilot, link, 1)
         y, row = next((y, row) for y, row in enumerate(rows(app)) if "max prompts" in row)
         await pilot.click(offset=(row.index("+", row.index("max prompts")), y))
-        await until(pilot, lambda: link.models.asked[-1] == ("demo", LoadSettings(max_prompts=12)))
+        await until(pilot, lambda: link.models.asked[-1] == ("demo", LoadOptions(max_prompts=12)))
 
 
 async def test_while_values_move_the_old_price_is_not_taken_for_the_new_one() -> None:
@@ -111,21 +112,21 @@ async def test_edits_of_a_model_stay_while_others_are_looked_at() -> None:
         await listed(pilot)
         await priced(pilot, link, 1)
         await pilot.press("e", "right", "escape", "down")
-        await until(pilot, lambda: link.models.asked[-1] == (HERMES, NOTHING))
+        await until(pilot, lambda: link.models.asked[-1] == (HERMES, NO_OPTIONS))
         await pilot.press("up")
-        await until(pilot, lambda: link.models.asked[-1] == ("demo", LoadSettings(num_workers=2)))
+        await until(pilot, lambda: link.models.asked[-1] == ("demo", LoadOptions(num_workers=2)))
 
 
 async def test_the_form_starts_with_what_the_model_was_last_loaded_with_and_r_resets_it() -> None:
     link = FakeLink(scenes.empty())
-    link.models.kept["demo"] = LoadSettings(max_model_len=512, cache_bits=8)
+    link.models.kept["demo"] = LoadOptions(max_model_len=512, cache_bits=8)
     app = EricApp(link, start="models")
     async with app.run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: ("demo", link.models.kept.get("demo")) in link.models.asked)
         assert "512" in str(app.screen.query_one(LoadFormView).content)
         await pilot.press("R")
-        await until(pilot, lambda: link.models.asked[-1] == ("demo", NOTHING))
+        await until(pilot, lambda: link.models.asked[-1] == ("demo", NO_OPTIONS))
     assert ("forget", {"model": "demo"}) in link.commands
     assert link.models.kept == {}
 
@@ -280,7 +281,7 @@ async def changed_form(pilot: Pilot[None]) -> None:
     """The second model's form with some values of its own, priced."""
     await listed(pilot)
     await pilot.press("down", "e", "right", "down", "right", "down", "left")
-    own = LoadSettings(num_workers=3, max_prompts=12, max_model_len=6144)
+    own = LoadOptions(num_workers=3, max_prompts=12, max_model_len=6144)
 
     def shown() -> bool:
         form = pilot.app.screen.query_one(LoadFormView).form

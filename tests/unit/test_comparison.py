@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from console.link.protocol import NOTHING, LoadSettings
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.tui.screens.models.comparison import Line, Side, compare
 from console.tui.screens.models.load_form import LoadForm
 from engine.models.catalog import ModelEntry
@@ -12,10 +12,10 @@ from engine.placement.estimate import Estimate
 from tests.fakes import estimates
 from tests.fakes.link import MODELS
 
-DEFAULTS = LoadSettings(num_workers=2, max_prompts=8, cache_bits=16, dtype="auto")
+DEFAULTS = LoadOptions(num_workers=2, max_prompts=8, cache_bits=16, dtype="auto")
 
 
-def side(entry: ModelEntry, fit: Estimate | str | None = None, own: LoadSettings = NOTHING) -> Side:
+def side(entry: ModelEntry, fit: Estimate | str | None = None, own: LoadOptions = NO_OPTIONS) -> Side:
     return Side(LoadForm(entry, own, DEFAULTS), fit)
 
 
@@ -37,7 +37,7 @@ def test_what_differs_says_so_and_how_many_times() -> None:
 
 
 def test_the_values_of_the_loads_are_compared() -> None:
-    found = lines(side(MODELS[1]), side(MODELS[1], own=LoadSettings(cache_bits=8)))
+    found = lines(side(MODELS[1]), side(MODELS[1], own=LoadOptions(cache_bits=8)))
     assert (found["load: KV bits"].left, found["load: KV bits"].right) == ("16", "8")
     assert found["load: KV bits"].difference == "differs"
     assert found["load: workers"].difference == ""

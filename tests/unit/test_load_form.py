@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from console.link.protocol import NOTHING, LoadSettings
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.screens.models.load_form import LoadForm
 from console.tuning.last_settings import MAX_MODELS, LastSettings, model_key
 from engine.backends.base import LoadProgress
 from tests.fakes.link import MODELS
 
-DEFAULTS = LoadSettings(num_workers=2, max_prompts=8, cache_bits=16, weights="auto", dtype="auto")
+DEFAULTS = LoadOptions(num_workers=2, max_prompts=8, cache_bits=16, weights="auto", dtype="auto")
 MIB = 2**20
 
 
-def form(own: LoadSettings = NOTHING, *, exllama: bool = False) -> LoadForm:
+def form(own: LoadOptions = NO_OPTIONS, *, exllama: bool = False) -> LoadForm:
     entry = msgspec.structs.replace(MODELS[1], backend="exllamav2" if exllama else "torch")
     return LoadForm(entry, own, DEFAULTS)
 
@@ -41,15 +42,15 @@ def test_a_form_shows_what_holds_where_the_load_sets_nothing_itself() -> None:
 
 
 def test_a_context_of_the_programs_settings_is_said_to_be_set() -> None:
-    plain = LoadForm(MODELS[1], NOTHING, msgspec.structs.replace(DEFAULTS, max_model_len=4096))
+    plain = LoadForm(MODELS[1], NO_OPTIONS, msgspec.structs.replace(DEFAULTS, max_model_len=4096))
     assert (plain.value("max_model_len"), plain.origin("max_model_len")) == (4096, "as set")
 
 
 def test_a_step_makes_a_value_the_loads_own() -> None:
     stepped = form().stepped("num_workers", 1)
-    assert stepped.own == LoadSettings(num_workers=3)
+    assert stepped.own == LoadOptions(num_workers=3)
     assert (stepped.is_own("num_workers"), stepped.origin("num_workers")) == (True, "own")
-    assert stepped.cleared("num_workers").own == NOTHING
+    assert stepped.cleared("num_workers").own == NO_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -62,35 +63,48 @@ def test_values_step_by_what_makes_a_difference(name: str, by: int, expected: in
 
 def test_steps_end_at_what_can_be() -> None:
     assert form().stepped("max_model_len", 1).value("max_model_len") == 8192
-    assert form(LoadSettings(num_workers=1)).stepped("num_workers", -1).value("num_workers") == 1
-    assert form(LoadSettings(cache_bits=4)).stepped("cache_bits", -1).value("cache_bits") == 4
-    assert form(LoadSettings(dtype="float32")).stepped("dtype", 1).value("dtype") == "float32"
+    assert form(LoadOptions(num_workers=1)).stepped("num_workers", -1).value("num_workers") == 1
+    assert form(LoadOptions(cache_bits=4)).stepped("cache_bits", -1).value("cache_bits") == 4
+    assert form(LoadOptions(dtype="float32")).stepped("dtype", 1).value("dtype") == "float32"
 
 
 def test_a_value_between_two_steps_goes_to_the_next() -> None:
-    odd = form(LoadSettings(max_model_len=5000))
+    odd = form(LoadOptions(max_model_len=5000))
     assert odd.stepped("max_model_len", 1).value("max_model_len") == 6144
     assert odd.stepped("max_model_len", -1).value("max_model_len") == 4096
 
 
 def test_a_number_out_of_range_is_kept_as_it_was_typed_and_said_to_be_out_of_range() -> None:
     assert form().out_of_range("num_workers") == ""
-    for name, number, said in (("num_workers", 250, "1 to 64"), ("max_model_len", 0, "1 to 10,000,000")):
+    for name, number, said in (("num_workers", 250, "1 to 64"), ("max_model_len", 0, "1 to 1,000,000,000")):
         typed = form().typed(name, number)  # type: ignore[arg-type]
         assert (typed.value(name), typed.out_of_range(name)) == (number, said)  # type: ignore[arg-type]
     assert form().typed("num_workers", 250).stepped("num_workers", -1).value("num_workers") == 64
 
 
 def test_a_typed_number_is_one_of_the_choices_or_changes_nothing() -> None:
-    assert form().typed("cache_bits", 8).own == LoadSettings(cache_bits=8)
-    assert form().typed("cache_bits", 5).own == NOTHING
+    assert form().typed("cache_bits", 8).own == LoadOptions(cache_bits=8)
+    assert form().typed("cache_bits", 5).own == NO_OPTIONS
+
+
+def test_a_form_that_shows_all_has_a_line_for_every_option_and_takes_what_is_typed() -> None:
+    few, every = form(), replace(form(), shows_all=True)
+    assert "gpu_split" not in [field.name for field in few.fields]
+    assert "gpu_split" in [field.name for field in every.fields]
+    split = every.entered("gpu_split", "16,24")
+    assert (split.own, split.value_text("gpu_split")) == (LoadOptions(gpu_split=(16.0, 24.0)), "16,24")
+    assert "gpu_split" in [field.name for field in replace(split, shows_all=False).fields]
+    assert every.stepped("deterministic", 1).own == LoadOptions(deterministic=True)
+    assert every.stepped("gpu_split", 1) == every
+    with pytest.raises(ValueError, match="one of"):
+        every.entered("attention", "fastest")
 
 
 def test_each_backend_has_the_choices_that_it_honours() -> None:
-    exllama = form(LoadSettings(cache_bits=8), exllama=True)
+    exllama = form(LoadOptions(cache_bits=8), exllama=True)
     assert exllama.stepped("cache_bits", -1).value("cache_bits") == 6
     assert "dtype" not in [field.name for field in exllama.fields]
-    assert form(LoadSettings(cache_bits=8)).stepped("cache_bits", -1).value("cache_bits") == 4
+    assert form(LoadOptions(cache_bits=8)).stepped("cache_bits", -1).value("cache_bits") == 4
 
 
 # -- paces ------------------------------------------------------------------------------------------------------------
@@ -140,37 +154,37 @@ def test_only_the_last_seconds_count() -> None:
 
 
 def test_settings_are_kept_from_one_run_to_the_next(tmp_path: Path) -> None:
-    own = LoadSettings(max_model_len=4096, cache_bits=8)
+    own = LoadOptions(max_model_len=4096, cache_bits=8)
     LastSettings(tmp_path).note("/models/a", own)
     assert LastSettings(tmp_path).of("/models/a") == own
-    assert LastSettings(tmp_path).of("/models/b") == NOTHING
+    assert LastSettings(tmp_path).of("/models/b") == NO_OPTIONS
     LastSettings(tmp_path).forget("/models/a")
-    assert LastSettings(tmp_path).of("/models/a") == NOTHING
+    assert LastSettings(tmp_path).of("/models/a") == NO_OPTIONS
 
 
 def test_a_file_that_is_broken_is_begun_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "model-settings.json").write_text("{")
     last = LastSettings(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert last.of("/models/a") == NOTHING
+        assert last.of("/models/a") == NO_OPTIONS
     assert "cannot be read" in caplog.text
-    last.note("/models/a", LoadSettings(num_workers=2))
+    last.note("/models/a", LoadOptions(num_workers=2))
     assert last.of("/models/a").num_workers == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "state").write_text("a file")
     with caplog.at_level(logging.WARNING):
-        LastSettings(tmp_path / "state").note("/models/a", LoadSettings(num_workers=2))
+        LastSettings(tmp_path / "state").note("/models/a", LoadOptions(num_workers=2))
     assert "cannot be written" in caplog.text
 
 
 def test_of_too_many_models_the_oldest_are_forgotten() -> None:
     last = LastSettings(None)
     for number in range(MAX_MODELS + 1):
-        last.note(str(number), LoadSettings(num_workers=1))
-    assert last.of("0") == NOTHING
-    assert last.of("1") != NOTHING
+        last.note(str(number), LoadOptions(num_workers=1))
+    assert last.of("0") == NO_OPTIONS
+    assert last.of("1") != NO_OPTIONS
 
 
 def test_a_model_of_the_hub_is_remembered_whatever_its_commit(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from engine.errors import EngineClosed, InvalidRequest
 
 log = logging.getLogger("api")
 
-Admit = Callable[[Names, str], Awaitable[str]]
-"""What a name or a folder from outside stands for; raises EngineError for a folder that is none of ours."""
+Admit = Callable[[Names, Any], Awaitable[Any]]
+"""Finds what a name or a folder of a client stands for; raises EngineError for a folder that is none of ours."""
 
 _LOOK_S = 0.25
 

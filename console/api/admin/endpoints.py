@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from aiohttp import web
-from pydantic import Field
+from annotated_types import Ge, Gt, Le, Len, Lt
+from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
 
-from console.api.admin.operator import LoadOrder, Operator
+from console.api.admin.operator import Operator
 from console.api.context import ApiContext
 from console.api.http.errors import ErrorBody, InternalError, NotFound, envelope, json_response
 from console.api.requests.body import Body, read
 from console.api.requests.schemas import describes
 from console.api.requests.stream import SSE, ChunkStream
+from console.settings.load_options import LoadOptions, load_options, options_of, value_type
+from console.settings.schema import Settings, flag_of
 from engine.backends.base import LoadProgress
-from engine.config import MAX_TIMEOUT_S, CacheBits, WeightsName
+from engine.config import MAX_TIMEOUT_S
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest, LoadCancelled
 from engine.placement.estimate import Estimate
@@ -29,30 +34,46 @@ from engine.snapshot import ModelReading, Snapshot
 DRAIN_S = 30.0
 MAX_NAME = 256
 
-Seconds = Annotated[float | None, Field(ge=0, le=MAX_TIMEOUT_S)]
-Workers = Annotated[int | None, Field(ge=1, le=64)]
-MaxPrompts = Annotated[int | None, Field(ge=1, le=4096)]
+MAX_PATH = 4096
+MAX_DEVICES = 64
 
 
-class LoadBody(Body):
-    """See LoadOrder."""
+class _LoadBody(Body):
+    """A model to load, by a name as --model takes it; what is left out is as the settings and the knobs have it.
 
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    name: clients' name of it, its own if empty.  beside: keep the models that are loaded.
+    """
+
+    aliases = MappingProxyType({flag.knob: name for name, _, flag in load_options() if flag.knob not in ("", name)})
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
     name: Annotated[str, Field(max_length=MAX_NAME)] = ""
     beside: bool = False
-    workers: Workers = None
-    max_prompts: MaxPrompts = None
-    idle_unload_s: Seconds = None
-    max_model_len: Annotated[int | None, Field(ge=1, le=10**9)] = None
-    cache_bits: CacheBits | None = None
-    weights: WeightsName | None = None
-    deterministic: bool | None = None
-    gpu_split: Annotated[list[Annotated[float, Field(gt=0)]] | None, Field(max_length=64)] = None
 
-    def order(self) -> LoadOrder:
-        """What the operator is told."""
-        split = None if self.gpu_split is None else tuple(self.gpu_split)
-        return LoadOrder(**{**dict(self), "gpu_split": split})
+    @property
+    def options(self) -> LoadOptions:
+        """What the load sets of its own."""
+        return options_of({name: tuple(value) if isinstance(value, list) else value for name, value in self})
+
+
+def _option_field(setting: FieldInfo) -> Any:
+    """Return a field that takes what a setting takes, within its bounds; null leaves the setting as it is."""
+    kind: Any = value_type(setting)
+    bounds: list[Any] = [each for each in setting.metadata if isinstance(each, Ge | Gt | Le | Lt)]
+    if get_origin(kind) is tuple:
+        item: Any = get_args(setting.annotation)[0]
+        kind, bounds = list[item], [Len(0, MAX_DEVICES)]
+    elif kind is str:
+        bounds = [Len(1, MAX_PATH)]
+    return Annotated[Annotated[kind, "", *bounds] | None, Field(description=f"{setting.description}.")], None
+
+
+LoadBody: type[_LoadBody] = create_model(
+    "LoadBody",
+    __base__=_LoadBody,
+    __doc__=_LoadBody.__doc__,
+    **{name: _option_field(field) for name, field, _ in load_options()},
+)
 
 
 class UnloadBody(Body):
@@ -62,27 +83,35 @@ class UnloadBody(Body):
     drain_seconds: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = DRAIN_S
 
 
-class ReconfigureBody(Body):
+_LIVE_KNOBS = ("num_workers", "max_prompts", "idle_unload")
+
+
+class _ReconfigureBody(Body):
     """model: the first where empty. What is left out is not changed."""
 
     rules = (
         {
             "anyOf": [
                 {"required": [name], "properties": {name: {"type": "number"}}}
-                for name in ("workers", "max_prompts", "idle_unload_s")
+                for name in (flag_of(knob).knob for knob in _LIVE_KNOBS)
             ]
         },
     )
 
     model: str = ""
-    workers: Workers = None
-    max_prompts: MaxPrompts = None
-    idle_unload_s: Seconds = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it changes nothing."""
-        return self.workers is None and self.max_prompts is None and self.idle_unload_s is None
+    def knobs(self) -> dict[str, Any]:
+        """What it changes."""
+        return {name: value for name, value in self if name != "model" and value is not None}
+
+
+ReconfigureBody: type[_ReconfigureBody] = create_model(
+    "ReconfigureBody",
+    __base__=_ReconfigureBody,
+    __doc__=_ReconfigureBody.__doc__,
+    **{flag_of(name).knob: _option_field(Settings.model_fields[name]) for name in _LIVE_KNOBS},
+)
 
 
 class AdapterBody(Body):
@@ -116,7 +145,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 class LoadJob:
     """One load, from its order to its end."""
 
-    def __init__(self, order: LoadOrder, engine: Engine, operator: Operator) -> None:
+    def __init__(self, order: _LoadBody, engine: Engine, operator: Operator) -> None:
         self._order = order
         self._engine = engine
         self._operator = operator
@@ -155,7 +184,8 @@ class LoadJob:
 
     async def _run(self) -> EngineError | None:
         try:
-            await self._operator.load_model(self._order)
+            order = self._order
+            await self._operator.load_model(order.model, order.options, name=order.name, beside=order.beside)
         except EngineError as error:
             return error
         except Exception:
@@ -167,7 +197,7 @@ class LoadJob:
         download = self._operator.finding()
         if download is not None:
             return download.progress
-        models = self._engine.published.models
+        models = self._engine.models()
         return next((model.status.progress for model in models if model.status.state == "loading"), None)
 
 
@@ -179,7 +209,7 @@ class LoadJobs:
         self._operator = operator
         self.last: LoadJob | None = None
 
-    def begin(self, order: LoadOrder) -> LoadJob:
+    def begin(self, order: _LoadBody) -> LoadJob:
         """Start a load. Raises EngineBusy while one is under way."""
         if self.last is not None and not self.last.ended:
             raise EngineBusy(f"{self.last.report().model} is being loaded; wait, or cancel that first", state="loading")
@@ -234,7 +264,7 @@ class Admin:
 
     @describes("All that the console shows", answer=Snapshot, group="admin")
     async def _snapshot(self, request: web.Request) -> web.Response:
-        return json_response(self._engine.published)
+        return json_response(self._engine.snapshot())
 
     @describes("The load that was asked for last", answer=LoadReport, group="admin")
     async def _last_load(self, request: web.Request) -> web.Response:
@@ -251,7 +281,7 @@ class Admin:
     )
     async def _load(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, LoadBody)
-        load = self._loads.begin(body.order())
+        load = self._loads.begin(body)
         await load.wait(_REFUSAL_S)
         if load.error is not None:
             raise load.error
@@ -280,7 +310,7 @@ class Admin:
     @describes("What a load would take of each device", body=LoadBody, answer=Estimate, group="admin")
     async def _estimate(self, request: web.Request) -> web.Response:
         body = await read(request, LoadBody)
-        found = await self._operator.estimate(body.order())
+        found = await self._operator.estimate(body.model, body.options, beside=body.beside)
         return json_response({"can_load": found.can_load, **msgspec.structs.asdict(found)})
 
     @describes("Stop the load under way", answer=AdminModels, group="admin")
@@ -297,11 +327,9 @@ class Admin:
     @describes("Turn a model's knobs while it serves", body=ReconfigureBody, answer=AdminModels, group="admin")
     async def _reconfigure(self, request: web.Request) -> web.Response:
         body = await read(request, ReconfigureBody)
-        if body.is_empty:
+        if not body.knobs:
             raise InvalidRequest("Nothing to change: send workers, max_prompts or idle_unload_s")
-        await self._engine.reconfigure(
-            model=body.model, workers=body.workers, max_prompts=body.max_prompts, idle_unload_s=body.idle_unload_s
-        )
+        await self._engine.reconfigure(model=body.model, **body.knobs)
         return self._overview()
 
     @describes("Attach an adapter to a model", body=AdapterBody, answer=AdminModels, group="admin")
@@ -323,7 +351,7 @@ class Admin:
     @describes("Restart a worker", answer=AdminModels, group="admin")
     async def _restart(self, request: web.Request) -> web.Response:
         worker_id = request.match_info["id"]
-        there = [worker.id for worker in self._engine.published.workers]
+        there = [worker.id for worker in self._engine.snapshot().workers]
         if worker_id not in there:
             raise NotFound(f"There is no worker {worker_id}; there are: {', '.join(there) or 'none'}")
         await self._engine.restart_worker(worker_id)
@@ -332,4 +360,4 @@ class Admin:
     def _overview(self) -> web.Response:
         last = self._loads.last
         load = None if last is None else last.report()
-        return json_response(AdminModels(models=self._engine.published.models, load=load))
+        return json_response(AdminModels(models=self._engine.models(), load=load))

@@ -12,8 +12,9 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 
 from console import text
-from console.link.protocol import NOTHING, ModelsLink
-from console.tui.screens.models.load_form import FieldName, LoadForm
+from console.link.protocol import ModelsLink
+from console.settings.load_options import NO_OPTIONS
+from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.panel import Edits, device_label, load_target, missing_memory
 from console.tui.screens.models.table import family, quantization
 from console.tui.widgets.table import Column, Row, Table, cell
@@ -74,9 +75,8 @@ def _values(left: LoadForm, right: LoadForm) -> Iterator[Line]:
             yield _words(f"load: {field.title}", _value(left, field.name), _value(right, field.name))
 
 
-def _value(form: LoadForm, name: FieldName) -> str:
-    value = form.value(name)
-    return f"{value:,}" if isinstance(value, int) else text.dtype(value)
+def _value(form: LoadForm, name: str) -> str:
+    return form.value_text(name)
 
 
 def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator[Line]:
@@ -158,7 +158,7 @@ class CompareScreen(ModalScreen[None]):
         self._edits = edits
         defaults = models.defaults()
         self._sides = [
-            Side(LoadForm(entry, edits.get(load_target(entry), NOTHING), defaults), None) for entry in entries
+            Side(LoadForm(entry, edits.get(load_target(entry), NO_OPTIONS), defaults), None) for entry in entries
         ]
         self._only = False
 

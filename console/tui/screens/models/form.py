@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -10,7 +10,8 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
 
-from console import text
+from console.settings.rows import as_text
+from console.text import clip
 from console.tui.screens.models.load_form import Field, LoadForm
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import fitted
@@ -55,6 +56,8 @@ class LoadFormView(Static, can_focus=True):
             )
             for digit in range(10)
         ),
+        Binding("t", "type", "Type", id="load.type", tooltip="Type the value: a list, a folder, a number"),
+        Binding("m", "more", "More", id="load.more_options", tooltip="Show all options of a load, or few"),
         Binding("enter", "screen.load_model(False)", "Load", id="models.load", tooltip="Load the model with these"),
         Binding(
             "b", "screen.load_model(True)", "Beside", id="models.beside", tooltip="Load it with these beside the others"
@@ -74,11 +77,20 @@ class LoadFormView(Static, can_focus=True):
 
         form: LoadForm
 
+    @dataclass
+    class Typing(Message):
+        """A value is to be typed. line: as it is now."""
+
+        view: LoadFormView
+        title: str
+        line: str
+
     def __init__(self) -> None:
         super().__init__("", markup=False)
         self._form: LoadForm | None = None
         self._row = 0
         self._digits = ""
+        self._shows_all = False
 
     @property
     def form(self) -> LoadForm | None:
@@ -89,8 +101,8 @@ class LoadFormView(Static, can_focus=True):
         """Draw it; of the same model, staying on the line that was chosen and at a number that is being typed."""
         if self._form is None or form.entry != self._form.entry:
             self._digits, self._row = "", 0
-        self._form = form
-        self._row = min(self._row, len(form.fields) - 1)
+        self._form = replace(form, shows_all=self._shows_all)
+        self._row = min(self._row, len(self._form.fields) - 1)
         self._draw()
 
     def on_focus(self) -> None:
@@ -105,7 +117,7 @@ class LoadFormView(Static, can_focus=True):
     def action_digit(self, digit: int) -> None:
         """Digits set a number, one after the other."""
         if self._form is not None:
-            self._digits = f"{self._digits}{digit}"[-8:]
+            self._digits = f"{self._digits}{digit}"[-10:]
             self._change(self._form.typed(self._field(self._form).name, int(self._digits)))
 
     def action_row(self, by: int) -> None:
@@ -126,6 +138,29 @@ class LoadFormView(Static, can_focus=True):
         self.focus()
         self._row = row
         self.action_step(by)
+
+    def action_type(self) -> None:
+        """Have the value typed in a line of its own."""
+        if (form := self._form) is not None:
+            field = self._field(form)
+            self.post_message(self.Typing(self, field.title, as_text(getattr(form.own, field.name))))
+
+    def enter(self, line: str | None) -> None:
+        """Take a value as it was typed; None leaves it."""
+        form = self._form
+        if form is None or line is None:
+            return
+        field = self._field(form)
+        try:
+            self._change(form.entered(field.name, line))
+        except ValueError as error:
+            self.notify(f"{line} is not a value of {field.title}: {error}", severity="error", markup=False)
+
+    def action_more(self) -> None:
+        """Show every option, or those of most loads."""
+        if (form := self._form) is not None:
+            self._shows_all = not self._shows_all
+            self.show(form)
 
     def action_clear(self) -> None:
         """One digit less; without any, no value of its own."""
@@ -156,15 +191,14 @@ class LoadFormView(Static, can_focus=True):
 
 
 def _line(form: LoadForm, field: Field, row: int, *, chosen: bool) -> Content:
-    value = form.value(field.name)
-    said = f"{value:,}" if isinstance(value, int) else text.dtype(value)
+    value = form.value_text(field.name)
     style = "bold $foreground" if form.is_own(field.name) else "$foreground"
     out_of_range = form.out_of_range(field.name)
     return Content.assemble(
         ("▸ " if chosen else "  ", "$primary"),
-        (f"{field.title:<{_TITLE}}", "bold $primary" if chosen else "$muted"),
+        (f"{clip(field.title, _TITLE - 1):<{_TITLE}}", "bold $primary" if chosen else "$muted"),
         clickable(" − ", f"step_row({row}, -1)", "bold $primary"),
-        (f"{said or '–':>{_VALUE}}", "bold $error" if out_of_range else style),
+        (f"{value:>{_VALUE}}", "bold $error" if out_of_range else style),
         clickable(" + ", f"step_row({row}, 1)", "bold $primary"),
         (f"  {out_of_range}", "$error")
         if out_of_range

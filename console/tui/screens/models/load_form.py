@@ -1,136 +1,207 @@
-"""What a form of a load's own settings shows, and how its values are stepped and typed. Pure."""
+"""The form of a load's own options: their values, and how these are stepped and typed. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_args, get_origin
 
 import msgspec
+from annotated_types import Ge, Le
+from pydantic.fields import FieldInfo
 
-from console.link.protocol import LoadSettings
+from console import text
+from console.link.settings import Kind
+from console.settings.load_options import LoadOptions, load_options, value_type
+from console.settings.rows import as_text, choices_of, kind_of
+from console.settings.schema import Flag
+from engine.config import BackendKind
 from engine.models.catalog import ModelEntry
 
-FieldName = Literal["num_workers", "max_prompts", "max_model_len", "cache_bits", "weights", "dtype"]
-Value = int | str
+Value = int | float | bool | str | tuple[float, ...]
 
-MAX_WORKERS, MAX_PROMPTS, MAX_CONTEXT = 64, 4096, 10_000_000
-_LEAST_CONTEXT = 256
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_WEIGHTS = ("auto", "int8", "int4")
-_OF_TORCH = ("weights", "dtype")
+_MAIN = {
+    "num_workers": "workers",
+    "max_prompts": "max prompts",
+    "max_model_len": "context",
+    "cache_bits": "KV bits",
+    "weights": "weights",
+    "dtype": "dtype",
+}
+"""Options that the form begins with, and their titles; the others have a line where they are set, or all are shown."""
+_MIN_CONTEXT = 256
+_LONGEST_VALUE = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One line of the form. max_number: the largest number that can be, 0 for what is chosen from a few."""
+    """One line of the form. least, most: bounds of a number.  backends: those that honour it, None for all."""
 
-    name: FieldName
+    name: str
     title: str
-    max_number: int = 0
+    kind: Kind
+    least: float = 0
+    most: float = 0
+    choices: tuple[Value, ...] = ()
+    backends: tuple[BackendKind, ...] | None = None
+    is_whole: bool = False
+    is_knob: bool = False
 
 
-_FIELDS = (
-    Field("num_workers", "workers", MAX_WORKERS),
-    Field("max_prompts", "max prompts", MAX_PROMPTS),
-    Field("max_model_len", "context", MAX_CONTEXT),
-    Field("cache_bits", "KV bits"),
-    Field("weights", "weights"),
-    Field("dtype", "dtype"),
-)
+@cache
+def form_fields() -> tuple[Field, ...]:
+    """Return a line for each option that a load has, those of most loads first."""
+    fields = {name: _field(name, field, flag) for name, field, flag in load_options()}
+    return tuple(fields[name] for name in (*_MAIN, *(name for name in fields if name not in _MAIN)))
+
+
+def _field(name: str, setting: FieldInfo, flag: Flag) -> Field:
+    kind = kind_of(setting)
+    number = get_origin(value_type(setting)) is None and kind == "number"
+    low: Any = next((each.ge for each in setting.metadata if isinstance(each, Ge)), 0)
+    high: Any = next((each.le for each in setting.metadata if isinstance(each, Le)), 0)
+    choices: tuple[Value, ...] = ()
+    if kind == "switch":
+        choices = (False, True)
+    elif choices_of(setting):
+        choices = tuple(sorted(get_args(setting.annotation))) if name == "cache_bits" else get_args(setting.annotation)
+    return Field(
+        name,
+        _MAIN.get(name, name.replace("_", " ")),
+        kind,
+        low if number else 0,
+        high if number else 0,
+        choices,
+        flag.backends,
+        int in (value_type(setting), *get_args(value_type(setting))),
+        bool(flag.knob),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadForm:
-    """own: what the load sets itself; defaults: what holds where it does not (ModelsLink.defaults)."""
+    """own: what the load sets itself; defaults: what holds where it does not (ModelsLink.defaults).
+
+    shows_all: also the options that few loads set have a line.
+    """
 
     entry: ModelEntry
-    own: LoadSettings
-    defaults: LoadSettings
+    own: LoadOptions
+    defaults: LoadOptions
+    shows_all: bool = False
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Those that mean something to the model's backend."""
-        return tuple(field for field in _FIELDS if field.name not in _OF_TORCH or self.entry.backend == "torch")
+        """The lines: options that mean something to the model's backend."""
+        return tuple(
+            field
+            for field in form_fields()
+            if (field.backends is None or self.entry.backend in field.backends)
+            and (self.shows_all or field.name in _MAIN or self.is_own(field.name))
+        )
 
-    def is_own(self, name: FieldName) -> bool:
-        """Whether the load sets it itself."""
+    def is_own(self, name: str) -> bool:
+        """Return whether the load sets it itself."""
         return getattr(self.own, name) is not None
 
-    def value(self, name: FieldName) -> Value:
-        """What the load would have; 0 for a context that nobody knows yet."""
+    def value(self, name: str) -> Value | None:
+        """Return what the load would have; None where that is the model's own and not known, or nothing."""
         own = getattr(self.own, name)
         value: Value | None = getattr(self.defaults, name) if own is None else own
         if name == "max_model_len" and value is None:
-            return self.entry.context_tokens
-        if value is None:
-            return "auto" if name in _OF_TORCH else 0
+            return self.entry.context_tokens or None
+        if value is None and self._field(name).kind == "choice":
+            return "auto"
         return value
 
-    def origin(self, name: FieldName) -> str:
-        """Where a value comes from, in a word or two."""
+    def value_text(self, name: str) -> str:
+        """Return the value as it is shown."""
+        value = self.value(name)
+        if name in ("dtype", "weights"):
+            return text.dtype(str(value))
+        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else as_text(value)
+        return (shown if len(shown) <= _LONGEST_VALUE else f"…{shown[1 - _LONGEST_VALUE :]}") or "–"
+
+    def origin(self, name: str) -> str:
+        """Return where a value comes from, in a word or two."""
         if self.is_own(name):
             return "own"
-        if name in ("num_workers", "max_prompts"):
+        if self._field(name).is_knob:
             return "the knob"
         if name == "max_model_len" and self.defaults.max_model_len is None:
             return "the model's"
         return "as set"
 
-    def stepped(self, name: FieldName, by: int) -> LoadForm:
-        """The next value up or down; the last one stays."""
+    def stepped(self, name: str, by: int) -> LoadForm:
+        """Return the form with the next value up or down; the last one stays, and so does what can only be typed."""
         choices, value = self._choices(name), self.value(name)
-        if isinstance(value, str) or name == "cache_bits":
-            at = list(choices).index(value) if value in choices else 0
+        if not choices:
+            return self
+        if self._field(name).choices:
+            at = choices.index(value) if value in choices else 0
             return self._with(name, choices[min(max(0, at + by), len(choices) - 1)])
-        numbers = [int(choice) for choice in choices]
-        at = bisect_right(numbers, value) if by > 0 else bisect_left(numbers, value) - 1
-        return self._with(name, numbers[at]) if 0 <= at < len(numbers) else self
+        numbers = [float(choice) for choice in choices]  # type: ignore[arg-type]
+        current = float(value) if isinstance(value, int | float) else numbers[0] - by
+        at = bisect_right(numbers, current) if by > 0 else bisect_left(numbers, current) - 1
+        return self._with(name, choices[at]) if 0 <= at < len(numbers) else self
 
-    def typed(self, name: FieldName, number: int) -> LoadForm:
-        """A number as it was typed, in range or not; one that is no choice changes nothing."""
-        if self._max_number(name) or number in self._choices(name):
+    def typed(self, name: str, number: int) -> LoadForm:
+        """Return the form with a number that was typed, in range or not; one that is no choice changes nothing."""
+        field = self._field(name)
+        if field.kind == "number" or (field.kind == "choice" and number in self._choices(name)):
             return self._with(name, number)
         return self
 
-    def out_of_range(self, name: FieldName) -> str:
-        """The range of a number that is outside of it, as "1 to 64"; "" where nothing is wrong."""
-        value, max_number = self.value(name), self._max_number(name)
-        if not self.is_own(name) or not isinstance(value, int) or not max_number or 1 <= value <= max_number:
-            return ""
-        return f"1 to {max_number:,}"
+    def entered(self, name: str, line: str) -> LoadForm:
+        """Return the form with a value that was typed as a flag has it. Raises ValueError where it is none."""
+        field = self._field(name)
+        if field.choices:
+            named = {as_text(choice): choice for choice in self._choices(name)}
+            if line not in named:
+                raise ValueError(f"one of {', '.join(named)}")
+            return self._with(name, named[line])
+        if field.kind == "number":
+            return self._with(name, int(line) if field.is_whole else float(line))
+        if field.kind == "list":
+            return self._with(name, tuple(map(int if field.is_whole else float, line.split(","))))
+        return self._with(name, line)
 
-    def cleared(self, name: FieldName) -> LoadForm:
-        """Without a value of its own."""
+    def out_of_range(self, name: str) -> str:
+        """Return the range of a number that is outside of it, as "1 to 64"; "" where nothing is wrong."""
+        value, field = self.value(name), self._field(name)
+        if not self.is_own(name) or field.kind != "number" or not isinstance(value, int | float):
+            return ""
+        return "" if field.least <= value <= field.most else f"{field.least:,.0f} to {field.most:,.0f}"
+
+    def cleared(self, name: str) -> LoadForm:
+        """Return the form without a value of its own."""
         return self._with(name, None)
 
-    def _max_number(self, name: FieldName) -> int:
-        return next(field.max_number for field in self.fields if field.name == name)
+    def _field(self, name: str) -> Field:
+        return next(field for field in form_fields() if field.name == name)
 
-    def _with(self, name: FieldName, value: Value | None) -> LoadForm:
-        own = msgspec.structs.replace(self.own, **{name: value})
-        return LoadForm(self.entry, own, self.defaults)
+    def _with(self, name: str, value: Value | None) -> LoadForm:
+        return replace(self, own=msgspec.structs.replace(self.own, **{name: value}))
 
-    def _choices(self, name: FieldName) -> Sequence[Value]:
-        match name:
-            case "num_workers":
-                return range(1, MAX_WORKERS + 1)
-            case "max_prompts":
-                return _rungs(1, MAX_PROMPTS)
-            case "max_model_len":
-                whole = self.entry.context_tokens or MAX_CONTEXT
-                return sorted({*(rung for rung in _rungs(_LEAST_CONTEXT, whole)), whole})
-            case "cache_bits":
-                return (4, 6, 8, 16) if self.entry.backend == "exllamav2" else (4, 8, 16)
-            case "weights":
-                return _WEIGHTS
-            case "dtype":
-                return _DTYPES
+    def _choices(self, name: str) -> Sequence[Value]:
+        field = self._field(name)
+        if name == "cache_bits" and self.entry.backend != "exllamav2":
+            return tuple(bits for bits in field.choices if bits != 6)
+        if field.choices or field.kind != "number":
+            return field.choices
+        if name == "num_workers":
+            return range(int(field.least), int(field.most) + 1)
+        least, most = int(field.least), int(field.most)
+        if name == "max_model_len":
+            whole = self.entry.context_tokens or most
+            return sorted({*_rungs(_MIN_CONTEXT, whole), whole})
+        return sorted({least, *_rungs(max(1, least), most)})
 
 
 def _rungs(least: int, most: int) -> list[int]:
-    """Doublings from `least` on and what lies half way between two: 1, 2, 3, 4, 6, 8, 12 ..."""
+    """Return doublings from `least` on and what lies half way between two: 1, 2, 3, 4, 6, 8, 12 ..."""
     rungs, power = {least}, least
     while power < most:
         rungs |= {power, power + power // 2, 2 * power}

@@ -14,12 +14,13 @@ from textual.message import Message
 from textual.widgets import Static
 
 from console import text
-from console.link.protocol import NOTHING, LoadSettings, ModelsLink
+from console.link.protocol import ModelsLink
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.text import device_name, places_name
-from console.tui.view import default_model
 from console.tui.screens.models.form import LoadFormView
 from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.table import family, parameters, quantization
+from console.tui.view import default_model
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import fitted, is_ascii
 from console.tui.widgets.plot import BarSegment, stack
@@ -283,7 +284,7 @@ def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = F
 SETTLE_S = 0.2
 """How long selection and values are to rest before the fit is computed anew."""
 
-Edits = MutableMapping[str, LoadSettings]
+Edits = MutableMapping[str, LoadOptions]
 """What was changed in forms and not loaded yet, by what the engine calls the models."""
 
 
@@ -355,7 +356,7 @@ class ModelPanel(Vertical):
             self._fit = None
             self.query_one(ModelDetails).show(entry)
             self.query_one(LoadFormView).display = not is_broken(entry)
-            self._fill(entry, self._edits.get(load_target(entry), NOTHING))
+            self._fill(entry, self._edits.get(load_target(entry), NO_OPTIONS))
         self._entry, self._moment = entry, moment
         self.price()
 
@@ -384,16 +385,16 @@ class ModelPanel(Vertical):
         self._describe()
         self.post_message(self.Priced(entry, fit))
 
-    def _fill(self, entry: ModelEntry, own: LoadSettings) -> None:
+    def _fill(self, entry: ModelEntry, own: LoadOptions) -> None:
         """Show a form; at once for a model that was just selected, so that no key is for the one before it."""
         self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
 
-    async def _last(self, entry: ModelEntry) -> LoadSettings:
+    async def _last(self, entry: ModelEntry) -> LoadOptions:
         """What it was last loaded with."""
         try:
             return await self.models.remembered(load_target(entry))
         except EngineError:
-            return NOTHING
+            return NO_OPTIONS
 
     def on_load_form_view_changed(self, event: LoadFormView.Changed) -> None:
         """Price it with the new value."""

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
@@ -15,9 +15,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from console import text
-from console.link.protocol import NOTHING
+from console.settings.load_options import NO_OPTIONS
 from console.tui.screens.base import ConsoleScreen
-from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.screens.models.adapters import AdaptersScreen
 from console.tui.screens.models.comparison import CompareScreen
 from console.tui.screens.models.form import LoadFormView
@@ -74,6 +74,12 @@ class HubBox(Input):
             self.post_message(self.Asked(name, fetch_only))
 
 
+def ask_value(app: App[Any], event: LoadFormView.Typing) -> None:
+    """Have a value of the form typed."""
+    event.stop()
+    app.push_screen(LineScreen(event.title, event.line, accept="Use"), event.view.enter)
+
+
 # The form of a load on a page of its own, where there is no room beside the table.
 
 How = Literal["load", "beside", "forget"]
@@ -111,6 +117,10 @@ class LoadScreen(ModalScreen[How | None]):
             )
         )
         self.query_one(ModelPanel).show(self._entry, hint, None)
+
+    def on_load_form_view_typing(self, event: LoadFormView.Typing) -> None:
+        """Ask for the value."""
+        ask_value(self.app, event)
 
     def action_load_model(self, beside: bool) -> None:
         """With these values."""
@@ -222,6 +232,10 @@ class ModelsScreen(ConsoleScreen):
         words = selection_hint(view.published, entry, read_only=view.is_read_only)
         self.query_one(ModelPanel).show(entry, words, moment)
 
+    def on_load_form_view_typing(self, event: LoadFormView.Typing) -> None:
+        """Ask for the value."""
+        ask_value(self.app, event)
+
     def action_edit(self) -> None:
         """To the form: beside the table, or on a page of its own."""
         entry = self.query_one(ModelTable).selected
@@ -329,7 +343,7 @@ class ModelsScreen(ConsoleScreen):
         if event.fetch_only:
             work, done = self.link.models.download(event.name), f"{event.name} is on this machine"
         else:
-            work = self.link.models.load(event.name, NOTHING)
+            work = self.link.models.load(event.name, NO_OPTIONS)
             done = f"{event.name.rpartition('/')[2]} is ready"
         self.perform(self._told(self._then_scan(work), done))
         self.action_leave()
