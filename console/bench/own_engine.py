@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from console.bench.engine_target import EngineTarget
-from console.bench.engines import all_ready
+from console.bench.engine_target import EngineTarget, all_ready
 from console.bench.progress import Showing
 from console.runtime.logs import logging_to
 from console.runtime.runtime import Runtime
