@@ -19,7 +19,7 @@ from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
 from engine.metrics.insight import InsightCollector, slo_of
 from engine.metrics.meter import Meter, ModelUsage
-from engine.metrics.publisher import SnapshotPublisher
+from engine.metrics.publisher import SnapshotPublisher, model_reading
 from engine.models.deployment import Deployment
 from engine.models.knobs import Knobs, changed_fields
 from engine.models.manager import ModelManager, Serving
@@ -28,7 +28,7 @@ from engine.requests.history import RequestDetail, RequestText, text_of
 from engine.requests.request import GenerateRequest, Request, compact_ids
 from engine.requests.stream import RequestStream, StreamDelta
 from engine.requests.tracker import RequestTracker
-from engine.snapshot import DeviceReading, ModelStatus, RequestRow, Snapshot
+from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot, Totals
 from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import BackendFactory, NewHost
@@ -138,7 +138,7 @@ class Engine:
         self.log = LogRing()
         self._meter = Meter(slo_of(config))
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
-        self._observer = InsightCollector(config, self._sampler, self._meter)
+        self._insight = InsightCollector(config, self._sampler, self._meter)
         self._tracker = RequestTracker(self._meter, self._left, self._text_of)
         self._models = ModelManager(
             config.validate(),
@@ -149,13 +149,13 @@ class Engine:
             sampler=self._sampler,
             on_change=self._changed,
         )
-        self._entrance = RequestAdmission(self._models, self._tracker)
-        self._pulse = SnapshotPublisher(
+        self._admission = RequestAdmission(self._models, self._tracker)
+        self._publisher = SnapshotPublisher(
             self._models,
             self._tracker,
             meter=self._meter,
             sampler=self._sampler,
-            observer=self._observer,
+            observer=self._insight,
             log=self.log,
         )
         self._refusing = False
@@ -163,8 +163,8 @@ class Engine:
 
     async def start(self) -> None:
         """Begin to sample; before anything else."""
-        await self._observer.start(_now(), time.time())
-        self._pulse.start()
+        await self._insight.start(_now(), time.time())
+        self._publisher.start()
 
     def refuse_new(self) -> None:
         """Take no request and no command any more, as `close` does; what is under way goes on until then."""
@@ -320,7 +320,7 @@ class Engine:
         """
         try:
             self._refuse_if_closed()
-            admitted, deployment = self._entrance.admit(request)
+            admitted, deployment = self._admission.admit(request)
         except EngineError:
             self._meter.count("rejected")
             raise
@@ -332,12 +332,12 @@ class Engine:
     @property
     def prefix_sharing(self) -> PrefixSharing:
         """Requests that share the prefix cache, as in EngineConfig."""
-        return self._entrance.prefix_sharing
+        return self._admission.prefix_sharing
 
     def share_prefixes(self, sharing: PrefixSharing) -> None:
         """Change `prefix_sharing` for the requests that come from now on. Raises EngineClosed."""
         self._refuse_if_closed()
-        self._entrance.prefix_sharing = sharing
+        self._admission.prefix_sharing = sharing
 
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""
@@ -378,8 +378,8 @@ class Engine:
     async def reset_session(self) -> None:
         """Count the numbers of Insight anew from now on. Raises EngineClosed."""
         self._refuse_if_closed()
-        self._observer.reset(_now(), time.time())
-        self._pulse.publish()
+        self._insight.reset(_now(), time.time())
+        self._publisher.publish()
 
     async def observe(self, changes: Mapping[str, float | str | None]) -> None:
         """Change what insight goes by: slo_ttft_s, slo_itl_s, energy_rate, energy_currency of EngineConfig.
@@ -387,7 +387,7 @@ class Engine:
         Raises InvalidRequest out of range, EngineClosed.
         """
         self._refuse_if_closed()
-        self._observer.use(changes)
+        self._insight.use(changes)
 
     async def measure_limits(self) -> None:
         """Measure what the processor can at most, and keep it for later runs; takes seconds.
@@ -395,7 +395,7 @@ class Engine:
         Raises EngineBusy while requests are live, EngineError where it cannot be told, EngineClosed.
         """
         self._refuse_if_closed()
-        await self._observer.measure(len(self._tracker.live))
+        await self._insight.measure(len(self._tracker.live))
 
     def check(self) -> None:
         """Prove the accounts of models, workers and requests; raises AssertionError with what disagrees."""
@@ -404,19 +404,26 @@ class Engine:
     # -- what is shown ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The engine now; from another thread the one published last, at most `publish_s` old."""
-        return self._pulse.snapshot()
+        """Return the last publication: at most `publish_s` old, and never older than the last change of a model or
+        worker. From any thread; nothing is built for it."""
+        return self._publisher.snapshot
 
-    @property
-    def published(self) -> Snapshot:
-        """The snapshot that was published last: at most `publish_s` old, and never older than the last change of a
-        model or worker. Nothing is built for it."""
-        return self._pulse.published
+    def publish(self) -> Snapshot:
+        """Build the snapshot of this moment, publish and return it."""
+        return self._publisher.publish()
+
+    def models(self) -> tuple[ModelReading, ...]:
+        """Return the models now, in order of their coming."""
+        return tuple(map(model_reading, self._models))
+
+    def totals(self) -> Totals:
+        """Return the counters since the engine started, as they are now."""
+        return self._meter.totals()
 
     @property
     def publish_s(self) -> float:
         """Seconds between two snapshots."""
-        return self._pulse.publish_s
+        return self._publisher.publish_s
 
     def usage(self) -> tuple[ModelUsage, ...]:
         """What each model was used for, also those that are loaded no more."""
@@ -424,19 +431,19 @@ class Engine:
 
     def publish_for(self, hertz: float) -> None:
         """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""
-        self._pulse.publish_for(hertz)
+        self._publisher.publish_for(hertz)
 
     def _changed(self) -> None:
         """A worker or the model changed: there may be free places, and there is something to show."""
         self._models.dispatch()
-        self._pulse.publish()
+        self._publisher.publish()
 
     async def _close(self, drain_s: float) -> None:
         await self._models.close(drain_s, _shut_down())
-        self._pulse.stop()
+        self._publisher.stop()
         await self._sampler.close()
-        await self._observer.close()
-        self._pulse.publish()
+        await self._insight.close()
+        self._publisher.publish()
 
     def _kill_workers(self) -> None:
         for replica in self._models.replicas():

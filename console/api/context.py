@@ -111,7 +111,7 @@ class ApiContext:
     def json_bounds(self) -> JsonBounds:
         """What a body may hold: as many token ids besides all else as the longest context does, also while the model
         that has it sleeps."""
-        loaded = [model.status.model for model in self.engine.published.models]
+        loaded = [model.status.model for model in self.engine.models()]
         self._contexts.update(model.max_model_len for model in loaded if model is not None)
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
@@ -151,10 +151,10 @@ class ApiContext:
         """Raise InvalidRequest where this many prompts with `n` answers each are too many; before they are read."""
         wanted = prompts * n
         if wanted > self.settings.max_choices:
-            raise InvalidRequest(
-                f"This asks for {wanted} answers (prompts times n); the limit is {self.settings.max_choices}",
-                param="n" if n > 1 else "prompt",
-            )
+            most = self.settings.max_choices
+            if n == 1:
+                raise InvalidRequest(f"prompt holds {prompts} prompts; the limit is {most}", param="prompt")
+            raise InvalidRequest(f"n is {n}, which makes {wanted} answers; the limit is {most}", param="n")
 
     def check_echo(self, prompts: Sequence[Prompt], n: int, *, each_time: bool = False) -> None:
         """Raise InvalidRequest where answers that begin with their prompts would repeat more of them than a body may
@@ -162,10 +162,10 @@ class ApiContext:
         repeated = n * sum(len(prompt.text) for prompt in prompts)
         most = min(MAX_REPEATED if each_time else self.settings.max_body_bytes, self.settings.max_body_bytes)
         if repeated > most:
-            raise InvalidRequest(
-                f"The answers would repeat {repeated} characters of prompts (n times each); the limit is {most}",
-                param="n" if n > 1 else "prompt",
-            )
+            repeats = f"the answers would repeat {repeated} characters of prompts; the limit is {most}"
+            if n == 1:
+                raise InvalidRequest(repeats, param="prompt")
+            raise InvalidRequest(f"n is {n}: {repeats}", param="n")
 
     def _check_prompt_logprobs(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, model: ServedModel

@@ -80,7 +80,7 @@ class Operations:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(SnapshotCollector(lambda: context.engine.published, context.engine.usage))
+        self._registry.register(SnapshotCollector(context.engine.snapshot, context.engine.usage))
         self._registry.register(context.watchers)
 
     def routes(self) -> list[web.RouteDef]:
@@ -102,7 +102,7 @@ class Operations:
     @describes("Whether the engine lives; 503 where a worker hangs", answer=Health)
     async def _health(self, request: web.Request) -> web.Response:
         """That this runs proves that the engine's loop turns; the workers are judged by their last steps."""
-        snapshot = self._context.engine.published
+        snapshot = self._context.engine.snapshot()
         workers = [_health(worker, self._context.settings.stall_s) for worker in snapshot.workers]
         stalled = any(worker.stalled for worker in workers)
         draining = self._context.traffic.closing
@@ -118,7 +118,7 @@ class Operations:
     async def _ready(self, request: web.Request) -> web.Response:
         if self._context.traffic.closing:
             raise EngineClosed("The server is stopping")
-        return json_response(_readiness(self._context.engine.published, self._context.settings.stall_s))
+        return json_response(_readiness(self._context.engine.snapshot(), self._context.settings.stall_s))
 
     @describes("Prometheus metrics", answer="text/plain")
     async def _metrics(self, request: web.Request) -> web.Response:

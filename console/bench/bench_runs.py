@@ -64,12 +64,12 @@ class EngineJob:
     def __init__(self, engine: Engine, target: EngineTarget, plan: Plan, model: str) -> None:
         self.name, self.model = plan.name, model
         self._engine, self._target, self._plan = engine, target, plan
-        self._before = engine.snapshot().totals.requests
+        self._before = engine.totals().requests
 
     async def run(self, tell: Report, cancelled: Callable[[], bool]) -> BenchResult:
         """Job: with a note of what others asked meanwhile."""
         result = await run_bench(self._plan, self._target, tell, cancelled)
-        return _with_note(result, self._engine.snapshot().totals.requests - self._before - self._target.sent)
+        return _with_note(result, self._engine.totals().requests - self._before - self._target.sent)
 
 
 class ServerJob:

@@ -143,7 +143,10 @@ _TICK_S = 1.0
 
 
 class SnapshotPublisher:
-    """Belongs to the loop that `start` ran on, but for `snapshot` and `publish_for`."""
+    """Belongs to the loop that `start` ran on, but for `snapshot` and `publish_for`, which any thread may use.
+
+    snapshot: the last publication, at most `publish_s` old.
+    """
 
     def __init__(
         self,
@@ -161,18 +164,16 @@ class SnapshotPublisher:
         self._sampler = sampler
         self._observer = observer
         self._log = log
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._started = 0.0
         self._disagreement = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
         config = models.config
-        self._published = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
+        self.snapshot = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
     def start(self) -> None:
         """Begin."""
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
+        self._started = asyncio.get_running_loop().time()
         self._tick()
         self._publish_and_repeat()
 
@@ -181,27 +182,13 @@ class SnapshotPublisher:
         for timer in self._timers.values():
             timer.cancel()
 
-    def snapshot(self) -> Snapshot:
-        """The engine now; from another thread the one published last, at most `publish_s` old."""
-        try:
-            if asyncio.get_running_loop() is self._loop:
-                self.publish()
-        except RuntimeError:
-            pass  # another thread, with no loop
-        return self._published
-
-    @property
-    def published(self) -> Snapshot:
-        """The one published last, at most `publish_s` old; from any thread."""
-        return self._published
-
     def publish_for(self, hertz: float) -> None:
         """Publish as often as a screen shows it, and 4 times a second at least; from any thread."""
         self.publish_s = 1 / max(_PUBLISH_HZ, hertz)
 
-    def publish(self) -> None:
-        """Make the engine as it is now what is shown."""
-        self._published = build_snapshot(
+    def publish(self) -> Snapshot:
+        """Build the snapshot of this moment, and return it."""
+        self.snapshot = build_snapshot(
             at=time.time(),
             now=asyncio.get_running_loop().time(),
             started=self._started,
@@ -212,6 +199,7 @@ class SnapshotPublisher:
             log_total=self._log.total,
             insight=self._observer.latest,
         )
+        return self.snapshot
 
     def _publish_and_repeat(self) -> None:
         self.publish()
@@ -235,8 +223,8 @@ class SnapshotPublisher:
             running=len(self._tracker.live) - self._models.queued,
             queued=self._models.queued,
             kv_usage=kv_usage(replicas),
-            device_utilisation=tuple(device.utilisation for device in self._published.devices),
-            device_memory=tuple(map(memory_usage, self._published.devices)),
+            device_utilisation=tuple(device.utilisation for device in self.snapshot.devices),
+            device_memory=tuple(map(memory_usage, self.snapshot.devices)),
         )
         if not self._tracker.live:
             self._prove()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backends.common.config_values import MAX_TOKENS
+from engine.backends.common.config_values import MAX_LAYERS, MAX_TOKENS
 from engine.backends.common.exllamav2_checkpoint import read_folder
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
@@ -57,9 +57,6 @@ def form_of(source: str) -> str:
 
 
 # How a model's weights are spread over its parts, from the headers of its files: embedding, each layer, head. Pure.
-
-MAX_LAYERS = 10_000
-"""The largest models have some hundred; each is counted on its own."""
 
 _LAYER_DIGITS = len(str(MAX_LAYERS))
 

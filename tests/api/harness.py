@@ -116,7 +116,7 @@ class Served:
         await until(
             lambda: any(
                 all(getattr(row, name) == value for name, value in fields.items())
-                for row in self.engine.snapshot().requests
+                for row in self.engine.publish().requests
             )
         )
 

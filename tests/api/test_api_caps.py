@@ -49,7 +49,7 @@ async def test_what_is_more_than_a_setting_allows_names_field_and_limit(
 ) -> None:
     error = await capped.refusal(path, **{"max_tokens": 4, **body})
     assert (error["param"], str(limit) in error["message"]) == (field, True), error
-    assert capped.engine.snapshot().totals.requests == 0
+    assert capped.engine.publish().totals.requests == 0
 
 
 async def test_what_just_fits_is_answered(capped: Served) -> None:

@@ -68,7 +68,7 @@ async def test_workers_are_shared_by_made_keys_and_else_by_addresses(keyed: Serv
     app = await bearer(keyed, "app", "use")
     for headers in (app, {"X-API-Key": "open sesame"}):
         await told(keyed, "POST", "/generate", headers, **PROMPT)
-    assert {row.client for row in keyed.engine.snapshot().requests} == {"app", "127.0.0.1"}
+    assert {row.client for row in keyed.engine.publish().requests} == {"app", "127.0.0.1"}
 
 
 async def test_requests_under_way_are_seen_at_their_client(paced_api: Served) -> None:
@@ -107,8 +107,8 @@ async def test_no_more_than_fifty_failures_are_kept(api: Served) -> None:
 
 async def test_a_stream_that_fails_after_it_began_counts_as_a_failure(paced_api: Served) -> None:
     stream = asyncio.create_task(paced_api.events("/v1/completions", prompt="x"))
-    await until(lambda: paced_api.engine.snapshot().running == 1)
-    paced_api.engine.cancel(paced_api.engine.snapshot().requests[0].id)
+    await until(lambda: paced_api.engine.publish().running == 1)
+    paced_api.engine.cancel(paced_api.engine.publish().requests[0].id)
     await stream
     assert [failure.code for failure in paced_api.server.report().failures] == ["request_cancelled"]
 

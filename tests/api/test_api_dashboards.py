@@ -156,7 +156,7 @@ async def test_what_was_done_is_counted_where_vllm_counts_it(api: Served) -> Non
         "model_name": "fake",
         "engine": "0",
         "block_size": "16",
-        "num_gpu_blocks": str(api.engine.snapshot().workers[0].kv_tokens // 16),
+        "num_gpu_blocks": str(api.engine.publish().workers[0].kv_tokens // 16),
         "cache_dtype": "auto",
         "kv_cache_memory_bytes": labels["kv_cache_memory_bytes"],
         "enable_prefix_caching": "True",
@@ -404,7 +404,7 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
         await api.post("/v1/completions", prompt="hello", max_tokens=4)
         asking = asyncio.create_task(api.post("/generate", prompt="x", n=3, max_tokens=500))
         gate.allow(1)
-        await until(lambda: api.engine.snapshot().totals.output_tokens == 6)
+        await until(lambda: api.engine.publish().totals.output_tokens == 6)
         looking = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vllmstat", "--once", "--json", "--no-gpu", "--url", api.url),
             stdout=asyncio.subprocess.PIPE,
@@ -412,10 +412,10 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
         )
         await until(lambda: scrapes >= 1)
         gate.allow(10)
-        await until(lambda: api.engine.snapshot().totals.output_tokens == 26)
+        await until(lambda: api.engine.publish().totals.output_tokens == 26)
         produced.set()
         out, _ = await asyncio.wait_for(looking.communicate(), PATIENCE_S)
-        capacity = api.engine.snapshot().workers[0].kv_tokens
+        capacity = api.engine.publish().workers[0].kv_tokens
         gate.open()
         await asking
     seen = json.loads(out)

@@ -60,7 +60,7 @@ class RawClient:
 
 async def assert_cancelled(api: Served, answers: int = 1) -> None:
     """All `answers` of the client that left end, and the worker forgets those it had."""
-    await until(lambda: sum(row.finish == "cancelled" for row in api.engine.snapshot().requests) == answers)
+    await until(lambda: sum(row.finish == "cancelled" for row in api.engine.publish().requests) == answers)
     assert api.backend.gate is not None
     api.backend.gate.open()
     await until(lambda: not api.backend.has_work())
@@ -117,7 +117,7 @@ async def test_a_leaving_client_cancels_every_answer_it_asked_for(
 ) -> None:
     assert paced_api.backend.gate is not None
     client = await RawClient.post(paced_api.url, path, {**body, "stream": stream, "n": 3})
-    await until(lambda: paced_api.engine.snapshot().running == 3)
+    await until(lambda: paced_api.engine.publish().running == 3)
     paced_api.backend.gate.allow(2)
     client.leave()
     await assert_cancelled(paced_api, answers=3)
@@ -131,4 +131,4 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(api
     await until(lambda: api.server.status().connections == 1)
     writer.close()
     await until(lambda: api.server.status().connections == 0)
-    assert api.engine.snapshot().totals.requests == 0
+    assert api.engine.publish().totals.requests == 0

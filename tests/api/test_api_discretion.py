@@ -43,7 +43,7 @@ async def test_no_prompt_is_logged_nor_kept_for_the_operator(
     assert SECRET not in caplog.text
     assert "nobody" not in caplog.text
     assert SECRET not in repr(api.server.report())
-    assert SECRET not in repr(api.engine.snapshot())
+    assert SECRET not in repr(api.engine.publish())
 
 
 async def test_a_prompt_is_in_no_log_where_the_answer_breaks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ async def test_a_model_that_a_request_names_is_one_that_is_loaded_and_never_a_pa
             error = (await response.json())["error"]
             assert response.status in (400, 404)
             assert error["param"] == field
-    assert [model.name for model in api.engine.snapshot().models] == ["fake"]
+    assert [model.name for model in api.engine.publish().models] == ["fake"]
 
 
 async def test_the_id_of_a_request_is_in_its_answer_and_where_the_shape_has_room_for_it_in_its_error(

@@ -43,7 +43,7 @@ async def code(api: Served, method: str, path: str, headers: dict[str, str], **b
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/generate"), ("GET", "/health")])
 async def test_a_name_that_was_pointed_at_loopback_is_refused(api: Served, host: str, method: str, path: str) -> None:
     assert await code(api, method, path, {"Host": host}) == (421, "misdirected")
-    assert api.engine.snapshot().totals.requests == 0
+    assert api.engine.publish().totals.requests == 0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_no_page_from_elsewhere_may_ask_or_read(api: Served) -> None:
     async with api.http.get("/v1/models", headers={"Origin": PAGE}) as response:
         assert response.status == 200
         assert not cors_of(response)
-    assert api.engine.snapshot().totals.requests == 0
+    assert api.engine.publish().totals.requests == 0
 
 
 async def test_a_program_on_this_machine_that_names_no_host_may_do_all(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ async def test_a_request_whose_answers_do_not_all_fit_leaves_none_in_the_queue(t
     config = EngineConfig(worker_host="thread", max_prompts=1, max_queue=2)
     async with serving(tmp_path, FakeBackend(gate=Gate()), config=config) as api:
         await api.refusal("/v1/completions", status=429, prompt="a", n=9)
-        await until(lambda: api.engine.snapshot().queued + api.engine.snapshot().running == 0)
+        await until(lambda: api.engine.publish().queued + api.engine.publish().running == 0)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
@@ -178,7 +178,7 @@ async def test_a_request_that_the_operator_cancels_is_never_a_short_answer(paced
     api = paced_api
     asking = asyncio.create_task(api.refusal("/generate", status=499, prompt="x"))
     await api.until_row(state="prefill")
-    api.engine.cancel(api.engine.snapshot().requests[0].id)
+    api.engine.cancel(api.engine.publish().requests[0].id)
     assert (await asking)["code"] == "request_cancelled"
 
 
@@ -187,7 +187,7 @@ async def test_what_the_operator_cancels_is_said_as_the_server_s_doing(paced_api
     asked, kind, _ = ENDINGS[dialect]
     asking = asyncio.create_task(answered(paced_api, asked))
     await paced_api.until_row(state="prefill")
-    paced_api.engine.cancel(paced_api.engine.snapshot().requests[0].id)
+    paced_api.engine.cancel(paced_api.engine.publish().requests[0].id)
     status, answer = await asking
     assert status == 499
     assert type_and_sentence(answer) == (kind, "The request was cancelled by the operator of this server")

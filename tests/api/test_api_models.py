@@ -147,7 +147,7 @@ async def test_a_model_that_sleeps_is_listed_as_such_and_asking_wakes_it(tmp_pat
 
 async def test_the_request_table_knows_who_asks_for_what_and_how_urgently(two: Served) -> None:
     answer = await two.post("/v1/completions", prompt="x", model="poet", priority=-3, max_tokens=1)
-    row = two.engine.snapshot().requests[0]
+    row = two.engine.publish().requests[0]
     assert (row.id, row.model, row.client, row.priority) == (answer["id"], "poet", "127.0.0.1", 3)
 
 

@@ -206,11 +206,11 @@ async def test_who_polls_reads_the_snapshot_that_was_published_last(
     async with serving(tmp_path, operator=FolderOperator(tmp_path)) as api:
         built: list[str] = []
 
-        def snapshot(engine: Engine) -> Snapshot:
+        def publish(engine: Engine) -> Snapshot:
             built.append("one more")
-            return engine.published
+            return engine.snapshot()
 
-        monkeypatch.setattr(Engine, "snapshot", snapshot)
+        monkeypatch.setattr(Engine, "publish", publish)
         for path in POLLED:
             async with api.http.get(path) as response:
                 assert response.status == 200, path

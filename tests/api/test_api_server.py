@@ -92,7 +92,7 @@ async def test_stopping_lets_requests_under_way_end(paced_api: Served) -> None:
 async def test_stopping_tells_those_that_it_cannot_wait_for(paced_api: Served) -> None:
     whole = asyncio.create_task(paced_api.refusal("/generate", status=503, prompt="x"))
     stream = asyncio.create_task(paced_api.events("/v1/completions", prompt="x"))
-    await until(lambda: paced_api.engine.snapshot().running == 2)
+    await until(lambda: paced_api.engine.publish().running == 2)
     await paced_api.server.stop(drain_s=0.0)
     assert (await whole)["code"] == "engine_closed"
     assert [event["error"]["code"] for event in await stream] == ["engine_closed"]

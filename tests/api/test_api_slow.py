@@ -75,7 +75,7 @@ async def test_a_body_that_drips_is_a_408_and_the_connection_ends(tmp_path: Path
         await dripped(reader.read(), writer, b" ")  # who goes on all the same does not keep it open
         await until(lambda: api.server.status().connections == 0)
         writer.close()
-        assert api.engine.snapshot().totals.requests == 0
+        assert api.engine.publish().totals.requests == 0
 
 
 async def test_an_answer_that_is_not_taken_in_time_ends_with_what_it_cost(tmp_path: Path) -> None:

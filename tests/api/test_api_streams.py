@@ -101,7 +101,7 @@ async def test_an_unforeseen_failure_in_a_stream_is_an_event_without_its_traceba
 async def test_a_stream_that_the_operator_cancels_ends_with_an_error(paced_api: Served) -> None:
     asking = asyncio.create_task(paced_api.events("/v1/completions", prompt="x"))
     await paced_api.until_row(state="prefill")
-    paced_api.engine.cancel(paced_api.engine.snapshot().requests[0].id)
+    paced_api.engine.cancel(paced_api.engine.publish().requests[0].id)
     assert [event["error"]["code"] for event in await asking] == ["request_cancelled"]
 
 

@@ -33,7 +33,7 @@ class OneAtATime(StillProbe):
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
         """The CPU with what is left of it."""
-        taken = self.engine is not None and bool(self.engine.snapshot().workers)
+        taken = self.engine is not None and bool(self.engine.publish().workers)
         free = _KEPT_FREE_BYTES + (0 if taken else _WORKER_BYTES)
         return [msgspec.structs.replace(self.readings[0], free_bytes=free)]
 
@@ -50,7 +50,7 @@ class Swap:
     async def begin(self) -> None:
         """Load `new`; returns once `old` is gone and `new` on its way."""
         self.loading = asyncio.create_task(self.api.engine.load(named_spec(self._folder, "new")))
-        await until(lambda: [model.name for model in self.api.engine.snapshot().models] == ["new"])
+        await until(lambda: [model.name for model in self.api.engine.publish().models] == ["new"])
 
     async def complete(self) -> None:
         """Let the load end."""
@@ -127,9 +127,9 @@ async def test_what_waits_for_the_old_model_goes_to_the_new_one_tokenized_again(
         tied = asyncio.create_task(swap.ask(logit_bias={"65": 1.0}))
         named = asyncio.create_task(swap.ask(model="old"))
         ids = asyncio.create_task(api.post("/v1/completions", prompt=[62], max_tokens=2))
-        await until(lambda: api.engine.snapshot().queued == 4)
+        await until(lambda: api.engine.publish().queued == 4)
         loading = asyncio.create_task(swap.begin())
-        await until(lambda: {model.status.state for model in api.engine.snapshot().models} == {"draining", "loading"})
+        await until(lambda: {model.status.state for model in api.engine.publish().models} == {"draining", "loading"})
         pace.open()
         await loading
         assert await running == "oo"

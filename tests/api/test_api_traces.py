@@ -102,7 +102,7 @@ async def test_a_request_is_a_span_with_its_answer_and_its_phases(tmp_path: Path
 async def test_phases_have_the_times_that_the_engine_took(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     async with serving(tmp_path, settings=TRACED) as api:
         await api.post("/v1/completions", prompt="x", max_tokens=5)
-        row = api.engine.snapshot().requests[0]
+        row = api.engine.publish().requests[0]
     found = named(spans.get_finished_spans())
     queue, prefill, decode = (found[name] for name in ("queue", "prefill", "decode"))
     answer = found["text_completion fake"]

@@ -137,7 +137,7 @@ async def test_a_client_that_leaves_cancels_all_its_inputs(tmp_path: Path) -> No
         gate.open()
         answer = await api.post("/v1/embeddings", input="c")
         assert answer["data"][0]["embedding"] == vector_of(b"c")
-        assert not [row for row in api.engine.snapshot().requests if row.finish is None]
+        assert not [row for row in api.engine.publish().requests if row.finish is None]
 
 
 async def test_a_deadline_is_told_as_one(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ async def test_a_deadline_is_told_as_one(tmp_path: Path) -> None:
 async def test_vectors_count_in_prompts_and_not_in_times_to_a_token(api: Served) -> None:
     await api.post("/v1/embeddings", input="hello")
     await api.until_row(finish="stop")
-    (row,) = api.engine.snapshot().requests
+    (row,) = api.engine.publish().requests
     assert (row.state, row.prompt_tokens, row.output_tokens, row.ttft_s, row.itl_s) == ("finished", 5, 0, None, None)
-    assert api.engine.snapshot().totals.prompt_tokens == 5
+    assert api.engine.publish().totals.prompt_tokens == 5
     async with api.http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     counts = [line for line in lines if "time_to_first_token_seconds_count" in line]

@@ -86,7 +86,7 @@ async def test_answers_are_streamed_as_lines_unless_told_otherwise(api: Served) 
 
 async def test_durations_are_measured_by_the_engine_and_add_up(api: Served) -> None:
     answer = await generate(api, options={"num_predict": 5})
-    [row] = [row for row in api.engine.snapshot().requests if row.state == "finished"]
+    [row] = [row for row in api.engine.publish().requests if row.state == "finished"]
     assert row.ttft_s is not None
     assert row.itl_s is not None
     assert answer["prompt_eval_count"] == len(HELLO_PROMPT)

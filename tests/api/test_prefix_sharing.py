@@ -176,7 +176,7 @@ async def test_the_chat_of_the_console_is_a_tenant_of_its_own(computing_api: Ser
     named_so = await bearer(computing_api, "console", "use")
     asked = {"messages": [{"role": "user", "content": QUESTION}]}
     assert await cached(computing_api, named_so, "/v1/chat/completions", **asked) == 0
-    own = [row.cached_tokens for row in computing_api.engine.snapshot().requests if row.source == "chat"]
+    own = [row.cached_tokens for row in computing_api.engine.publish().requests if row.source == "chat"]
     assert sorted(own) == [0, max(own)]
     assert max(own) >= PAGE
 

@@ -29,7 +29,7 @@ class Saboteur:
         """Go on for ever, each time after a random while."""
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / self._every_s))
-            pids = [each.pid for each in self._engine.snapshot().workers if each.pid is not None]
+            pids = [each.pid for each in self._engine.publish().workers if each.pid is not None]
             victims = pids if self._rng.randrange(_ALL_AT_ONCE_OF) == 0 else pids and [self._rng.choice(pids)]
             kind = self._rng.choice(_KINDS)
             for pid in victims:

@@ -100,7 +100,7 @@ async def _chaos(engine: Engine, plan: Plan, folder: Path) -> Report:
     await _recovered(engine, plan)
     requests = assortment(_DISTINCT_REQUESTS, longest=plan.longest)
     answers = await undisturbed(engine, requests)
-    submitted = engine.snapshot().totals.requests
+    submitted = engine.publish().totals.requests
     tally, saboteur = Tally(), Saboteur(engine, every_s=plan.fault_every_s, seed=plan.seed)
     started = time.monotonic()
     faults = asyncio.create_task(saboteur.run())
@@ -122,7 +122,7 @@ async def _chaos(engine: Engine, plan: Plan, folder: Path) -> Report:
 
 
 def _counts(engine: Engine) -> tuple[int, int]:
-    totals = engine.snapshot().totals
+    totals = engine.publish().totals
     return totals.worker_restarts, totals.requeued
 
 
@@ -130,7 +130,7 @@ async def _recovered(engine: Engine, plan: Plan) -> None:
     """Wait until all workers are ready, and idle by their own account."""
 
     def well() -> bool:
-        workers = engine.snapshot().workers
+        workers = engine.publish().workers
         return len(workers) == plan.workers and all(
             each.state == "ready" and each.stats.pages_total > 0 and not each.stats.sequences for each in workers
         )
@@ -142,7 +142,7 @@ async def _recovered(engine: Engine, plan: Plan) -> None:
 
 def _held(engine: Engine, submitted: int, tally: Tally) -> list[str]:
     """What the engine and its workers hold although nothing is asked of them."""
-    snapshot = engine.snapshot()
+    snapshot = engine.publish()
     held = [
         f"{each.id} holds {each.stats.pages_total - each.stats.pages_free} pages"
         for each in snapshot.workers

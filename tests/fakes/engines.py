@@ -169,14 +169,14 @@ async def until_idle(backend: FakeBackend, gate: Gate) -> None:
 
 async def all_ready(engine: Engine) -> None:
     """Wait until as many workers as wanted are ready, and no others are left."""
-    await until(lambda: [worker.state for worker in engine.snapshot().workers] == ["ready"] * engine.config.num_workers)
+    await until(lambda: [worker.state for worker in engine.publish().workers] == ["ready"] * engine.config.num_workers)
 
 
 def worker(engine: Engine, worker_id: str) -> WorkerReading:
     """That worker now."""
-    return next(each for each in engine.snapshot().workers if each.id == worker_id)
+    return next(each for each in engine.publish().workers if each.id == worker_id)
 
 
 def row(engine: Engine, request_id: str) -> RequestRow:
     """That request now."""
-    return next(each for each in engine.snapshot().requests if each.id == request_id)
+    return next(each for each in engine.publish().requests if each.id == request_id)

@@ -42,7 +42,7 @@ def named(folder: Path, name: str, **fields: object) -> ModelSpec:
 
 def models(engine: Engine) -> dict[str, ModelReading]:
     """What is shown of each model, by name; the newest of those that share one."""
-    return {model.name: model for model in engine.snapshot().models}
+    return {model.name: model for model in engine.publish().models}
 
 
 def states(engine: Engine) -> dict[str, str]:

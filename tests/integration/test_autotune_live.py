@@ -31,7 +31,7 @@ ENDLESS_S = 1000.0
 
 
 def name_of(engine: Engine) -> str:
-    return engine.snapshot().models[0].name
+    return engine.publish().models[0].name
 
 
 async def rig_of(engine: Engine, *, users: int | None = None) -> LiveRig:
@@ -74,12 +74,12 @@ async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answer
         await rig.use(wanted)
         assert await at(engine) == wanted
         sample = await rig.measure(2.0, SETTLE_S)
-        assert len(engine.snapshot().workers) == 2
+        assert len(engine.publish().workers) == 2
         assert sum(each.tokens for each in sample.slices) > 0
         assert sum(len(each.ttft_s) for each in sample.slices) >= FEWEST_FIRST_TOKENS
         assert sum(each.kept for each in sample.slices) == sum(each.judged for each in sample.slices) > 0
         await rig.rest()
-        await until(lambda: not engine.snapshot().running and not engine.snapshot().queued)
+        await until(lambda: not engine.publish().running and not engine.publish().queued)
 
 
 async def test_it_asks_with_as_many_clients_as_there_are_places_or_as_it_was_told(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ async def test_it_asks_with_as_many_clients_as_there_are_places_or_as_it_was_tol
         async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=3) as engine:
             rig = await rig_of(engine, users=users)
             measuring = asyncio.ensure_future(rig.measure(ENDLESS_S, SETTLE_S))
-            await until(lambda: len(engine.snapshot().requests) == expected)  # noqa: B023
-            assert {row.source for row in engine.snapshot().requests} == {SOURCE}
+            await until(lambda: len(engine.publish().requests) == expected)  # noqa: B023
+            assert {row.source for row in engine.publish().requests} == {SOURCE}
             measuring.cancel()
             gate.open()
             await rig.rest()
@@ -100,7 +100,7 @@ async def test_a_users_request_outlives_the_change_of_cache_bits(tmp_path: Path)
     async with serving(tmp_path, Backends(FakeBackend(gate=gate))) as engine:
         rig = await rig_of(engine)
         answer = asyncio.ensure_future(read(engine.submit(ask("user", max_tokens=12))))
-        await until(lambda: engine.snapshot().running)
+        await until(lambda: engine.publish().running)
         turning = asyncio.ensure_future(rig.use(msgspec.structs.replace(await at(engine), cache_bits=8)))
         await asyncio.sleep(0)
         gate.open()
@@ -158,7 +158,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setti
         rig, before = await rig_of(engine), await at(engine)
         await rig.use(before)
         measuring = asyncio.ensure_future(rig.measure(0.5, SETTLE_S))
-        await until(lambda: engine.snapshot().running)
+        await until(lambda: engine.publish().running)
         await engine.reconfigure(max_prompts=before.max_prompts + 3)
         with pytest.raises(KnobsChanged, match=f"somebody turned prompts to {before.max_prompts + 3}"):
             await measuring
@@ -211,7 +211,7 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         assert (report.state, report.mix, report.knobs) == ("done", "short", ("max_prompts",)), report.said
         assert report.best is not None and report.best.verdict != "broken"
         assert await at(runtime.engine) == before
-        key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.snapshot().devices)
+        key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.publish().devices)
         kept = TunedProfiles(tmp_path).of(key, hardware)
         assert kept is not None and not kept.applied
         assert kept.settings == {"max_prompts": report.best.setting.max_prompts}
@@ -257,11 +257,11 @@ async def test_cancelled_before_a_window_everything_is_as_it_was_and_nothing_is_
         await runtime.load("demo")
         before = await at(runtime.engine)
         await runtime.tuning.start(TuneOrder(knobs=("max_prompts", "step_tokens"), apply=True))
-        await until(lambda: runtime.engine.snapshot().running)
+        await until(lambda: runtime.engine.publish().running)
         await runtime.tuning.cancel()
         assert runtime.tuning.report().state == "cancelled"
         assert await at(runtime.engine) == before
-        assert not runtime.engine.snapshot().running
+        assert not runtime.engine.publish().running
         assert not (tmp_path / "tuned.json").exists()
     finally:
         await runtime.close(drain_s=0)

@@ -81,7 +81,7 @@ async def test_users_serve_and_prefix_run_on_an_engine(engine: Engine) -> None:
 
 
 async def test_grid_turns_the_knobs_of_a_running_engine_and_turns_them_back(engine: Engine) -> None:
-    before = [worker.pid for worker in engine.snapshot().workers]
+    before = [worker.pid for worker in engine.publish().workers]
     result = await run_bench(
         Grid(workers=(1, 2), max_prompts=(2, 4), concurrent=4, requests=4, **SHORT), EngineTarget(engine)
     )
@@ -89,7 +89,7 @@ async def test_grid_turns_the_knobs_of_a_running_engine_and_turns_them_back(engi
         {"workers": workers, "max_prompts": prompts} for workers in (1, 2) for prompts in (2, 4)
     ]
     assert (engine.config.num_workers, engine.config.max_prompts) == (1, 16)
-    await until(lambda: [worker.pid for worker in engine.snapshot().workers] == before)
+    await until(lambda: [worker.pid for worker in engine.publish().workers] == before)
 
 
 async def test_threads_loads_anew_for_each_number_of_guesses(engine: Engine) -> None:
@@ -128,7 +128,7 @@ async def test_a_model_that_others_use_is_not_loaded_anew(engine: Engine) -> Non
 
 
 async def test_load_leaves_a_model_that_others_use(engine: Engine) -> None:
-    save_file({"unused": torch.zeros(8)}, engine.snapshot().status.spec.path / "model.safetensors")  # type: ignore[union-attr]
+    save_file({"unused": torch.zeros(8)}, engine.publish().status.spec.path / "model.safetensors")  # type: ignore[union-attr]
     with pytest.raises(InvalidRequest, match="not loaded anew"):
         await run_bench(Load(), EngineTarget(engine))
     assert engine.status.state == "ready"
@@ -166,7 +166,7 @@ async def test_load_reads_the_files_and_loads_the_model(engine: Engine, tmp_path
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS.keys() - {"llamacpp"}))
 async def test_a_server_is_measured_in_every_dialect(dialect: str, served: Served) -> None:
-    tokenizer = Tokenizer.from_folder(served.engine.snapshot().status.spec.path)  # type: ignore[union-attr]
+    tokenizer = Tokenizer.from_folder(served.engine.publish().status.spec.path)  # type: ignore[union-attr]
     async with HttpTarget(served.url, dialect=dialect, model="fake", tokenizer=tokenizer) as target:
         result = await run_bench(Users(users=(1, 2), requests=2, **SHORT), target, samples=True)
     assert result.complete and not result.notes

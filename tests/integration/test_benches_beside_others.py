@@ -64,7 +64,7 @@ async def test_a_bench_that_is_cancelled_keeps_what_was_measured_and_the_engine_
         [entry] = await found.history()
         assert not entry.complete
         assert len((await found.result(entry.id)).rows) == 1
-        await until(lambda: not engine.snapshot().running and not engine.snapshot().queued)
+        await until(lambda: not engine.publish().running and not engine.publish().queued)
         assert (await read(engine.submit(ask("user")))).text
 
 
@@ -73,7 +73,7 @@ async def test_a_bench_that_is_cancelled_before_its_first_row_leaves_nothing(tmp
     async with serving(tmp_path / "fake", Backends(FakeBackend(gate=gate))) as engine:
         found = benches(engine, tmp_path)
         await found.start(USERS)
-        await until(lambda: engine.snapshot().running)
+        await until(lambda: engine.publish().running)
         await found.cancel()
         assert found.report().said == "Cancelled before the first row was measured."
         assert await found.history() == []
@@ -133,7 +133,7 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_asked(tm
             with pytest.raises(InvalidRequest, match=said):
                 await found.start(BenchOrder(bench="users", settings=settings))
         assert found.report().state == "none"
-        assert engine.snapshot().totals.requests == 0
+        assert engine.publish().totals.requests == 0
 
 
 async def test_without_a_model_there_is_nothing_to_measure(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_of_several_models_the_one_that_was_chosen_is_measured_with_its_ow
         result = await found.result(1)
         assert result.complete
         assert (result.target.model, result.settings["max_prompts"]) == ("other", [2, 4])
-        knobs = {model.name: model.max_prompts for model in engine.snapshot().models}
+        knobs = {model.name: model.max_prompts for model in engine.publish().models}
         assert knobs == {"fake": 16, "other": 3}
 
 
@@ -192,7 +192,7 @@ async def test_a_search_for_settings_is_refused_meanwhile_and_a_runtime_that_end
         await runtime.benches.start(BenchOrder(bench="latency", settings={"prompts": "9999"}))
         with pytest.raises(EngineBusy, match="a bench goes on"):
             await runtime.tuning.start(TuneOrder(minutes=0.1))
-        await until(lambda: runtime.engine.snapshot().running)
+        await until(lambda: runtime.engine.publish().running)
     finally:
         await runtime.close(drain_s=0.0)
     assert runtime.benches.report().state == "cancelled"

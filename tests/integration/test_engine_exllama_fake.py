@@ -72,7 +72,7 @@ async def test_sixteen_streams_at_once_get_the_models_text(tmp_path: Path, draft
         answers = await asyncio.gather(*(read(engine.submit(ask(prompt, params=greedy()))) for prompt in prompts))
         assert [answer.text for answer in answers] == [text_of(prompt, 40) for prompt in prompts]
         assert {answer.last.finish for answer in answers} == {"length"}
-        await until(lambda: engine.snapshot().totals.finished == {"length": 16})
+        await until(lambda: engine.publish().totals.finished == {"length": 16})
     assert fakes.freed == 1
 
 
@@ -80,7 +80,7 @@ async def test_metrics_tell_of_guesses_by_model_and_by_position(tmp_path: Path) 
     async with serving(tmp_path, FakeExllama(draft_tokens=3)) as engine:
         await asyncio.gather(*(read(engine.submit(ask(f"number {n}", params=greedy()))) for n in range(4)))
         (usage,) = engine.usage()
-        families = {family.name: family for family in vllm_families(models_of(engine.snapshot()), [usage])}
+        families = {family.name: family for family in vllm_families(models_of(engine.publish()), [usage])}
     assert usage.drafts is not None
     assert 0 < usage.drafts <= usage.draft_tokens
     assert 0 < usage.draft_accepted == sum(usage.held_by_position) <= usage.draft_tokens
@@ -130,8 +130,8 @@ async def test_a_failing_iteration_fails_who_was_in_it_and_the_worker_goes_on(tm
         fakes.gate.open()
         assert "a kernel failed" in await failure(first)
         assert (await read(second)).text == text_of("second", 40)
-        assert [worker.state for worker in engine.snapshot().workers] == ["ready"]
-        assert engine.snapshot().workers[0].restarts == 0
+        assert [worker.state for worker in engine.publish().workers] == ["ready"]
+        assert engine.publish().workers[0].restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_a_worker_that_cannot_go_on_costs_no_answer(tmp_path: Path, step: 
         fakes.gate.open()
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [text_of(prompt, 40) for prompt in prompts]
-        assert engine.snapshot().workers[0].restarts == 1
+        assert engine.publish().workers[0].restarts == 1
         assert fakes.freed == 1
 
 

@@ -43,7 +43,7 @@ async def test_a_process_that_hangs_is_replaced_and_its_requests_go_on(
         await engine.load(fake_spec(tmp_path))
         hold.begin()
         reading = [asyncio.create_task(read(engine.submit(ask(f"r{number}", max_tokens=200)))) for number in range(8)]
-        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
+        await until(lambda: all(row.output_tokens > 5 for row in engine.publish().requests))
         hung = worker(engine, "w0").pid
         assert hung is not None
         os.kill(hung, signal.SIGSTOP)
@@ -110,9 +110,9 @@ async def test_one_worker_left_dead_leaves_the_others_at_work(tmp_path: Path) ->
     async with serving(tmp_path, backends, num_workers=2, max_deaths=1) as engine:
         answers = await asyncio.gather(*(read(engine.submit(ask(f"r{number}"))) for number in range(8)))
         assert [answer.text for answer in answers] == [expected_text(f"r{number}".encode(), 8) for number in range(8)]
-        states = {each.state for each in engine.snapshot().workers}
+        states = {each.state for each in engine.publish().workers}
         assert states == {"failed", "ready"}
-        dead = next(each for each in engine.snapshot().workers if each.state == "failed")
+        dead = next(each for each in engine.publish().workers if each.state == "failed")
         assert dead.last_error is not None
         assert "died once and is left dead" in dead.last_error.message
         assert engine.status.state == "ready"

@@ -15,13 +15,13 @@ from tests.fakes.engines import Backends, ask, read, serving, until
 async def test_requests_and_steps_add_up(tmp_path: Path) -> None:
     async with serving(tmp_path, slo_ttft_s=100.0, max_prompts=4) as engine:
         await asyncio.gather(*(read(engine.submit(ask("x" * 10, max_tokens=5))) for _ in range(12)))
-        await until(lambda: engine.snapshot().insight.session.requests == 12)
-        insight = engine.snapshot().insight
+        await until(lambda: engine.publish().insight.session.requests == 12)
+        insight = engine.publish().insight
         assert (insight.session.output_tokens, insight.finished) == (60, {"length": 12})
         assert [insight.queue.count, insight.prefill.count, insight.decode.count] == [12, 12, 12]
         assert (insight.prompts.spread.p50, insight.outputs.spread.p99) == (10, 5)
-        assert insight.longest_context_tokens == engine.snapshot().models[0].longest_context_tokens == 15
-        model = engine.snapshot().status.model
+        assert insight.longest_context_tokens == engine.publish().models[0].longest_context_tokens == 15
+        model = engine.publish().status.model
         assert model is not None
         assert insight.configured_context_tokens == model.max_model_len
         assert (insight.goodput.judged, insight.goodput.kept) == (12, 12)
@@ -34,7 +34,7 @@ async def test_a_reset_counts_the_session_anew_and_leaves_the_totals(tmp_path: P
     async with serving(tmp_path) as engine:
         await read(engine.submit(ask("x")))
         await engine.reset_session()
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         assert (snapshot.insight.session.requests, snapshot.insight.longest_context_tokens) == (0, 0)
         assert snapshot.totals.requests == 1
         assert snapshot.models[0].longest_context_tokens == 9
@@ -44,8 +44,8 @@ async def test_another_slo_can_be_set_while_it_serves(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         await engine.observe({"slo_itl_s": 1e-6})
         await read(engine.submit(ask("x")))
-        await until(lambda: engine.snapshot().insight.goodput.judged == 1)
-        assert engine.snapshot().insight.goodput.kept == 0
+        await until(lambda: engine.publish().insight.goodput.judged == 1)
+        assert engine.publish().insight.goodput.kept == 0
 
 
 async def test_the_processor_is_left_alone_while_requests_are_live(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ async def test_a_worker_that_cannot_have_the_kernels_of_its_siblings_fails_and_s
     async with started(backends, num_workers=2, max_deaths=2) as engine:
         await engine.load(fake_spec(tmp_path))
         gate.open()
-        await until(lambda: "failed" in [each.state for each in engine.snapshot().workers])
-        errors = [each.last_error for each in engine.snapshot().workers if each.state == "failed"]
+        await until(lambda: "failed" in [each.state for each in engine.publish().workers])
+        errors = [each.last_error for each in engine.publish().workers if each.state == "failed"]
         assert len(errors) == 1
         assert errors[0] is not None
         assert "the other workers compute with the native kernels" in errors[0].message
@@ -122,7 +122,7 @@ async def test_a_load_shows_the_worker_that_loads_and_not_the_one_that_waits(tmp
     one, other = Gate(2), Gate()
 
     def phases() -> set[str]:
-        return {each.progress.phase for each in engine.snapshot().workers if each.progress is not None}
+        return {each.progress.phase for each in engine.publish().workers if each.progress is not None}
 
     async with started(Backends(FakeBackend(load_gate=one), WaitingBackend(load_gate=other)), num_workers=2) as engine:
         loading = asyncio.create_task(engine.load(fake_spec(tmp_path)))

@@ -28,7 +28,7 @@ from tests.fakes.model import fake_spec, write_fake_model
 
 
 def state(engine: Engine) -> str:
-    return engine.snapshot().status.state
+    return engine.publish().status.state
 
 
 async def test_a_load_shows_its_progress_and_ends_ready(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ async def test_a_load_shows_its_progress_and_ends_ready(tmp_path: Path) -> None:
     async with started(Backends(FakeBackend(load_gate=gate))) as engine:
         loading = asyncio.create_task(engine.load(fake_spec(tmp_path)))
         gate.allow(1)
-        await until(lambda: engine.snapshot().status.progress is not None)
-        status = engine.snapshot().status
+        await until(lambda: engine.publish().status.progress is not None)
+        status = engine.publish().status
         assert (status.state, status.spec) == ("loading", fake_spec(tmp_path))
         assert status.progress is not None
         assert (status.progress.phase, status.progress.total) == ("weights", 4000)
@@ -46,7 +46,7 @@ async def test_a_load_shows_its_progress_and_ends_ready(tmp_path: Path) -> None:
         assert refused.value.details == {"state": "loading", "retry_after_s": 5}
         gate.open()
         model = await loading
-        assert engine.snapshot().status.model == model
+        assert engine.publish().status.model == model
         assert state(engine) == "ready"
 
 
@@ -55,7 +55,7 @@ async def test_the_first_worker_gates_ready_and_the_others_follow(tmp_path: Path
     backends = Backends(FakeBackend(), FakeBackend(load_gate=gate))
     async with started(backends, num_workers=2) as engine:
         await engine.load(fake_spec(tmp_path))
-        assert sorted(each.state for each in engine.snapshot().workers) != ["ready", "ready"]
+        assert sorted(each.state for each in engine.publish().workers) != ["ready", "ready"]
         assert (await read(engine.submit(ask("x")))).last.finish == "length"
         gate.open()
         await all_ready(engine)
@@ -66,7 +66,7 @@ async def test_a_load_that_fails_leaves_the_reason_and_nothing_else(tmp_path: Pa
     async with started(Backends(failing)) as engine:
         with pytest.raises(UnsupportedModel, match="no such architecture"):
             await engine.load(fake_spec(tmp_path))
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         assert (snapshot.status.state, snapshot.workers, engine.tokenizer) == ("failed", (), None)
         assert snapshot.status.error is not None
         assert snapshot.status.error.code == "unsupported_model"
@@ -108,7 +108,7 @@ async def test_a_cancelled_load_leaves_the_engine_unloaded(tmp_path: Path) -> No
         await engine.cancel_load()
         with pytest.raises(LoadCancelled):
             await loading
-        assert (state(engine), engine.snapshot().workers) == ("unloaded", ())
+        assert (state(engine), engine.publish().workers) == ("unloaded", ())
 
 
 async def test_cancelling_no_load_does_nothing(tmp_path: Path) -> None:
@@ -145,11 +145,11 @@ async def test_a_model_that_is_replaced_finishes_what_it_has(tmp_path: Path) -> 
         running = engine.submit(ask("x"))
         other = fake_spec(tmp_path / "b", max_model_len=77)
         assert (await engine.load(other)).max_model_len == 77
-        assert engine.snapshot().status.spec == other
-        assert [model.status.state for model in engine.snapshot().models] == ["draining", "ready"]
+        assert engine.publish().status.spec == other
+        assert [model.status.state for model in engine.publish().models] == ["draining", "ready"]
         gate.open()
         assert (await read(running)).text == expected_text(b"x", 8)
-        await until(lambda: first.loaded is None and len(engine.snapshot().models) == 1)
+        await until(lambda: first.loaded is None and len(engine.publish().models) == 1)
 
 
 async def test_unloading_finishes_what_runs_and_what_waits(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ async def test_unloading_finishes_what_runs_and_what_waits(tmp_path: Path) -> No
         reading = [asyncio.create_task(read(engine.submit(ask(str(number))))) for number in range(5)]
         await engine.unload()
         assert [answer.last.finish for answer in await asyncio.gather(*reading)] == ["length"] * 5
-        assert (state(engine), engine.tokenizer, engine.snapshot().workers) == ("unloaded", None, ())
+        assert (state(engine), engine.tokenizer, engine.publish().workers) == ("unloaded", None, ())
 
 
 async def test_unloading_ends_what_takes_too_long_with_an_error(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ async def test_closing_cancels_a_load_under_way(tmp_path: Path) -> None:
 
 async def test_an_engine_that_never_started_can_be_closed() -> None:
     engine = Engine(config(), probe=StillProbe())
-    assert engine.snapshot().status.state == "unloaded"
+    assert engine.publish().status.state == "unloaded"
     await engine.close()
 
 
@@ -257,7 +257,7 @@ async def test_every_transition_is_logged(tmp_path: Path) -> None:
             logger.setLevel(logging.NOTSET)
         lines = [entry.message for entry in engine.log.after(0)[1] if entry.source == "engine"]
         assert lines == ["fake: loading", "fake: ready", "fake: draining", "fake: unloading", "fake: unloaded"]
-        assert engine.snapshot().log_total == engine.log.total
+        assert engine.publish().log_total == engine.log.total
 
 
 async def test_threads_are_shared_out_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

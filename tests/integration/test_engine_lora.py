@@ -41,17 +41,17 @@ async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(
 
         hold.begin()
         reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
-        await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
-        pid = engine.snapshot().workers[0].pid
+        await until(lambda: sum(row.state == "decode" for row in engine.publish().requests) == len(requests))
+        pid = engine.publish().workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         hold.end()
         disturbed = await asyncio.gather(*reading)
-        assert engine.snapshot().totals.requeued == len(requests)
+        assert engine.publish().totals.requeued == len(requests)
         assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
 
         await engine.reconfigure(workers=2)
-        await until(lambda: [each.state for each in engine.snapshot().workers] == ["ready", "ready"])
+        await until(lambda: [each.state for each in engine.publish().workers] == ["ready", "ready"])
         together = await asyncio.gather(*(read(engine.submit(request)) for request in [*requests, *requests]))
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in undisturbed] * 2
 
@@ -83,11 +83,11 @@ async def test_an_answer_ends_with_the_adapter_it_began_with_or_says_why_it_cann
             await engine.attach(AdapterSpec(name="it", path=tmp_path / f"v{seed}"))
             hold.begin()
             reading = asyncio.create_task(read(engine.submit(request)))
-            await until(lambda: [row.state for row in engine.snapshot().requests if not row.finish] == ["decode"])
+            await until(lambda: [row.state for row in engine.publish().requests if not row.finish] == ["decode"])
             if overwritten:
                 make_adapter(tmp_path / f"v{seed}", folder, seed=5)
             await engine.attach(AdapterSpec(name="it", path=tmp_path / "v2"))
-            pid = engine.snapshot().workers[0].pid
+            pid = engine.publish().workers[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             hold.end()

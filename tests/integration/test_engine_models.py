@@ -28,12 +28,22 @@ async def test_the_process_that_renders_a_models_chat_template_ends_with_the_mod
                 await engine.load(named(tmp_path, name))
                 chat = [{"role": "user", "content": "hello"}]
                 assert "hello" in await (await engine.serving(name)).tokenizer.apply_chat_template(chat)
-                await until(lambda: len(engine.snapshot().models) == 1)
+                await until(lambda: len(engine.publish().models) == 1)
                 await until(lambda: len(renderers() - before) == 1)
             await engine.unload()
             assert renderers() <= before
     finally:
         gc.enable()
+
+
+async def test_reading_the_snapshot_builds_none_and_models_are_read_without_one(tmp_path: Path) -> None:
+    async with started() as engine:
+        await engine.load(named(tmp_path, "a"))
+        snapshot = engine.publish()
+        assert engine.snapshot() is snapshot
+        await engine.load(named(tmp_path, "b"), beside=True)
+        assert [model.name for model in engine.models()] == ["a", "b"]
+        assert engine.publish() is engine.snapshot() is not snapshot
 
 
 async def test_a_model_that_goes_while_its_chat_template_is_compiled_leaves_no_process(
@@ -73,8 +83,8 @@ async def test_two_models_answer_by_their_names_each_with_its_own_knobs(tmp_path
         for name in ("a", "b"):
             answer = await read(engine.submit(ask("x", model=name)))
             assert answer.text == expected_text(b"x", 8)
-            row = engine.snapshot().requests[0]
-            owner = next(worker for worker in engine.snapshot().workers if worker.model == name)
+            row = engine.publish().requests[0]
+            owner = next(worker for worker in engine.publish().workers if worker.model == name)
             assert row.model == name
             assert owner.model == name
         assert (models(engine)["b"].target_workers, models(engine)["b"].max_prompts) == (2, 3)
@@ -122,8 +132,8 @@ async def test_worker_ids_are_unique_over_all_models(tmp_path: Path) -> None:
     async with started(num_workers=2) as engine:
         await engine.load(named(tmp_path, "a"))
         await engine.load(named(tmp_path, "b"), beside=True)
-        await until(lambda: len(engine.snapshot().workers) == 4)
-        assert {worker.id for worker in engine.snapshot().workers} == {"w0", "w1", "w2", "w3"}
+        await until(lambda: len(engine.publish().workers) == 4)
+        assert {worker.id for worker in engine.publish().workers} == {"w0", "w1", "w2", "w3"}
 
 
 # -- sleep --------------------------------------------------------------------------------------------------------
@@ -134,7 +144,7 @@ async def test_a_model_that_nobody_asks_gives_its_memory_back_and_comes_when_ask
     async with started(Backends(first)) as engine:
         await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
         await until(lambda: states(engine) == {"a": "idle"})
-        assert (first.loaded, engine.snapshot().workers) == (None, ())
+        assert (first.loaded, engine.publish().workers) == (None, ())
         with pytest.raises(NoModelLoaded, match="sleeps"):
             engine.submit(ask("x"))
         await engine.reconfigure(idle_unload_s=60.0)
@@ -172,7 +182,7 @@ async def test_a_model_that_cannot_wake_says_why_and_sleeps_on(tmp_path: Path) -
 async def test_an_adapter_is_attached_to_every_worker_and_named_as_a_model(tmp_path: Path) -> None:
     async with started(num_workers=2) as engine:
         await engine.load(named(tmp_path, "a"))
-        await until(lambda: [worker.state for worker in engine.snapshot().workers] == ["ready", "ready"])
+        await until(lambda: [worker.state for worker in engine.publish().workers] == ["ready", "ready"])
         await engine.attach(AdapterSpec(name="polite", path=tmp_path))
         assert [(each.name, each.workers) for each in models(engine)["a"].adapters] == [("polite", 2)]
         serving = await engine.serving("polite")

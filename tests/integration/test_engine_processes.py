@@ -44,7 +44,7 @@ def children() -> set[int]:
 
 
 def pids(engine: Engine) -> list[int]:
-    return [worker.pid for worker in engine.snapshot().workers if worker.pid is not None]
+    return [worker.pid for worker in engine.publish().workers if worker.pid is not None]
 
 
 async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
@@ -58,14 +58,14 @@ async def test_a_worker_killed_mid_stream_changes_nothing_in_the_answers(
         length = 300
         hold.begin()
         reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)))) for prompt in prompts]
-        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
+        await until(lambda: all(row.output_tokens > 5 for row in engine.publish().requests))
         os.kill(pids(engine)[0], signal.SIGKILL)
         hold.end()
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
-        assert engine.snapshot().totals.requeued > 0
+        assert engine.publish().totals.requeued > 0
         await all_ready(engine)
-        assert sum(worker.restarts for worker in engine.snapshot().workers) == 1
+        assert sum(worker.restarts for worker in engine.publish().workers) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -80,7 +80,7 @@ async def test_a_signal_to_all_processes_leaves_it_to_the_engine_when_its_worker
         assert "hello" in await tokenizer.apply_chat_template(chat)
         hold.begin()
         reading = asyncio.create_task(read(engine.submit(ask("x", max_tokens=50))))
-        await until(lambda: any(row.output_tokens > 5 for row in engine.snapshot().requests))
+        await until(lambda: any(row.output_tokens > 5 for row in engine.publish().requests))
         ours = children() - others
         assert len(ours) == 2, "the worker and the template's process"
         for child in ours:
@@ -100,7 +100,7 @@ async def test_workers_killed_during_the_load_fail_it_with_the_reason(
         os.kill(pids(engine)[0], signal.SIGKILL)
         with pytest.raises(WorkerFailed, match="SIGKILL"):
             await loading
-        assert engine.snapshot().status.state == "failed"
+        assert engine.publish().status.state == "failed"
         assert pids(engine) == []
 
 
@@ -114,7 +114,7 @@ async def test_a_load_cancelled_while_its_processes_start_leaves_none(
         await engine.cancel_load()
         await asyncio.wait((loading,))
         assert children() <= before
-        assert engine.snapshot().status.state == "unloaded"
+        assert engine.publish().status.state == "unloaded"
 
 
 async def test_a_worker_that_crashes_again_and_again_gives_its_request_up_in_the_end(

@@ -53,7 +53,7 @@ async def test_a_worker_lost_after_the_first_token_leaves_nothing_to_tell(tmp_pa
     backends = Backends(FakeBackend(gate=gate))
     async with serving(tmp_path, backends) as engine:
         stream = engine.submit(scored())
-        await until(lambda: any(row.output_tokens for row in engine.snapshot().requests))
+        await until(lambda: any(row.output_tokens for row in engine.publish().requests))
         await engine.restart_worker("w0")
         gate.open()
         answer = await read(stream)
@@ -85,7 +85,7 @@ async def test_a_vector_is_the_last_thing_that_comes(tmp_path: Path) -> None:
         (delta,) = answer.deltas
         assert delta.finish == "stop"
         assert array("f", delta.vector).tolist() == vector_of(PROMPT.encode())
-        totals = engine.snapshot().totals
+        totals = engine.publish().totals
         assert (totals.prompt_tokens, totals.output_tokens) == (len(PROMPT), 0)
 
 

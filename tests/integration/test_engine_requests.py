@@ -29,7 +29,7 @@ async def test_one_worker_never_gets_more_than_max_prompts(tmp_path: Path) -> No
     gate = Gate()
     async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=3) as engine:
         streams = [engine.submit(ask(str(number))) for number in range(8)]
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         assert (snapshot.running, snapshot.queued, worker(engine, "w0").active) == (3, 5, 3)
         gate.open()
         await asyncio.gather(*map(read, streams))
@@ -41,7 +41,7 @@ async def test_a_higher_priority_overtakes_the_queue(tmp_path: Path) -> None:
         first, later, urgent = (engine.submit(ask(name, id=name, priority=name == "urgent")) for name in _NAMES)
         gate.open()
         await asyncio.gather(read(first), read(later), read(urgent))
-        assert [each.id for each in reversed(engine.snapshot().requests)] == ["first", "urgent", "later"]
+        assert [each.id for each in reversed(engine.publish().requests)] == ["first", "urgent", "later"]
 
 
 _NAMES = ("first", "later", "urgent")
@@ -88,7 +88,7 @@ async def test_a_full_queue_is_refused_with_numbers_and_a_time_to_retry(tmp_path
             engine.submit(ask("one too many"))
         assert (refused.value.details["queued"], refused.value.details["limit"]) == (3, 3)
         assert refused.value.details["retry_after_s"] == 1
-        assert engine.snapshot().totals.rejected == 1
+        assert engine.publish().totals.rejected == 1
         gate.open()
         await asyncio.gather(*map(read, streams))
         await read(engine.submit(ask("room again")))
@@ -189,7 +189,7 @@ async def test_cancelling_in_decode_stops_the_computing(tmp_path: Path) -> None:
         await stream.aclose()
         await until_idle(backend, gate)
         assert backend.steps < 4000
-        assert engine.snapshot().totals.finished == {"cancelled": 1}
+        assert engine.publish().totals.finished == {"cancelled": 1}
 
 
 async def test_a_reader_that_is_cancelled_while_waiting_frees_its_place(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ async def test_a_reader_that_is_cancelled_while_waiting_frees_its_place(tmp_path
                     pass
 
         task = asyncio.create_task(client())
-        await until(lambda: engine.snapshot().running == 1)
+        await until(lambda: engine.publish().running == 1)
         task.cancel()
         await asyncio.wait((task,))
-        assert engine.snapshot().running == 0
+        assert engine.publish().running == 0
 
 
 async def test_a_deadline_passes_in_the_queue_too(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_deadline_passes_in_the_queue_too(tmp_path: Path) -> None:
         assert answer.last.finish == "timeout"
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.details["timeout_s"]) == ("request_timeout", 0.02)
-        assert engine.snapshot().queued == 0
+        assert engine.publish().queued == 0
 
 
 async def test_a_request_past_its_deadline_ends_with_what_it_has(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ async def test_a_request_past_its_deadline_ends_with_what_it_has(tmp_path: Path)
         answer = await read(stream)
         assert (answer.last.finish, answer.last.error) == ("timeout", None)
         assert len(answer.token_ids) == 3
-        assert engine.snapshot().totals.finished == {"timeout": 1}
+        assert engine.publish().totals.finished == {"timeout": 1}
 
 
 async def test_the_engines_timeout_is_the_default(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ async def test_the_request_table_shows_live_and_finished_requests(tmp_path: Path
     async with serving(tmp_path, max_prompts=4) as engine:
         streams = [engine.submit(ask("x" * 10, id=f"r{number}", source="chat")) for number in range(60)]
         await asyncio.gather(*map(read, streams))
-        rows = engine.snapshot().requests
+        rows = engine.publish().requests
         assert len(rows) == 50
         last = rows[0]
         assert (last.source, last.state, last.finish, last.worker) == ("chat", "finished", "length", "w0")
@@ -256,7 +256,7 @@ async def test_the_request_table_shows_live_and_finished_requests(tmp_path: Path
 async def test_totals_and_histograms_add_up(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         await asyncio.gather(*(read(engine.submit(ask("x" * 10, max_tokens=5))) for _ in range(12)))
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         totals = snapshot.totals
         assert (totals.requests, totals.prompt_tokens, totals.output_tokens) == (12, 120, 60)
         assert totals.finished == {"length": 12}
@@ -272,7 +272,7 @@ async def test_totals_and_histograms_add_up(tmp_path: Path) -> None:
 
 async def test_a_snapshot_can_be_read_from_another_thread(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
-        engine.snapshot()
+        engine.publish()
         snapshot = await asyncio.to_thread(engine.snapshot)
         assert snapshot.status.state == "ready"
 
@@ -280,6 +280,6 @@ async def test_a_snapshot_can_be_read_from_another_thread(tmp_path: Path) -> Non
 async def test_history_grows_by_the_second(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         await read(engine.submit(ask("x", max_tokens=7)))
-        await until(lambda: sum(second.output_tokens for second in engine.snapshot().history) == 7)
-        last = engine.snapshot().history[-1]
+        await until(lambda: sum(second.output_tokens for second in engine.publish().history) == 7)
+        last = engine.publish().history[-1]
         assert (last.device_utilisation, last.device_memory) == ((0.5,), (0.5,))

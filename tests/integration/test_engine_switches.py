@@ -41,10 +41,10 @@ async def test_workers_loaded_in_place_lie_as_they_would_alone(tmp_path: Path) -
             await until(
                 lambda name=name: (
                     states(engine) == {name: "ready"}
-                    and [worker.state for worker in engine.snapshot().workers] == ["ready"] * 3
+                    and [worker.state for worker in engine.publish().workers] == ["ready"] * 3
                 )
             )
-            workers = engine.snapshot().workers
+            workers = engine.publish().workers
             places.append(Counter(share.device for worker in workers for share in worker.planned))
         assert places == [{"sim:0": 2, "sim:1": 1}] * 3
 
@@ -75,7 +75,7 @@ async def test_what_waits_is_kept_for_the_new_model_but_what_names_the_old_one_i
         own = engine.submit(ask("own", model="a"))
         loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
         await until(lambda: states(engine)["a"] == "draining")
-        assert engine.snapshot().queued == 2
+        assert engine.publish().queued == 2
         gate.open()
         for stream, prompt in ((running, b"runs"), (own, b"own"), (anywhere, b"any")):
             assert (await read(stream)).text == expected_text(prompt, 8)
@@ -181,7 +181,7 @@ async def test_what_no_longer_fits_the_new_context_ends_with_the_numbers(tmp_pat
         waiting = engine.submit(ask("long" * 10, max_tokens=None))
         cut = engine.submit(ask("short", max_tokens=None))
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=20)))
-        await until(lambda: engine.snapshot().models[0].status.state == "draining")
+        await until(lambda: engine.publish().models[0].status.state == "draining")
         gate.open()
         await loading
         refused = await read(waiting)

@@ -87,8 +87,8 @@ async def test_tokens_that_arrive_in_one_burst_keep_the_times_that_their_worker_
         assert (row.itl_s, row.tokens_per_s) == (pytest.approx(GAP_S), pytest.approx(1 / GAP_S))
         histogram = between_tokens(engine)
         assert (histogram.count, histogram.sum) == (TOKENS - 1, pytest.approx(GAP_S * (TOKENS - 1)))
-        await until(lambda: engine.snapshot().itl.p50 is not None)
-        snapshot = engine.snapshot()
+        await until(lambda: engine.publish().itl.p50 is not None)
+        snapshot = engine.publish()
         assert (snapshot.itl.p50, snapshot.itl.p99) == (GAP_S, GAP_S)
         assert (snapshot.insight.goodput.judged, snapshot.insight.goodput.kept) == (1, 0)
 

@@ -47,17 +47,17 @@ async def test_a_killed_worker_changes_no_token_greedy_or_seeded(
 
         hold.begin()
         reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
-        await until(lambda: sum(row.state == "decode" for row in engine.snapshot().requests) == len(requests))
-        busiest = max(engine.snapshot().workers, key=lambda worker: worker.active)
+        await until(lambda: sum(row.state == "decode" for row in engine.publish().requests) == len(requests))
+        busiest = max(engine.publish().workers, key=lambda worker: worker.active)
         assert busiest.pid is not None
         os.kill(busiest.pid, signal.SIGKILL)
         hold.end()
         disturbed = await asyncio.gather(*reading)
 
-        assert engine.snapshot().totals.requeued > 0
+        assert engine.publish().totals.requeued > 0
         assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
         assert [answer.text for answer in disturbed] == [answer.text for answer in undisturbed]
-        device = engine.snapshot().devices[-1]
+        device = engine.publish().devices[-1]
         assert device.weights_bytes > 0
         assert device.kv_bytes > 0
     finally:
@@ -93,7 +93,7 @@ async def test_a_lost_device_costs_no_answer(monkeypatch: pytest.MonkeyPatch, tm
         requests = [ask(f"marker {number}", params=SETTINGS[0]) for number in range(8)]
         answers = await asyncio.gather(*(read(engine.submit(request)) for request in requests))
         assert [(len(answer.token_ids), answer.last.finish) for answer in answers] == [(150, "length")] * 8
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         assert sum(worker.restarts for worker in snapshot.workers) == 1
         assert 0 < snapshot.totals.requeued <= 2
     finally:

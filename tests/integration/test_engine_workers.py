@@ -44,7 +44,7 @@ async def test_a_worker_that_dies_mid_stream_leaves_no_gap_and_no_repetition(tmp
         answers = await asyncio.gather(*(read(engine.submit(ask(prompt, max_tokens=30))) for prompt in prompts))
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), 30) for prompt in prompts]
         assert all(len(answer.token_ids) == answer.last.output_tokens == 30 for answer in answers)
-        snapshot = engine.snapshot()
+        snapshot = engine.publish()
         assert (snapshot.totals.worker_restarts, snapshot.totals.requeued) == (1, 6)
         assert snapshot.workers[0].restarts == 1
 
@@ -65,8 +65,8 @@ async def test_requests_of_a_dead_worker_go_on_on_another(tmp_path: Path) -> Non
     ) as engine:
         answers = await asyncio.gather(*(read(engine.submit(ask(f"r{number}", max_tokens=40))) for number in range(8)))
         assert [answer.text for answer in answers] == [expected_text(f"r{number}".encode(), 40) for number in range(8)]
-        assert [each.state for each in engine.snapshot().workers].count("restarting") == 1
-        assert next(each for each in engine.snapshot().workers if each.state == "restarting").last_error is not None
+        assert [each.state for each in engine.publish().workers].count("restarting") == 1
+        assert next(each for each in engine.publish().workers if each.state == "restarting").last_error is not None
 
 
 async def test_the_queue_is_kept_while_no_worker_is_ready(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ async def test_the_queue_is_kept_while_no_worker_is_ready(tmp_path: Path) -> Non
         first = engine.submit(ask("first"))
         await until(lambda: worker(engine, "w0").state != "ready")
         second = engine.submit(ask("second"))
-        assert engine.snapshot().queued == 2
+        assert engine.publish().queued == 2
         gate.open()
         assert (await read(first)).text == expected_text(b"first", 8)
         assert (await read(second)).text == expected_text(b"second", 8)
@@ -88,7 +88,7 @@ async def test_a_request_that_sees_three_deaths_is_given_up_and_the_rest_goes_on
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.details["deaths"]) == ("worker_failed", 3)
         assert (await read(engine.submit(ask("healthy")))).text == expected_text(b"healthy", 8)
-        assert engine.snapshot().totals.worker_restarts == 3
+        assert engine.publish().totals.worker_restarts == 3
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -131,7 +131,7 @@ async def test_changing_workers_and_max_prompts_under_load_loses_nothing(tmp_pat
             await all_ready(engine)
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), 40) for prompt in prompts]
-        assert len(engine.snapshot().workers) == 2
+        assert len(engine.publish().workers) == 2
 
 
 async def test_a_new_worker_takes_what_waits(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_raising_max_prompts_takes_effect_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(FakeBackend(gate=(gate := Gate()))), max_prompts=1) as engine:
         streams = [engine.submit(ask(str(number))) for number in range(5)]
         await engine.reconfigure(max_prompts=4)
-        assert (engine.snapshot().running, engine.snapshot().queued) == (4, 1)
+        assert (engine.publish().running, engine.publish().queued) == (4, 1)
         gate.open()
         await asyncio.gather(*map(read, streams))
 
@@ -157,7 +157,7 @@ async def test_lowering_max_prompts_lets_running_requests_finish(tmp_path: Path)
     async with serving(tmp_path, Backends(FakeBackend(gate=(gate := Gate()))), max_prompts=4) as engine:
         streams = [engine.submit(ask(str(number))) for number in range(6)]
         await engine.reconfigure(max_prompts=1)
-        assert (engine.snapshot().running, engine.snapshot().queued) == (4, 2)
+        assert (engine.publish().running, engine.publish().queued) == (4, 2)
         gate.open()
         answers = await asyncio.gather(*map(read, streams))
         assert all(answer.last.finish == "length" for answer in answers)
@@ -186,7 +186,7 @@ async def test_a_draining_worker_is_kept_when_the_operator_grows_again(tmp_path:
             engine.submit(ask(str(number)))
         await engine.reconfigure(workers=1)
         await engine.reconfigure(workers=2)
-        assert [each.state for each in engine.snapshot().workers] == ["ready", "ready"]
+        assert [each.state for each in engine.publish().workers] == ["ready", "ready"]
         assert len(backends.made) == 2
         gate.open()
 
@@ -209,7 +209,7 @@ async def test_a_worker_that_is_drained_finishes_takes_nothing_new_and_goes(tmp_
     async with serving(tmp_path, backends, num_workers=2) as engine:
         streams = [engine.submit(ask(str(number))) for number in range(2)]
         await engine.drain_worker("w0")
-        assert (worker(engine, "w0").state, engine.snapshot().target_workers) == ("draining", 1)
+        assert (worker(engine, "w0").state, engine.publish().target_workers) == ("draining", 1)
         late = engine.submit(ask("late", id="late"))
         assert row(engine, "late").worker == "w1"
         await engine.drain_worker("w0")
@@ -217,8 +217,8 @@ async def test_a_worker_that_is_drained_finishes_takes_nothing_new_and_goes(tmp_
         answers = await asyncio.gather(*map(read, [*streams, late]))
         assert all(answer.last.finish == "length" for answer in answers)
         await all_ready(engine)
-        assert [each.id for each in engine.snapshot().workers] == ["w1"]
-        assert [mark.text for mark in engine.snapshot().marks] == ["workers 2 -> 1"]
+        assert [each.id for each in engine.publish().workers] == ["w1"]
+        assert [mark.text for mark in engine.publish().marks] == ["workers 2 -> 1"]
 
 
 async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) 
         await until(lambda: worker(engine, "w1").state == "failed")
         with pytest.raises(InvalidRequest, match="w0 is the last worker"):
             await engine.drain_worker("w0")
-        assert engine.snapshot().target_workers == 2
+        assert engine.publish().target_workers == 2
         await engine.drain_worker("w1")
         await all_ready(engine)
-        assert [each.id for each in engine.snapshot().workers] == ["w0"]
+        assert [each.id for each in engine.publish().workers] == ["w0"]
 
 
 async def test_a_worker_that_is_not_there_is_not_drained(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ async def test_what_the_operator_did_is_marked(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         await engine.reconfigure(workers=2, max_prompts=8)
         await engine.reconfigure(workers=2)
-        assert [mark.text for mark in engine.snapshot().marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]
+        assert [mark.text for mark in engine.publish().marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]
 
 
 @pytest.mark.parametrize(("setting", "field"), [({"workers": 0}, "num_workers"), ({"max_prompts": 0}, "max_prompts")])
@@ -257,7 +257,7 @@ async def test_a_target_out_of_range_is_refused_and_changes_nothing(
         with pytest.raises(InvalidRequest) as refused:
             await engine.reconfigure(**{"max_prompts": 9, **setting})
         assert refused.value.details["param"] == field
-        assert (engine.snapshot().target_workers, engine.snapshot().max_prompts) == (1, 16)
+        assert (engine.publish().target_workers, engine.publish().max_prompts) == (1, 16)
 
 
 async def test_a_worker_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ async def test_a_worker_that_does_not_fit_is_refused_and_changes_nothing(tmp_pat
         await engine.load(fake_spec(tmp_path))
         with pytest.raises(InsufficientMemory, match="short by"):
             await engine.reconfigure(workers=3)
-        assert engine.snapshot().target_workers == 1
+        assert engine.publish().target_workers == 1
 
 
 async def test_targets_set_before_a_load_hold_for_it(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ async def test_targets_set_before_a_load_hold_for_it(tmp_path: Path) -> None:
         await engine.reconfigure(workers=3, max_prompts=2)
         await engine.load(fake_spec(tmp_path))
         await all_ready(engine)
-        assert [each.max_prompts for each in engine.snapshot().workers] == [2, 2, 2]
+        assert [each.max_prompts for each in engine.publish().workers] == [2, 2, 2]
 
 
 async def test_an_extra_worker_that_fails_to_load_leaves_the_others_at_work(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ async def test_a_late_request_joins_a_running_batch(tmp_path: Path) -> None:
     """It drained a whole batch before it admitted the next request."""
     async with serving(tmp_path) as engine:
         endless = engine.submit(ask("endless", max_tokens=4000))
-        await until(lambda: engine.snapshot().running == 1)
+        await until(lambda: engine.publish().running == 1)
         assert (await read(engine.submit(ask("late")))).text == expected_text(b"late", 8)
         assert not endless.finished
 
@@ -103,7 +103,7 @@ async def test_the_loop_stays_free_while_a_worker_computes(tmp_path: Path) -> No
     async with serving(tmp_path, Backends(FakeBackend(gate=gate))) as engine:
         stream = engine.submit(ask("x"))
         await asyncio.to_thread(gate.wait_until_reached)
-        assert engine.snapshot().running == 1
+        assert engine.publish().running == 1
         stream.cancel()
         assert (await read(stream)).last.finish == "cancelled"
 
@@ -144,4 +144,4 @@ async def test_prompt_tokens_are_counted(tmp_path: Path) -> None:
         answer = await read(engine.submit(ask("x" * 123, id="x")))
         assert answer.last.prompt_tokens == 123
         assert row(engine, "x").prompt_tokens == 123
-        assert engine.snapshot().totals.prompt_tokens == 123
+        assert engine.publish().totals.prompt_tokens == 123

@@ -139,7 +139,7 @@ class Player:
         self.machine.stuck.clear()
         for _ in range(50):
             await asyncio.sleep(60)
-            snapshot = self.engine.snapshot()
+            snapshot = self.engine.publish()
             if not snapshot.queued + snapshot.running:
                 break
         assert all(call.done() for call in self.calls)
@@ -179,11 +179,11 @@ class Player:
         for name in self.engine._models.names():
             if name in NAMES:
                 await self.engine.unload(name)
-        assert self.engine.snapshot().models == ()
+        assert self.engine.publish().models == ()
         self.begin("load", self.engine.load(ModelSpec(path=self.folders["a"], name="a"), workers=1))
         await self.calls[-1]
         await self.answers("a")
-        assert [model.name for model in self.engine.snapshot().models] == ["a"]
+        assert [model.name for model in self.engine.publish().models] == ["a"]
 
     async def close(self) -> None:
         """Close, perhaps again while it closes, and look at what is left."""
@@ -200,8 +200,8 @@ class Player:
                 raise error
         await asyncio.gather(*self.reading)
         assert all(stream.finished for stream in self.streams)
-        assert self.engine.snapshot().models == ()
-        assert self.engine.snapshot().workers == ()
+        assert self.engine.publish().models == ()
+        assert self.engine.publish().workers == ()
         assert self.machine.alive == []
         assert self.machine.wrongs == []
         self.engine.check()
@@ -214,7 +214,7 @@ class Player:
 
     def reload(self) -> Awaitable[object]:
         """Load a model in its own place."""
-        held = [model.name for model in self.engine.snapshot().models]
+        held = [model.name for model in self.engine.publish().models]
         return self._load(self.random.choice(held or self.names), beside=False)
 
     async def _load(self, name: str, *, beside: bool) -> None:
@@ -301,7 +301,7 @@ class Player:
 
     def ask(self) -> Awaitable[object]:
         """Ask as the API does, up to six at once: wait for a model, then queue a request made for it."""
-        names = [model.name for model in self.engine.snapshot().models]
+        names = [model.name for model in self.engine.publish().models]
         name = self.random.choice(("", "", *names, *names, *NAMES, *ADAPTERS, *ADAPTERS))
         for _ in range(self.random.choice((0, 0, 2, 5))):
             self.begin("ask", self._ask(name, len(self.calls)))
@@ -317,7 +317,7 @@ class Player:
     def cancel_queued(self) -> None:
         """Empty the queue."""
         if self.random.random() < 0.3:
-            self.cancelled |= {row.id for row in self.engine.snapshot().requests if row.state == "queued"}
+            self.cancelled |= {row.id for row in self.engine.publish().requests if row.state == "queued"}
             self.engine.cancel_queued()
 
     def leave(self) -> None:

@@ -95,8 +95,8 @@ def test_what_moves_from_a_model_whose_successor_has_left_waits_for_the_one_afte
         machine.stuck = {"a"}
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=300)))
         await asyncio.sleep(40)
-        assert [model.status.state for model in engine.snapshot().models] == ["loading"]
-        assert engine.snapshot().queued == 1
+        assert [model.status.state for model in engine.publish().models] == ["loading"]
+        assert engine.publish().queued == 1
         machine.stuck = set()
         await loading
         assert await answered(stream, request) == 100
@@ -118,7 +118,7 @@ def test_a_model_whose_handover_fails_unforeseen_is_gone_and_its_requests_end(
         await engine.load(named(tmp_path, "a", max_model_len=200))
         await asyncio.sleep(40)
         assert states(engine) == {"a": "ready"}
-        assert len(engine.snapshot().models) == 1
+        assert len(engine.publish().models) == 1
         await read(stream, patience_s=1e4)
 
     play(scene)
@@ -135,7 +135,7 @@ def test_a_version_of_an_adapter_moves_with_the_requests_that_use_it(tmp_path: P
         key = engine._tracker.live[stream.request_id].adapter_key
         machine.stuck = {"a"} if room == 1 else set()
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
-        await until(lambda: len(engine.snapshot().models) == 2 and (room == 1 or loading.done()))
+        await until(lambda: len(engine.publish().models) == 2 and (room == 1 or loading.done()))
         if then == "detach":
             await engine.detach("polite", "a")
         elif room == 2:
@@ -260,7 +260,7 @@ def test_a_prompt_that_takes_long_to_be_made_anew_holds_nobody_up(tmp_path: Path
         waiting = engine.submit(slow), engine.submit(quick)
         await engine.load(named(tmp_path, "b"))
         assert await answered(waiting[1], quick) == 8
-        assert engine.snapshot().queued == 1
+        assert engine.publish().queued == 1
         assert await answered(waiting[0], slow) == 8
         assert (await read(running)).last.finish == "length"
 
@@ -415,7 +415,7 @@ def test_unloading_a_name_unloads_all_that_has_it(tmp_path: Path, room: int, nam
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
         await asyncio.sleep(5)
         await engine.unload(name, drain_s=1.0)
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
         with pytest.raises(LoadCancelled):
             await loading
         assert (await read(stream)).last.finish == "error"
@@ -430,7 +430,7 @@ def test_unloading_a_model_cancels_the_load_of_another_one_in_its_place(tmp_path
         loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
         await until(lambda: states(engine) == {"a": "ready", "b": "loading"})
         await engine.unload("a")
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
         with pytest.raises(LoadCancelled):
             await loading
 
@@ -443,7 +443,7 @@ def test_unloading_a_name_ends_what_still_drains_under_it(tmp_path: Path) -> Non
         stream = await began(engine, ask("x", max_tokens=100))
         await engine.load(named(tmp_path, "a", max_model_len=200))
         await engine.unload("a", drain_s=0.0)
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
         error = (await read(stream)).last.error
         assert error is not None and error.message == "the model was unloaded before the answer was complete"
 
@@ -477,7 +477,7 @@ def test_a_load_is_refused_until_one_that_was_cancelled_is_over(tmp_path: Path) 
             await engine.load(named(tmp_path, "a", max_model_len=200))
         await cancelling
         await engine.load(named(tmp_path, "a", max_model_len=200))
-        await until(lambda: [model.name for model in engine.snapshot().models] == ["a"])
+        await until(lambda: [model.name for model in engine.publish().models] == ["a"])
         assert (await read(stream, patience_s=1e4)).last.error is None
         await asyncio.gather(loading, return_exceptions=True)
 
@@ -492,7 +492,7 @@ def test_a_name_is_taken_by_a_model_whose_workers_are_dead_too(tmp_path: Path) -
         with pytest.raises(InvalidRequest, match="there is a model named a"):
             await engine.load(named(tmp_path, "a"), beside=True)
         await engine.load(named(tmp_path, "a"))
-        assert [model.status.state for model in engine.snapshot().models] == ["ready"]
+        assert [model.status.state for model in engine.publish().models] == ["ready"]
 
     play(scene, max_deaths=1)
 
@@ -506,7 +506,7 @@ def test_a_worker_that_was_loaded_a_moment_ago_counts_before_another_is_placed(t
         await engine.load(named(tmp_path, "a"))
         with pytest.raises(InsufficientMemory):
             await engine.reconfigure(workers=2)
-        assert engine.snapshot().target_workers == 1
+        assert engine.publish().target_workers == 1
 
     play(scene, room=1, seed=seed)
 
@@ -580,6 +580,6 @@ def test_an_unload_that_fails_for_no_known_reason_fails_the_model_and_can_be_tri
         monkeypatch.setattr(Pool, "stop", stop_or_fail)
         async with asyncio.timeout(100):
             await engine.unload()
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
 
     play(scene)

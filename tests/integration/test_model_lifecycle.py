@@ -21,7 +21,7 @@ from tests.fakes.several import models, named, room_for, states
 
 def workers(engine: Engine) -> dict[str, str]:
     """Each worker's state."""
-    return {worker.id: worker.state for worker in engine.snapshot().workers}
+    return {worker.id: worker.state for worker in engine.publish().workers}
 
 
 async def asleep(engine: Engine) -> None:
@@ -76,7 +76,7 @@ async def test_a_model_that_is_unloaded_while_it_wakes_is_gone(tmp_path: Path) -
         await engine.unload()
         with pytest.raises(EngineError):
             await asked
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
         assert all(backend.loaded is None for backend in backends.made)
 
 
@@ -109,7 +109,7 @@ async def test_knobs_that_a_load_brings_are_shown_and_built_on(tmp_path: Path) -
     async with started() as engine:
         await engine.load(named(tmp_path, "a"), workers=4, max_prompts=3)
         await all_ready(engine)
-        shown = engine.snapshot()
+        shown = engine.publish()
         assert (shown.target_workers, shown.max_prompts) == (4, 3)
         await engine.reconfigure(workers=shown.target_workers + 1)
         await until(lambda: list(workers(engine).values()) == ["ready"] * 5)
@@ -125,11 +125,11 @@ async def test_knobs_given_while_a_model_is_replaced_are_its_successors_too(tmp_
         await engine.reconfigure(model=name, max_prompts=32, workers=2)
         gate.open()
         await loading
-        await until(lambda: len(engine.snapshot().models) == 1)
+        await until(lambda: len(engine.publish().models) == 1)
         await all_ready(engine)
         shown = models(engine)["a"]
         assert (shown.max_prompts, shown.target_workers) == (32, 2)
-        assert [worker.max_prompts for worker in engine.snapshot().workers] == [32, 32]
+        assert [worker.max_prompts for worker in engine.publish().workers] == [32, 32]
 
 
 async def test_an_adapter_attached_while_its_model_is_replaced_by_itself_stays(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ async def test_a_load_cancelled_while_the_old_model_is_unloaded_leaves_no_trace(
         await engine.cancel_load()
         with pytest.raises(LoadCancelled):
             await loading
-        await until(lambda: engine.snapshot().models == ())
+        await until(lambda: engine.publish().models == ())
         with pytest.raises(NoModelLoaded, match="no model is loaded"):
             await engine.serving("a")
         await engine.load(named(tmp_path, "a"))
@@ -270,7 +270,7 @@ async def test_an_unload_that_fails_unforeseen_ends_all_the_same(
 
         monkeypatch.setattr(engine._tracker, "end", fail_once)
         await engine.unload()
-        assert engine.snapshot().models == ()
+        assert engine.publish().models == ()
 
 
 async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
@@ -280,8 +280,8 @@ async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
         await engine.load(named(tmp_path, "a"))
         model_queue = next(iter(engine._models)).model_queue
         model_queue._live["x"] = None  # type: ignore[assignment]
-        engine._pulse._prove()
-        engine._pulse._prove()
+        engine._publisher._prove()
+        engine._publisher._prove()
         del model_queue._live["x"]
         assert caplog.text.count("accounts do not agree") == 1
 

@@ -84,15 +84,15 @@ async def disturbed(engine: Engine, hold: Hold, requests: list[GenerateRequest],
     await all_ready(engine)
     hold.begin()
     reading = [asyncio.create_task(read(engine.submit(request))) for request in requests]
-    await until(lambda: min(row.output_tokens for row in engine.snapshot().requests[:STREAMS]) > 3)
-    before = engine.snapshot()
+    await until(lambda: min(row.output_tokens for row in engine.publish().requests[:STREAMS]) > 3)
+    before = engine.publish()
     assert before.running == STREAMS
     for worker in before.workers[:victims]:
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
     hold.end()
     answered = await asyncio.gather(*reading)
-    assert engine.snapshot().totals.requeued - before.totals.requeued == STREAMS // 2 * victims
+    assert engine.publish().totals.requeued - before.totals.requeued == STREAMS // 2 * victims
     return answered
 
 

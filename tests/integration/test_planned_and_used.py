@@ -153,7 +153,7 @@ async def test_a_worker_process_takes_what_was_planned_for_it_within_a_factor(tm
             for number in range(8)
         ]:
             await read(stream)
-        [worker] = engine.snapshot().workers
+        [worker] = engine.publish().workers
         assert worker.pid is not None
         resident = psutil.Process(worker.pid).memory_info().rss
         [placement] = place(1, read_facts(spec), HostProbe().read(), spec, Workload(max_prompts=8))

@@ -102,7 +102,7 @@ async def cached_share(folder: Path, workers: int) -> float:
                 await read(engine.submit(ask(prompt, max_tokens=4)))
 
         await asyncio.gather(*(answer(prompt) for prompt in prompts(160, systems=8)))
-        totals = engine.snapshot().totals
+        totals = engine.publish().totals
         return totals.cached_tokens / totals.prompt_tokens
     finally:
         await engine.close(drain_s=0.0)

@@ -103,7 +103,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 def places(engine: Engine) -> list[str]:
     """The node of each worker, the engine's own as ""."""
-    return sorted(worker.devices[0].rpartition("/")[0] for worker in engine.snapshot().workers)
+    return sorted(worker.devices[0].rpartition("/")[0] for worker in engine.publish().workers)
 
 
 def switch_off(nodes: RayNodes, node: Any) -> None:
@@ -129,17 +129,17 @@ async def test_a_node_killed_under_load_changes_nothing_in_the_answers(
         reading = [
             asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=length)), PATIENCE_S)) for prompt in prompts
         ]
-        await until(lambda: all(row.output_tokens > 5 for row in engine.snapshot().requests))
+        await until(lambda: all(row.output_tokens > 5 for row in engine.publish().requests))
         await asyncio.to_thread(switch_off, nodes, doomed)
         hold.end()
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), length) for prompt in prompts]
-        await eventually(lambda: engine.snapshot().totals.worker_restarts)
-        assert engine.snapshot().totals.requeued > 0
-        await eventually(lambda: all(worker.state == "ready" for worker in engine.snapshot().workers))
+        await eventually(lambda: engine.publish().totals.worker_restarts)
+        assert engine.publish().totals.requeued > 0
+        await eventually(lambda: all(worker.state == "ready" for worker in engine.publish().workers))
         assert len(places(engine)) == 3
         assert "right" not in places(engine)
-        assert not any(device.node == "right" for device in engine.snapshot().devices)
+        assert not any(device.node == "right" for device in engine.publish().devices)
 
 
 async def test_every_nodes_devices_are_read_under_names_of_their_own(cluster: Cluster) -> None:
@@ -263,13 +263,13 @@ async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(
     cluster: Cluster, hold: Hold, tmp_path: Path
 ) -> None:
     async with serving(cluster, tmp_path, workers=2) as engine:
-        workers = [psutil.Process(worker.pid) for worker in engine.snapshot().workers if worker.pid is not None]
+        workers = [psutil.Process(worker.pid) for worker in engine.publish().workers if worker.pid is not None]
         hold.begin()
         reading = asyncio.create_task(read(engine.submit(ask("on and on", max_tokens=300)), PATIENCE_S))
-        await until(lambda: engine.snapshot().requests[0].output_tokens > 5)
+        await until(lambda: engine.publish().requests[0].output_tokens > 5)
         driver = next(each for each in psutil.Process().children() if "engine.cluster" in each.cmdline())
         driver.kill()
         await eventually(lambda: not any(worker.is_running() for worker in workers))
         hold.end()
         assert (await reading).text == expected_text(b"on and on", 300)
-        await eventually(lambda: all(worker.state == "ready" for worker in engine.snapshot().workers))
+        await eventually(lambda: all(worker.state == "ready" for worker in engine.publish().workers))

@@ -124,7 +124,7 @@ async def test_worker_processes_map_the_same_weights_and_answer_the_same(tmp_pat
     try:
         await engine.load(ModelSpec(path=folder, name="tiny", threads=1, kv_cache_tokens=4096, dtype="float32"))
         await all_ready(engine)
-        pids = [worker.pid for worker in engine.snapshot().workers]
+        pids = [worker.pid for worker in engine.publish().workers]
         first, second = ({line for line in _maps(pid) if "/memfd:ericllm-" in line} for pid in pids)
         assert first
         assert first == second

@@ -101,7 +101,7 @@ async def test_answers_of_several_grammars_and_of_none_share_a_batch_and_are_wha
         return await read(engine.submit(ask(GRAMMARS[seed % 5], "prompt" * (seed % 3 + 1), seed=seed)))
 
     together = await asyncio.gather(*(alone(seed) for seed in range(15)))
-    assert any(worker.stats.preemptions for worker in engine.snapshot().workers)
+    assert any(worker.stats.preemptions for worker in engine.publish().workers)
     for seed, answer in enumerate(together):
         assert_held(answer, GRAMMARS[seed % 5])
         assert (await alone(seed)).token_ids == answer.token_ids
@@ -117,7 +117,7 @@ async def test_an_answer_of_any_kind_goes_on_where_its_worker_was_lost(engine: E
     stream = engine.submit(ask(HELD, seed=7))
     reading = asyncio.create_task(read(stream))
     await until(lambda: engine.request_detail(stream.request_id).row.output_tokens)
-    await engine.restart_worker(engine.snapshot().workers[0].id)
+    await engine.restart_worker(engine.publish().workers[0].id)
     answer = await reading
     assert answer.token_ids == whole.token_ids
     assert_held(answer, HELD)

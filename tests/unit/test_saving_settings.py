@@ -178,7 +178,7 @@ async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> 
     await runtime.saved.save("energy_rate", "0.3")
     await runtime.engine.start()
     await runtime.engine.reset_session()
-    insight = runtime.engine.snapshot().insight
+    insight = runtime.engine.publish().insight
     assert (insight.goodput.slo_ttft_s, insight.energy.rate_per_kwh) == (0.5, 0.3)
     await runtime.engine.close(drain_s=0.0)
 

@@ -29,7 +29,7 @@ class ListedModel:
 
 def answering_models(engine: Engine) -> list[ModelReading]:
     """Return the models that answer, in the order of their loading."""
-    return [model for model in engine.published.models if model.status.state in ANSWERING]
+    return [model for model in engine.models() if model.status.state in ANSWERING]
 
 
 def first_name(engine: Engine) -> str | None:

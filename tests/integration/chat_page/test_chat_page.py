@@ -56,7 +56,7 @@ async def test_stop_keeps_what_came_and_frees_the_worker(chrome: str, tmp_path: 
         assert await chat.page.run(f"{LAST}.querySelector('.note').textContent") == "Stopped"
         gate.open()
         await until(lambda: not backend.has_work())
-        await until(lambda: [row.finish for row in chat.api.engine.snapshot().requests] == ["cancelled"])
+        await until(lambda: [row.finish for row in chat.api.engine.publish().requests] == ["cancelled"])
 
 
 async def test_another_answer_and_an_edit_keep_what_was_there(chrome: str, tmp_path: Path) -> None:

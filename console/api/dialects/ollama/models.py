@@ -329,7 +329,7 @@ class ModelList:
     def _readings(self, states: Sequence[str]) -> dict[str, ModelReading]:
         """Models and their adapters by the names that they are listed under, with a tag as all names of Ollama's."""
         found: dict[str, ModelReading] = {}
-        for reading in self._context.engine.published.models:
+        for reading in self._context.engine.models():
             if reading.status.state in states and reading.status.spec is not None:
                 for name in (reading.name, *(adapter.name for adapter in reading.adapters)):
                     found.setdefault(name if ":" in name else name + LATEST, reading)
