@@ -13,6 +13,7 @@ from engine.backends.common.exllamav2_memory import PAGE_TOKENS
 from engine.backends.common.kv_format import TYPICAL_TOKENS, HeadFormat, refuse_format
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.packed_weights import (
+    MAX_HEAD_COPY_BYTES,
     PACK_FLOAT32_MIN_ELEMENTS,
     fp16_saved_bytes,
     fp16_saved_head_bytes,
@@ -226,9 +227,6 @@ def _work(facts: ModelFacts, spec: ModelSpec, context: int) -> int:
 
 # What the torch backend holds of a model.
 
-MAX_HEAD_COPY_BYTES = 256 << 20
-"""Up to this size the torch backend packs a tied head for the CPU as a copy of the embedding."""
-
 RUNTIME_BYTES: dict[DeviceKind, int] = {"cpu": 256 << 20, "cuda": 512 << 20, "simulated": 0}
 """A worker's process besides its model. CPU: Python, torch and oneDNN, as measured on Linux. CUDA: the context, loaded
 kernels and cuBLAS's workspace. A simulated device holds what the worker allocates for its model alone; the rest is
@@ -366,18 +364,3 @@ def costs_of(
     identity = "|".join((*held, *draft))
     bill = exllama_costs if facts.backend == "exllamav2" else torch_costs
     return corrected(bill(facts, spec, kind, workload, dtype, identity), correct(identity))
-
-
-# What a model takes of each device that it is put on, as its backend will hold it. Pure: integers in and out.
-
-__all__ = [
-    "MAX_HEAD_COPY_BYTES",
-    "RUNTIME_BYTES",
-    "Correction",
-    "DeviceKind",
-    "ModelCosts",
-    "Workload",
-    "corrected",
-    "costs_of",
-    "device_kind",
-]

@@ -13,14 +13,12 @@ from engine.backends.common import native_kernels
 from engine.backends.common.native_build import SWITCH
 from engine.backends.torch.model.linear import native_bfloat16 as torch_says
 from engine.backends.torch.native.library import native_isa
-from engine.backends.torch.weights import decoder_loader
 from engine.config import ModelSpec
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.headers import read_header
 from engine.models.inspect import split_into_parts
 from engine.placement.facts import read_facts
 from engine.placement.model_memory import (
-    MAX_HEAD_COPY_BYTES,
     Correction,
     ModelCosts,
     Workload,
@@ -75,10 +73,6 @@ def test_a_tied_head_costs_nothing_on_the_embeddings_device_but_a_packed_copy_on
     assert costs(folder, "sim:0").joined_bytes == 2 * EMBEDDING
     assert costs(folder, "cpu").joined_bytes == 0
     assert costs(folder, "cpu").last_bytes == 2 * (EMBEDDING + NORM)
-
-
-def test_a_tied_head_is_counted_as_a_copy_up_to_the_size_that_the_loader_copies() -> None:
-    assert MAX_HEAD_COPY_BYTES == decoder_loader.MAX_HEAD_COPY_BYTES
 
 
 EXL2: Tensors = {

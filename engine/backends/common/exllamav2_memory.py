@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from engine.backends.common.kv_format import TYPICAL_TOKENS
 from engine.config import CacheBits
 from engine.errors import InsufficientMemory
 from engine.models.headers import TensorHeader
 
 PAGE_TOKENS = 256
 """Tokens per KV page of the library; not a choice."""
-
-TYPICAL_TOKENS = 2048
-"""Tokens of KV that one running request gets on average where nobody says otherwise."""
 
 CACHE_SHARE = Fraction(9, 10)
 """Of the memory that weights and work space leave: the rest is head-room for activations and fragmentation."""

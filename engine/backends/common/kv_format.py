@@ -79,7 +79,7 @@ def refuse_format(head_dim: int, bits: CacheBits) -> None:
 # How many KV pages to allocate: those that placement or a person asked for; else what is free decides.
 
 TYPICAL_TOKENS = 2048
-"""Tokens of KV that one running request gets on average where nobody says otherwise."""
+"""Tokens of KV that one running request gets on average by default."""
 
 CPU_SHARE = 0.25
 """Of the free RAM: the rest is for other programs, other workers and the working memory of a step."""

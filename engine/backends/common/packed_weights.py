@@ -23,6 +23,9 @@ GROUP_INPUTS: Mapping[Bits, int] = MappingProxyType({8: 64, 4: 32})
 PACK_FLOAT32_MIN_ELEMENTS = 1 << 18
 """Below this, float32 multiplies faster unpacked."""
 
+MAX_HEAD_COPY_BYTES = 256 << 20
+"""A tied head is packed for the CPU as a copy of the embedding up to this size; a larger one is used as it is."""
+
 HALF_BYTES = 2
 
 _BLOCK = 16

@@ -21,6 +21,7 @@ from engine.backends.common.packed_weights import (
     BITS,
     HALF_BYTES,
     HEAD_BITS,
+    MAX_HEAD_COPY_BYTES,
     fp16_saved_bytes,
     fp16_saved_head_bytes,
     head_bytes,
@@ -127,10 +128,6 @@ class NormLoader:
 
 def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1.0
-
-
-MAX_HEAD_COPY_BYTES = 256 << 20
-"""A tied head is packed as a second copy of the embedding up to this size; a larger one is used as it lies."""
 
 
 def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
