@@ -199,9 +199,10 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.set_class(view.link_status.stale, "-stale")
         self._knobs.settled(view.snapshot)
         self._follow(view)
-        if before is None or (len(before.published.models) > 1) != (len(view.published.models) > 1):
-            self.screen.refresh_bindings()
-        for screen in self.screen_stack if self.is_running else ():
+        screens = self.screen_stack if self.is_running else ()
+        if screens and (before is None or (len(before.published.models) > 1) != (len(view.published.models) > 1)):
+            screens[-1].refresh_bindings()
+        for screen in screens:
             if isinstance(screen, AppScreen) and screen.is_mounted:
                 screen.show_view(view)
 

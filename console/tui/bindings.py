@@ -15,56 +15,23 @@ from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
 
 from console.tui import keymap
-
-# Which bindings order something of the engine: where a console takes no orders, the footer leaves them out.
-
-MUTATING_ACTIONS = frozenset(
-    {
-        "adapters.detach",
-        "advice.take",
-        "api.address",
-        "api.dialect",
-        "api.key.make",
-        "api.key.revoke",
-        "api.toggle",
-        "bench.cancel",
-        "bench.forget",
-        "bench.new",
-        "chat.again",
-        "chat.continue",
-        "idle.longer",
-        "idle.shorter",
-        "insight.measure",
-        "insight.reset",
-        "models.beside",
-        "models.cancel",
-        "models.fetch",
-        "models.forget",
-        "models.load",
-        "models.unload",
-        "prompts.fewer",
-        "prompts.more",
-        "request.cancel",
-        "request.cancel.this",
-        "requests.cancel_queued",
-        "settings.edit",
-        "settings.reset",
-        "tune.find",
-        "tune.undo",
-        "tune.use",
-        "worker.drain",
-        "worker.restart",
-        "workers.fewer",
-        "workers.more",
-    }
-)
-"""By their ids."""
+from console.tui.keymap import ConsoleBinding
 
 
-def without_mutating_actions(bindings: Mapping[str, ActiveBinding]) -> dict[str, ActiveBinding]:
-    """The bindings of a screen, those that order something switched off."""
+@cache
+def mutating_ids(owner: type[DOMNode]) -> frozenset[str]:
+    """Return the ids of the bindings of a class, inherited ones too, that change the engine.
+
+    They are read from where they are declared: of an active binding, Textual has a copy without fields of ours.
+    """
+    declared = (each for base in owner.__mro__ for each in base.__dict__.get("BINDINGS", ()))
+    return frozenset(each.id for each in declared if isinstance(each, ConsoleBinding) and each.mutates and each.id)
+
+
+def without_mutating_bindings(bindings: Mapping[str, ActiveBinding]) -> dict[str, ActiveBinding]:
+    """Return the bindings of a screen, those that change the engine switched off."""
     return {
-        key: active._replace(enabled=active.enabled and active.binding.id not in MUTATING_ACTIONS)
+        key: active._replace(enabled=active.enabled and active.binding.id not in mutating_ids(type(active.node)))
         for key, active in bindings.items()
     }
 

@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
 from console.link.status import link_status
-from console.tui.bindings import MUTATING_ACTIONS
+from console.tui.bindings import mutating_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Entry:
 def entries(screen: Screen[object], *, moving: bool = False) -> Iterator[Entry]:
     """What the bindings with an id do on `screen`: first those of what has the focus, then the screen's, then the
     console's. Keys that are text to a box with the focus count too, those that the whole screen takes as text do not.
-    Where no command is taken, those that give one are left out. moving: with those that only move about."""
-    left_out = MUTATING_ACTIONS if link_status(getattr(screen.app, "link", None)).read_only else frozenset()
+    A read-only link leaves out those that change the engine. moving: with those that only move about."""
+    read_only = link_status(getattr(screen.app, "link", None)).read_only
     keys: dict[str, list[str]] = {}
     first: dict[str, tuple[DOMNode, Binding]] = {}
     for node, binding in _bindings(screen):
-        if binding.id in left_out:
+        if read_only and binding.id in mutating_ids(type(node)):
             continue
         if binding.id is not None and (moving or not binding.system) and _can(node, binding.action):
             title = binding.tooltip or binding.description

@@ -5,9 +5,19 @@ A screen adds its own in the same way; `console.tui.commands` and the help scree
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.binding import Binding
 
 from console.tui.modes import MODES
+
+
+@dataclass(frozen=True)
+class ConsoleBinding(Binding):
+    """A binding that may change the engine. mutates: it does, so a read-only console leaves it out."""
+
+    mutates: bool = False
+
 
 WORKERS = Binding.Group("Workers", compact=True)
 PROMPTS = Binding.Group("Prompts", compact=True)
@@ -49,7 +59,9 @@ BINDINGS: list[Binding] = [
     ),
     INSIGHT,
     Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
-    Binding("a", "app.toggle_api", "API", id="api.toggle", tooltip="Switch the HTTP API on or off"),
+    ConsoleBinding(
+        "a", "app.toggle_api", "API", id="api.toggle", mutates=True, tooltip="Switch the HTTP API on or off"
+    ),
     Binding(
         "m",
         "app.next_model",
@@ -57,35 +69,39 @@ BINDINGS: list[Binding] = [
         id="model.next",
         tooltip="Look at the next model: its state, its knobs, its chat",
     ),
-    Binding(
+    ConsoleBinding(
         "left_square_bracket",
         "app.step('workers', -1)",
         "Workers −",
         id="workers.fewer",
+        mutates=True,
         tooltip="Take one worker away",
         group=WORKERS,
     ),
-    Binding(
+    ConsoleBinding(
         "right_square_bracket",
         "app.step('workers', 1)",
         "Workers +",
         id="workers.more",
+        mutates=True,
         tooltip="Add a worker",
         group=WORKERS,
     ),
-    Binding(
+    ConsoleBinding(
         "minus",
         "app.step('max_prompts', -1)",
         "Max prompts −",
         id="prompts.fewer",
+        mutates=True,
         tooltip="Let each worker take one prompt less at a time",
         group=PROMPTS,
     ),
-    Binding(
+    ConsoleBinding(
         "plus,equals_sign",
         "app.step('max_prompts', 1)",
         "Max prompts +",
         id="prompts.more",
+        mutates=True,
         tooltip="Let each worker take one prompt more at a time",
         key_display="+",
         group=PROMPTS,

@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 from console.adviser import Advice, Look, Turn
 from console.tui.app import EricApp
 from console.tui.commands import entries
-from console.tui.screens.dashboard.screen import AdvicePanel, advice_line, first_actionable
+from console.tui.screens.dashboard.panels.advice import AdvicePanel, advice_line, first_actionable
 from console.tui.screens.worker.screen import WorkerScreen
 from engine.errors import InvalidRequest
 from tests.fakes import advice_scenes, scenes

@@ -10,7 +10,6 @@ from console.link.rpc import as_link
 from console.link.status import LinkStatus
 from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
-from console.tui.bindings import MUTATING_ACTIONS, all_bindings
 from console.tui.screens.attach.instances import InstancesScreen
 from console.tui.widgets.header import status_line
 from tests.fakes import scenes
@@ -141,10 +140,6 @@ async def test_read_only_offers_no_key_that_orders_something() -> None:
         assert "i Worker" in rows(app)[-1]
         for order in ("x Cancel", "a API", "[] Workers", "-+ Prompts"):
             assert order not in rows(app)[-1]
-
-
-def test_what_orders_something_is_a_binding() -> None:
-    assert MUTATING_ACTIONS - {bound.id for bound in all_bindings()} == set()
 
 
 def test_an_attached_console_looks_right(snap_compare: object) -> None:

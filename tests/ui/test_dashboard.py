@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from console.tui.app import EricApp
+from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dialogs import ConfirmScreen
-from console.tui.screens.requests.table import RequestsPanel
 from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from engine.snapshot import Snapshot

@@ -6,7 +6,7 @@ import pytest
 
 from console.text import device_name, devices_name
 from console.tui.app import EricApp
-from console.tui.screens.dashboard.devices import Panel, brief, detailed, paired, table, title
+from console.tui.screens.dashboard.panels.devices import Panel, brief, detailed, paired, table, title
 from engine.snapshot import ProcessMemory, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
+from textual.dom import DOMNode
+from textual.pilot import Pilot
 
 from console.link.frames import Frame
 from console.link.protocol import ApiStatus
 from console.link.readonly import ReadOnlyLink
 from console.link.remote.frame_reader import Connection
-from console.link.rpc import as_link
+from console.link.rpc import Call, as_link
 from console.link.status import LinkStatus
 from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
 from console.tui.commands import entries
+from console.tui.modes import MODES
+from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.help import HelpScreen
 from console.tui.screens.models.screen import HubBox
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
@@ -63,8 +70,81 @@ async def test_an_attached_console_does_not_offer_to_switch_the_api_off() -> Non
         assert "a API" not in rows(app)[-1]
 
 
-class Silent:
-    """An instance that sends one frame and then nothing."""
+class AskedLink(ReadOnlyLink):
+    """Notes what it was asked to change."""
+
+    def __init__(self, link: FakeLink) -> None:
+        super().__init__(link)
+        self.asked: list[str] = []
+
+    async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
+        if call.changes:
+            self.asked.append(call.name)
+        return await super().ask(call, arguments)
+
+    async def start_api(self) -> None:
+        self.asked.append("engine.start_api")
+        await super().start_api()
+
+    async def stop_api(self, *, finish: bool = False) -> None:
+        self.asked.append("engine.stop_api")
+        await super().stop_api(finish=finish)
+
+
+LEAVE = {"app.quit", "app.help_quit", "app.command_palette", "app.suspend_process"}
+
+
+def doable(app: EricApp) -> dict[tuple[str, str], DOMNode]:
+    """Every action that a key or the palette offers now, and the node that it is of."""
+    found: dict[tuple[str, str], DOMNode] = {}
+    for active in app.screen.active_bindings.values():
+        if active.enabled and active.binding.action not in LEAVE:
+            found[type(active.node).__name__, active.binding.action] = active.node
+    for entry in entries(app.screen, moving=True):
+        if entry.action not in LEAVE:
+            found[type(entry.node).__name__, entry.action] = entry.node
+    return found
+
+
+async def try_all(app: EricApp, pilot: Pilot[None], link: AskedLink, depth: int) -> None:
+    """Do all that is offered, with every widget focused in turn, on this screen and on what it opens."""
+    screen, done = app.screen, set[tuple[str, str]]()
+    for focused in [None, *screen.focus_chain]:
+        screen.set_focus(focused)
+        await pilot.pause()
+        for key, node in doable(app).items():
+            if key in done or key[1].startswith("app.open("):
+                continue
+            done.add(key)
+            if focused is not None and focused.is_attached:
+                screen.set_focus(focused)
+            await app.run_action(key[1], node)
+            await pilot.pause()
+            while app.screen is not screen and len(app.screen_stack) > 1:
+                if isinstance(app.screen, ConfirmScreen):
+                    app.screen.dismiss(True)
+                elif depth and not isinstance(app.screen, HelpScreen):
+                    await try_all(app, pilot, link, depth - 1)
+                    if app.screen is not screen and len(app.screen_stack) > 1:
+                        app.pop_screen()
+                else:
+                    app.pop_screen()
+                await pilot.pause()
+            assert link.asked == [], key
+            if app.screen is not screen:
+                return
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in MODES])
+async def test_read_only_no_key_and_no_entry_of_the_palette_reaches_a_call_that_changes_anything(mode: str) -> None:
+    link = AskedLink(FakeLink(scenes.busy()))
+    app = EricApp(as_link(link), start=mode)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.current_mode == mode and app.screen.is_mounted)
+        await pilot.pause()
+        await try_all(app, pilot, link, depth=1)
+        await until(pilot, lambda: not any(each.group == "commands" and each.is_running for each in app.workers))
+        assert link.asked == []
 
 
 def test_an_instance_that_goes_silent_is_said_to_be_after_two_seconds() -> None:

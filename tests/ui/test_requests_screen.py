@@ -9,9 +9,10 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from console.tui.app import EricApp
+from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.detail import NOT_ALLOWED, RequestScreen
-from console.tui.screens.requests.table import RequestsPanel, RequestTable
+from console.tui.screens.requests.table import RequestTable
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink

@@ -12,7 +12,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
 from console.link.protocol import EngineLink
-from console.tui.bindings import without_mutating_actions
+from console.tui.bindings import without_mutating_bindings
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.header import StatusLine, TabRow
@@ -53,7 +53,7 @@ class AppScreen(Screen[T]):
     def active_bindings(self) -> dict[str, ActiveBinding]:
         """What keys mean now; orders mean nothing where none are taken."""
         active = super().active_bindings
-        return without_mutating_actions(active) if self.console.view.is_read_only else active
+        return without_mutating_bindings(active) if self.console.view.is_read_only else active
 
     def cancel_request(self, row: RequestRow | None) -> None:
         """Cancel a request after a question, or say why there is nothing to cancel; where no command is taken, the link

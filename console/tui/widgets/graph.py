@@ -46,6 +46,10 @@ class Scale:
         return nice_bound(highest * HEADROOM, self.least)
 
 
+ZOOMS = (1, 2, 5, 10)
+"""Seconds that a column may show."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The time that graphs show: it ends with the last second of `history`."""

@@ -19,6 +19,7 @@ from console import text
 from console.link.api import SETTINGS_KEY, ApiReport, Failure, KeyLimits, Scope
 from console.link.protocol import ApiStatus
 from console.settings.addresses import is_loopback, reachable
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.api.curl import KEY_VARIABLE, curl_line
 from console.tui.screens.api.exposure import confirm_exposure
 from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
@@ -179,17 +180,22 @@ class ApiScreen(ConsoleScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl line that asks the model"),
-        Binding("l", "address", "Address", id="api.address", tooltip="Listen at another address or port"),
-        Binding("w", "make_key", "New key", id="api.key.make", tooltip="Make a key for a client"),
-        Binding(
+        ConsoleBinding(
+            "l", "address", "Address", id="api.address", mutates=True, tooltip="Listen at another address or port"
+        ),
+        ConsoleBinding("w", "make_key", "New key", id="api.key.make", mutates=True, tooltip="Make a key for a client"),
+        ConsoleBinding(
             "x,delete",
             "revoke_key",
             "Revoke",
             id="api.key.revoke",
+            mutates=True,
             tooltip="Revoke the selected key",
             key_display="x",
         ),
-        Binding("d", "dialect", "Dialect", id="api.dialect", tooltip="Switch the selected dialect on or off"),
+        ConsoleBinding(
+            "d", "dialect", "Dialect", id="api.dialect", mutates=True, tooltip="Switch the selected dialect on or off"
+        ),
     ]
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from console.bench.result import BenchResult
 from console.link.benches import BenchEntry, BenchReport
 from console.link.protocol import EngineLink
 from console.text import plural
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.benches.bench_draft import BenchDraft
 from console.tui.screens.benches.comparison import BenchComparisonScreen
@@ -43,9 +44,21 @@ class BenchesScreen(ConsolePage[None]):
 
     AUTO_FOCUS = "BenchHistoryTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("b", "new", "Bench", id="bench.new", tooltip="Choose a bench and run it on the engine that serves"),
-        Binding(
-            "c", "cancel", "Cancel", id="bench.cancel", tooltip="End the bench under way; what was measured is kept"
+        ConsoleBinding(
+            "b",
+            "new",
+            "Bench",
+            id="bench.new",
+            mutates=True,
+            tooltip="Choose a bench and run it on the engine that serves",
+        ),
+        ConsoleBinding(
+            "c",
+            "cancel",
+            "Cancel",
+            id="bench.cancel",
+            mutates=True,
+            tooltip="End the bench under way; what was measured is kept",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
         Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the number before", show=False),
@@ -58,11 +71,12 @@ class BenchesScreen(ConsolePage[None]):
             id="bench.compare",
             tooltip="Compare the marked results, or the marked one with the selected one",
         ),
-        Binding(
+        ConsoleBinding(
             "d,delete",
             "forget",
             "Forget",
             id="bench.forget",
+            mutates=True,
             tooltip="Forget the selected result",
             key_display="d",
         ),

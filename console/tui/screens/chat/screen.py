@@ -16,6 +16,7 @@ from console.chats.export import code_blocks
 from console.chats.presets import applied, described
 from console.text import clip, plural
 from console.tui.clipboard import copy
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.chat.conversation_list import ChatShelf
 from console.tui.screens.chat.conversations import ConversationsScreen
 from console.tui.screens.chat.input import ChatInput
@@ -31,15 +32,27 @@ from engine.snapshot import Snapshot
 # the box and outside it.
 
 
-def _key(keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False) -> Binding:
-    """A key that goes before the box: it would take ctrl+y for its own, and alt+e for an e."""
-    return Binding(keys, action, title, id=f"chat.{name}", tooltip=tooltip, show=show, priority=True)
+def _key(
+    keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False, mutates: bool = False
+) -> Binding:
+    """Return a key with priority over the input box, which would take ctrl+y for its own, and alt+e for an e."""
+    return ConsoleBinding(
+        keys, action, title, id=f"chat.{name}", tooltip=tooltip, show=show, priority=True, mutates=mutates
+    )
 
 
 CHAT_BINDINGS: list[BindingType] = [
     _key("escape", "stop", "Stop", "stop", "Stop the answers; else leave the box, or go back to it", show=True),
-    _key("ctrl+r,alt+r", "again", "Again", "again", "Another answer to the last question, as a branch", show=True),
-    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Let the model go on with its last answer", show=True),
+    _key(
+        "ctrl+r,alt+r",
+        "again",
+        "Again",
+        "again",
+        "Another answer to the last question, as a branch",
+        show=True,
+        mutates=True,
+    ),
+    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Continue the last answer", show=True, mutates=True),
     _key("alt+e", "edit", "Edit", "edit", "Edit a question and ask it again, as a branch", show=True),
     _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy a message, the last answer by itself", show=True),
     _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the one before"),

@@ -11,6 +11,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.insight import text as words
@@ -60,12 +61,20 @@ class InsightScreen(ConsolePage[None]):
 
     AUTO_FOCUS = "#insight-page"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "reset", "Count anew", id="insight.reset", tooltip="Count the numbers of the session anew"),
-        Binding(
+        ConsoleBinding(
+            "r",
+            "reset",
+            "Count anew",
+            id="insight.reset",
+            mutates=True,
+            tooltip="Count the numbers of the session anew",
+        ),
+        ConsoleBinding(
             "l",
             "measure",
             "Measure the processor",
             id="insight.measure",
+            mutates=True,
             tooltip="Find out what this machine's processor can at most: takes all cores for some seconds",
         ),
         Binding("escape,n,q", "dismiss", "Close", id="insight.close", tooltip="Close insight", key_display="esc"),

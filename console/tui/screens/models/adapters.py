@@ -11,6 +11,7 @@ from textual.containers import Vertical
 from textual.widgets import Input
 
 from console import text
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsolePage
 from console.tui.view import View
 from console.tui.widgets.panel import set_title
@@ -26,7 +27,9 @@ class AdaptersScreen(ConsolePage[None]):
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("x,delete", "detach", "Detach", id="adapters.detach", tooltip="Detach the selected adapter"),
+        ConsoleBinding(
+            "x,delete", "detach", "Detach", id="adapters.detach", mutates=True, tooltip="Detach the selected adapter"
+        ),
         Binding("escape", "dismiss", "Close", id="adapters.close", tooltip="Close the adapters", show=False),
     ]
 

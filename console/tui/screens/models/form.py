@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from console.settings.rows import as_text
 from console.text import clip
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.models.load_form import Field, LoadForm
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import fitted
@@ -58,9 +59,21 @@ class LoadFormView(Static, can_focus=True):
         ),
         Binding("t", "type", "Type", id="load.type", tooltip="Type the value: a list, a folder, a number"),
         Binding("m", "more", "More", id="load.more_options", tooltip="Show all options of a load, or few"),
-        Binding("enter", "screen.load_model(False)", "Load", id="models.load", tooltip="Load the model with these"),
-        Binding(
-            "b", "screen.load_model(True)", "Beside", id="models.beside", tooltip="Load it with these beside the others"
+        ConsoleBinding(
+            "enter",
+            "screen.load_model(False)",
+            "Load",
+            id="models.load",
+            mutates=True,
+            tooltip="Load the model with these",
+        ),
+        ConsoleBinding(
+            "b",
+            "screen.load_model(True)",
+            "Beside",
+            id="models.beside",
+            mutates=True,
+            tooltip="Load it with these beside the others",
         ),
     ]
     DEFAULT_CSS = """

@@ -10,8 +10,8 @@ from textual.widgets import Static
 from console import text
 from console.link.protocol import Fetching
 from console.text import device_name, devices_name, places_name
-from console.tui.view import default_model
 from console.tui.load_pace import LoadPaces, Pace
+from console.tui.view import default_model
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.states import model_state, worker_state

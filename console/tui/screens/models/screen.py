@@ -16,6 +16,7 @@ from textual.widgets import Input
 
 from console import text
 from console.settings.load_options import NO_OPTIONS
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.screens.models.adapters import AdaptersScreen
@@ -47,7 +48,14 @@ class HubBox(Input):
     """Enter loads what was typed, ctrl+l only fetches it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+l,ctrl+t", "fetch", "Fetch only", id="models.fetch", tooltip="Fetch a hub id and load nothing"),
+        ConsoleBinding(
+            "ctrl+l,ctrl+t",
+            "fetch",
+            "Fetch only",
+            id="models.fetch",
+            mutates=True,
+            tooltip="Fetch a hub id and load nothing",
+        ),
     ]
 
     @dataclass
@@ -90,8 +98,13 @@ class LoadScreen(ModalScreen[How | None]):
 
     AUTO_FOCUS = "LoadFormView"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "R", "forget", "Reset", id="models.forget", tooltip="Forget the values that this model was loaded with"
+        ConsoleBinding(
+            "R",
+            "forget",
+            "Reset",
+            id="models.forget",
+            mutates=True,
+            tooltip="Forget the values that this model was loaded with",
         ),
         Binding("escape", "dismiss", "Close", id="load.close", tooltip="Back to the models"),
     ]
@@ -141,19 +154,28 @@ class ModelsScreen(ConsoleScreen):
         Binding("e", "edit", "Settings", id="models.edit", tooltip="Change what the selected model is loaded with"),
         Binding("slash", "search", "Search", id="models.search", tooltip="Search the models", key_display="/"),
         Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models"),
-        Binding("c", "cancel_load", "Cancel", id="models.cancel", tooltip="Cancel the load or download under way"),
-        Binding(
+        ConsoleBinding(
+            "c",
+            "cancel_load",
+            "Cancel",
+            id="models.cancel",
+            mutates=True,
+            tooltip="Cancel the load or download under way",
+        ),
+        ConsoleBinding(
             "u",
             "unload",
             "Unload",
             id="models.unload",
+            mutates=True,
             tooltip="Let requests end, then unload the selected model, else the one in view",
         ),
-        Binding(
+        ConsoleBinding(
             "R",
             "forget",
             "Reset",
             id="models.forget",
+            mutates=True,
             tooltip="Forget what the selected model was loaded with",
             show=False,
         ),

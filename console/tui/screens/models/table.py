@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from console import text
+from console.tui.keymap import ConsoleBinding
 from console.tui.widgets.states import model_state
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
 from engine.models.catalog import ModelEntry
@@ -34,18 +35,20 @@ class ModelTable(Table):
     """Enter or l loads the selected row, b beside what is there, space marks it for a comparison."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+        ConsoleBinding(
             "enter,l",
             "screen.load_model(False)",
             "Load",
             id="models.load",
+            mutates=True,
             tooltip="Load the selected model in place of the first",
         ),
-        Binding(
+        ConsoleBinding(
             "b",
             "screen.load_model(True)",
             "Beside",
             id="models.beside",
+            mutates=True,
             tooltip="Load the selected model beside what is loaded",
         ),
         Binding(

@@ -15,6 +15,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from console import text
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.requests.table import clock
 from console.tui.view import View
@@ -265,7 +266,9 @@ class RequestScreen(ConsolePage[None]):
     """row: the request as it was in the table. What was last known of it stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("x,delete", "cancel", "Cancel", id="request.cancel.this", tooltip="Cancel this request"),
+        ConsoleBinding(
+            "x,delete", "cancel", "Cancel", id="request.cancel.this", mutates=True, tooltip="Cancel this request"
+        ),
         Binding("escape,q", "dismiss", "Close", id="request.close", tooltip="Close the request", show=False),
     ]
 

@@ -10,6 +10,7 @@ from textual.containers import Vertical
 from textual.widgets import Input
 
 from console import text
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.detail import RequestScreen
@@ -27,14 +28,21 @@ class RequestsScreen(ConsoleScreen):
     MODE = "requests"
     AUTO_FOCUS = "#all-requests"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "x,delete", "cancel", "Cancel", id="request.cancel", tooltip="Cancel the selected request", key_display="x"
+        ConsoleBinding(
+            "x,delete",
+            "cancel",
+            "Cancel",
+            id="request.cancel",
+            mutates=True,
+            tooltip="Cancel the selected request",
+            key_display="x",
         ),
-        Binding(
+        ConsoleBinding(
             "X",
             "cancel_queued",
             "All queued",
             id="requests.cancel_queued",
+            mutates=True,
             tooltip="Cancel every request that waits for a worker",
         ),
         Binding(

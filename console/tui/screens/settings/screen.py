@@ -12,6 +12,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input
 
 from console.link.settings import SettingRow
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.settings.panel import USED, SettingPanel, SettingTable
 from console.tui.theme import AUTO_THEME
@@ -28,14 +29,21 @@ class SettingsScreen(ConsoleScreen):
     AUTO_FOCUS = "SettingTable"
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "e", "edit", "Edit", id="settings.edit", tooltip="Change the setting under the cursor", key_display="enter"
+        ConsoleBinding(
+            "e",
+            "edit",
+            "Edit",
+            id="settings.edit",
+            mutates=True,
+            tooltip="Change the setting under the cursor",
+            key_display="enter",
         ),
-        Binding(
+        ConsoleBinding(
             "d,delete",
             "reset",
             "Default",
             id="settings.reset",
+            mutates=True,
             tooltip="Take the setting out of config.toml: its default again",
             key_display="d",
         ),

@@ -14,16 +14,16 @@ from textual.widgets import Static
 
 from console import text
 from console.link.tuning import TuningReport
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
 from console.tui.screens.tune.changes import EffectTable, effect_details
 from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
 from console.tui.widgets.glyphs import fitted
-from console.tui.widgets.graph import Curve, Graph, Point, Scale, Scatter, Span
+from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, Span
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.table import Table
-from console.tui.widgets.throughput import ZOOMS
 from console.tuning.effects import Effect, ObservedSetting, ObservedSettings
 from console.tuning.knobs import knob_text, next_idle_unload
 from engine.snapshot import ModelReading, Snapshot
@@ -122,32 +122,40 @@ class TuneScreen(ConsoleScreen):
     MODE = "tune"
     AUTO_FOCUS = "#changes"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "u", "undo", "Undo", id="tune.undo", tooltip="Set a knob back to what it was before the selected change"
+        ConsoleBinding(
+            "u",
+            "undo",
+            "Undo",
+            id="tune.undo",
+            mutates=True,
+            tooltip="Set a knob back to what it was before the selected change",
         ),
-        Binding(
+        ConsoleBinding(
             "comma",
             "idle(-1)",
             "Idle unload −",
             id="idle.shorter",
+            mutates=True,
             tooltip="Unload the model after less time without a request",
             key_display=",",
             group=IDLE,
         ),
-        Binding(
+        ConsoleBinding(
             "full_stop",
             "idle(1)",
             "Idle unload +",
             id="idle.longer",
+            mutates=True,
             tooltip="Unload the model after more time without a request",
             key_display=".",
             group=IDLE,
         ),
-        Binding(
+        ConsoleBinding(
             "f",
             "find",
             "Find best",
             id="tune.find",
+            mutates=True,
             tooltip="Find the best settings by trying them, or stop doing that",
         ),
         Binding(
@@ -157,7 +165,9 @@ class TuneScreen(ConsoleScreen):
             id="tune.bench",
             tooltip="Benchmarks: measure the model that serves, and look at what was measured before",
         ),
-        Binding("w", "use_best", "Use best", id="tune.use", tooltip="Use the best settings found, from now on"),
+        ConsoleBinding(
+            "w", "use_best", "Use best", id="tune.use", mutates=True, tooltip="Use the best settings found, from now on"
+        ),
         Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show what changes did, or the settings tried"),
         Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),

@@ -15,6 +15,7 @@ from textual.widgets import Static
 
 from console import text
 from console.text import device_name, devices_name, local_time
+from console.tui.keymap import ConsoleBinding
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.dialogs import ConfirmScreen
@@ -169,8 +170,15 @@ class WorkerScreen(ConsolePage[None]):
     """worker: its id. What was last known of a worker that is gone stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "restart", "Restart", id="worker.restart", tooltip="Restart this worker"),
-        Binding("d", "drain", "Drain", id="worker.drain", tooltip="Let this worker finish what it has, then go"),
+        ConsoleBinding("r", "restart", "Restart", id="worker.restart", mutates=True, tooltip="Restart this worker"),
+        ConsoleBinding(
+            "d",
+            "drain",
+            "Drain",
+            id="worker.drain",
+            mutates=True,
+            tooltip="Let this worker finish what it has, then go",
+        ),
         Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", show=False),
     ]
 

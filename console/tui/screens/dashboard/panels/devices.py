@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 from textual.content import Content
 from textual.geometry import Size
-from textual.widget import Widget
 
 from console import text
 from console.adviser.thresholds import HOT_C
 from console.text import reading_name
+from console.tui.screens.dashboard.panels import DashboardPanel, Place
+from console.tui.view import View
 from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
 from console.tui.widgets.panel import refresh_rows, set_title
 from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
-from engine.snapshot import DeviceReading, ProcessMemory, Second, Snapshot
+from engine.snapshot import DeviceReading, ProcessMemory, Second
 
 # Legends of devices: what the colours of memory bars mean, or their letters, with and without numbers.
 
@@ -342,23 +344,31 @@ _TABLE_WIDTH = 90
 _NUMBERS_WIDTH = 108
 
 
-class DevicesPanel(Widget):
-    """Four rows for each of up to two cards where there is room, else one or half a row each."""
+class DevicesPanel(DashboardPanel):
+    """Up to two cards: four rows each where there is room, else one."""
+
+    NAME = "devices"
+    TITLE = "Devices"
+    PLACE: ClassVar[Place] = "left"
+    ORDER = 10
+    MANY: ClassVar[bool] = False
 
     DEFAULT_CSS = """
-    DevicesPanel { height: auto; width: 1fr; text-wrap: nowrap; text-overflow: ellipsis; }
+    DevicesPanel { text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id, classes="panel")
-        self.border_title = "Devices"
+    def __init__(self) -> None:
+        super().__init__()
         self._devices: tuple[DeviceReading, ...] = ()
         self._history: tuple[Second, ...] = ()
         self._shown: list[Content] = []
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw anew, where anything changed."""
+    def show(self, view: View) -> None:
+        """Draw the rows that changed; none where another panel has the devices."""
+        snapshot = view.snapshot
         devices, newest = snapshot.devices, snapshot.history[-1:]
+        if is_many(devices) != self.MANY:
+            return
         if devices == self._devices and newest == self._history[-1:]:
             return
         self._devices, self._history = devices, snapshot.history
@@ -412,6 +422,14 @@ class DevicesPanel(Widget):
         if width >= _TABLE_WIDTH:
             return table(panel, numbers=self._has_numbers(width))
         return paired(panel) if short and width >= _PAIRED_WIDTH else brief(panel)
+
+
+class ManyDevicesPanel(DevicesPanel):
+    """More cards, over the whole width: one or half a row each."""
+
+    NAME = "many-devices"
+    PLACE = "top"
+    MANY = True
 
 
 def is_many(devices: Sequence[DeviceReading]) -> bool:

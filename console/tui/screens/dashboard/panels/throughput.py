@@ -11,13 +11,13 @@ from textual.content import Content
 from textual.widgets import Digits, Static
 
 from console import text
+from console.tui.screens.dashboard.panels import DashboardPanel
+from console.tui.view import View
 from console.tui.widgets.clickable import key_hint
 from console.tui.widgets.glyphs import fitted
-from console.tui.widgets.graph import Curve, Graph, Scale, Span
+from console.tui.widgets.graph import ZOOMS, Curve, Graph, Scale, Span
 from console.tui.widgets.panel import set_subtitle
 from engine.snapshot import Snapshot
-
-ZOOMS = (1, 2, 5, 10)
 
 
 class Stat(Vertical):
@@ -49,12 +49,17 @@ class Stat(Vertical):
         self.query_one(".detail", Static).update(fitted(self.app, detail), layout=False)
 
 
-class ThroughputPanel(Vertical):
+class ThroughputPanel(DashboardPanel):
     """Big numbers where there is room, a bold line where there is not; graphs below in either case. The title leads to
     insight."""
 
+    NAME = "throughput"
+    TITLE = "Throughput"
+    PLACE = "right"
+    ORDER = 10
+
     DEFAULT_CSS = """
-    ThroughputPanel { height: 1fr; width: 1fr; }
+    ThroughputPanel { height: 1fr; }
     ThroughputPanel #numbers { height: 5; }
     ThroughputPanel #line { height: 2; text-wrap: nowrap; text-overflow: ellipsis; }
     ThroughputPanel #graphs { grid-size: 2 2; grid-gutter: 0 2; height: 2fr; }
@@ -63,9 +68,8 @@ class ThroughputPanel(Vertical):
     """
     SECONDS: ClassVar[dict[int, str]] = {1: "1 s", 2: "2 s", 5: "5 s", 10: "10 s"}
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id, classes="panel")
-        self.border_title = "Throughput"
+    def __init__(self) -> None:
+        super().__init__()
         self._zoom = 0
         self._line = Content("")
 
@@ -107,8 +111,9 @@ class ThroughputPanel(Vertical):
         """The next of the spans, and back to the first."""
         self._zoom = (self._zoom + 1) % len(ZOOMS)
 
-    def show(self, snapshot: Snapshot) -> None:
-        """The numbers and graphs now."""
+    def show(self, view: View) -> None:
+        """Show the numbers and the graphs."""
+        snapshot = view.snapshot
         self._show_numbers(snapshot)
         numbers = fitted(self.app, number_lines(snapshot, self.scrollable_content_region.width))
         if not numbers.is_same(self._line):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from textual.app import ComposeResult
-from textual.containers import Vertical
 from textual.message import Message
 
 from console import text
 from console.link.status import LinkStatus
 from console.text import devices_name
 from console.tui.load_pace import LoadPaces, Pace
+from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import worker_state
@@ -23,12 +23,13 @@ _MODEL_CELLS = 8
 _OTHER_CELLS = 40
 
 
-class WorkersPanel(Vertical):
+class WorkersPanel(DashboardPanel):
     """The worker table; says what to do where there is none."""
 
-    DEFAULT_CSS = """
-    WorkersPanel { height: 1fr; width: 1fr; }
-    """
+    NAME = "workers"
+    TITLE = "Workers"
+    PLACE = "left"
+    ORDER = 20
 
     @dataclass
     class Opened(Message):
@@ -36,9 +37,8 @@ class WorkersPanel(Vertical):
 
         worker: str
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id, classes="panel")
-        self.border_title = "Workers"
+    def __init__(self) -> None:
+        super().__init__()
         self._paces = LoadPaces()
 
     def compose(self) -> ComposeResult:

@@ -1,0 +1,51 @@
+"""The panels of the dashboard: one file each, found by itself. A file added here is a panel more on the screen."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import ClassVar, Literal
+
+from textual.widget import Widget
+
+from console.tui.view import View
+
+Place = Literal["top", "left", "right", "bottom"]
+"""Two columns, with rows over and under them; where it is narrow, the right column is under the left one."""
+
+
+class DashboardPanel(Widget):
+    """A panel. Its size and colours are its own `DEFAULT_CSS`: give it a height of few rows, or `auto`.
+
+    NAME: its CSS id.  TITLE: in its frame; "" for a panel without one.
+    PLACE, ORDER: where it is, and after which other panels there.
+    """
+
+    NAME: ClassVar[str] = ""
+    TITLE: ClassVar[str] = ""
+    PLACE: ClassVar[Place] = "bottom"
+    ORDER: ClassVar[int] = 50
+
+    DEFAULT_CSS = """
+    DashboardPanel { height: auto; width: 1fr; overflow: hidden hidden; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id=self.NAME or None, classes="panel" if self.TITLE else None)
+        self.border_title = self.TITLE or None
+
+    def show(self, view: View) -> None:
+        """Draw `view`; called four times a second while the dashboard is seen, and when it comes up."""
+        raise NotImplementedError
+
+
+def discover() -> list[type[DashboardPanel]]:
+    """Import the modules of this package, and return the panels that they define, in the order of each place."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    panels = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, DashboardPanel) and each.__module__ == module.__name__
+    ]
+    return sorted(panels, key=lambda panel: (panel.ORDER, panel.__name__))

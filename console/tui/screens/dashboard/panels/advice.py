@@ -1,0 +1,78 @@
+"""Advice: what the adviser found wrong or wasteful, a line each with what can be done; no row where there is none."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.geometry import Size
+
+from console import text
+from console.adviser import Advice
+from console.tui.screens.base import AppScreen
+from console.tui.screens.dashboard.panels import DashboardPanel
+from console.tui.view import View
+from console.tui.widgets.clickable import clickable, key_of
+from console.tui.widgets.glyphs import fitted
+
+_ROWS_A_LINE = 14
+
+
+class AdvicePanel(DashboardPanel):
+    """The most urgent advice first. Each action is a link, as is the cross that dismisses it; a key does the first."""
+
+    NAME = "advice"
+    PLACE = "bottom"
+    ORDER = 90
+
+    DEFAULT_CSS = """
+    AdvicePanel {
+        padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
+        link-style: bold; link-color: $primary; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $background; link-background-hover: $primary;
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.advice: tuple[Advice, ...] = ()
+
+    def show(self, view: View) -> None:
+        """Draw the advice again, where it changed; keys that follow it change with it."""
+        assert isinstance(self.screen, AppScreen)
+        advice = self.screen.console.adviser.said
+        if advice != self.advice:
+            resized = len(advice) != len(self.advice)
+            self.advice = advice
+            self.refresh(layout=resized)
+            self.screen.refresh_bindings()
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """A row each, as far as that leaves room for the rest."""
+        return min(len(self.advice), max(1, viewport.height // _ROWS_A_LINE))
+
+    def render(self) -> Content:
+        """All lines."""
+        shown = self.advice[: self.size.height]
+        keyed, key = first_actionable(self.advice), key_of(self.screen, "advice.take")
+        lines = []
+        for index, advice in enumerate(shown):
+            more = len(self.advice) - len(shown) if index == len(shown) - 1 else 0
+            lines.append(advice_line(advice, index, self.size.width, key=key if index == keyed else "", more=more))
+        return fitted(self.app, Content("\n").join(lines))
+
+
+def first_actionable(advice: tuple[Advice, ...]) -> int | None:
+    """Return the index of the first with an action, which is the one that the key does."""
+    return next((index for index, each in enumerate(advice) if each.action is not None), None)
+
+
+def advice_line(advice: Advice, index: int, width: int, *, key: str = "", more: int = 0) -> Content:
+    """One piece of advice in `width` cells: the whole sentence, or the brief one where that does not fit."""
+    do = Content("")
+    if advice.action is not None:
+        label = f" {key} {advice.action.label} " if key else f" {advice.action.label} "
+        do = clickable(label, f"screen.take_advice({index})", "bold")
+    others = Content.styled(f" +{more}", "$muted") if more else Content("")
+    end = Content.assemble(others, " ", do, clickable(" × ", f"screen.dismiss_advice({index})", "bold"))
+    room = max(0, width - end.cell_length - 2)
+    sentence = advice.sentence if len(advice.sentence) <= room else text.clip(advice.brief, room)
+    return Content.assemble(("▲ ", "$warning"), f"{sentence:<{room}}", end)
