@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from itertools import count
-from pathlib import Path
 from typing import Unpack
 
 import msgspec
@@ -16,105 +13,20 @@ from engine.backends.base import LoadedModel
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, PrefixSharing
 from engine.devices import DeviceProbe, new_probe
 from engine.devices.sampler import DeviceSampler
-from engine.errors import EngineClosed, EngineError, ModelNotFound, NoModelLoaded
+from engine.errors import EngineClosed, EngineError, NoModelLoaded
 from engine.metrics.insight import InsightCollector, slo_of
 from engine.metrics.meter import Meter, ModelUsage
 from engine.metrics.publisher import SnapshotPublisher, model_reading
-from engine.models.deployment import Deployment
 from engine.models.knobs import Knobs, changed_fields
 from engine.models.manager import ModelManager, Serving
-from engine.requests.admission import embedding_params, end_tokens, resolve_params, resolve_timeout
-from engine.requests.history import RequestDetail, RequestText, text_of
-from engine.requests.request import GenerateRequest, Request, compact_ids
+from engine.requests.admission import RequestAdmission
+from engine.requests.history import RequestDetail
+from engine.requests.request import GenerateRequest
 from engine.requests.stream import RequestStream, StreamDelta
-from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot, Totals
 from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import BackendFactory, NewHost
-
-# Admission: what is asked becomes a request of the model that is to answer it, or is refused.
-
-
-class RequestAdmission:
-    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
-
-    def __init__(self, models: ModelManager, tracker: RequestTracker) -> None:
-        self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
-        self._models = models
-        self._tracker = tracker
-        self._orders = count(1)
-
-    def admit(self, asked: GenerateRequest) -> tuple[Request, Deployment]:
-        """The request, which nothing has yet, and the model that is to have it.
-
-        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its prompt has to
-        be made again for that model, the latter two end the request later.
-        """
-        deployment, prompt_of = self._destination(asked)
-        model, tokenizer = deployment.require_ready()
-        if asked.adapter and asked.adapter not in deployment.adapters:
-            raise ModelNotFound(f"{deployment.spec.name} has no adapter {asked.adapter!r}", param="adapter")
-        config = self._models.defaults
-        request_id = asked.id or f"gen-{secrets.token_hex(8)}"
-        seed = secrets.randbits(63) if asked.params.seed is None else asked.params.seed
-        params = msgspec.structs.replace(asked.params, seed=seed)
-        if prompt_of is not None:
-            params = resolve_params(asked.prompt_ids, params, deployment.spec, model, seed=seed)
-        if asked.embed:
-            params = embedding_params(params, model)
-        timeout_s = resolve_timeout(asked.timeout_s, config.timeout_s)
-        free = sum(slot.free for slot in deployment.slots())
-        self._tracker.check_room(request_id, asked.client, deployment.model_queue, config.max_queue, free)
-        request = Request(
-            id=request_id,
-            source=asked.source,
-            priority=asked.priority,
-            order=next(self._orders),
-            prompt_ids=compact_ids(asked.prompt_ids),
-            prompt_of=prompt_of,
-            params=params,
-            asked=asked.params,
-            end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
-            timeout_s=timeout_s,
-            created=asyncio.get_running_loop().time(),
-            stream=RequestStream(request_id, len(asked.prompt_ids), lambda: self._cancel(request_id)),
-            model_queue=deployment.model_queue,
-            model=asked.model,
-            adapter=asked.adapter,
-            adapter_key=deployment.adapters.key(asked.adapter),
-            client=asked.client,
-            cache_scope=self._cache_scope(asked),
-            shared_tokens=asked.shared_tokens if self.prefix_sharing == "system" and not asked.cache_salt else 0,
-            encode=asked.encode,
-            choices=asked.choices,
-            continues=asked.continues,
-            embed=asked.embed,
-        )
-        return request, deployment
-
-    def _cache_scope(self, asked: GenerateRequest) -> str:
-        """Return the scope of its pages in the prefix cache. Never "": nothing but system prompts may lie where all
-        scopes look."""
-        tenant = "" if self.prefix_sharing == "all" else asked.tenant
-        return f"{len(tenant)}:{tenant}{asked.cache_salt}"
-
-    def _cancel(self, request_id: str) -> None:
-        self._tracker.cancel(request_id)
-
-    def _destination(self, asked: GenerateRequest) -> tuple[Deployment, Path | None]:
-        """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
-        has been replaced since, and the prompt has to be made again."""
-        made_for = self._models.by_key(asked.key) if asked.key else None
-        if made_for is not None and made_for.state in ("ready", "draining"):
-            return made_for, made_for.spec.path
-        deployment, _ = self._models.named(asked.model)
-        if not asked.key:
-            return deployment, deployment.spec.path
-        if asked.encode is None or deployment.tokenizer is None:
-            raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
-        return deployment, None
-
 
 __all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
 
@@ -139,17 +51,16 @@ class Engine:
         self._meter = Meter(slo_of(config))
         self._sampler = DeviceSampler(probe, lambda: new_probe(config.devices))
         self._insight = InsightCollector(config, self._sampler, self._meter)
-        self._tracker = RequestTracker(self._meter, self._left, self._text_of)
         self._models = ModelManager(
             config.validate(),
             backend_factory=backend_factory,
             new_host=new_host,
-            tracker=self._tracker,
             meter=self._meter,
             sampler=self._sampler,
-            on_change=self._changed,
+            on_change=self.publish,
         )
-        self._admission = RequestAdmission(self._models, self._tracker)
+        self._tracker = self._models.tracker
+        self._admission = RequestAdmission(self._models)
         self._publisher = SnapshotPublisher(
             self._models,
             self._tracker,
@@ -284,7 +195,7 @@ class Engine:
         Raises InvalidRequest where there is none of that id, EngineClosed.
         """
         self._refuse_if_closed()
-        self._models.restart_worker(worker_id)
+        self._models.replica(worker_id)[1].restart()
 
     async def drain_worker(self, worker_id: str) -> None:
         """Let a worker finish what it has, take nothing new, and go; its model is to have one worker less from now on.
@@ -349,25 +260,14 @@ class Engine:
         return self._tracker.cancel_queued(model_queue)
 
     def finished_requests(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:
-        """See Records.finished. From any thread."""
+        """Return rows of requests that ended after the first `after` ones, oldest first, with the `after` of the next
+        call. From any thread."""
         return self._tracker.records.finished(after)
 
     def request_detail(self, request_id: str, order: int = 0) -> RequestDetail:
         """All about a request, live or ended; of several of that id the newest unless `order` is given. Its text where
         the settings allow to keep it. Raises RequestNotFound."""
         return self._tracker.detail(request_id, order, texts=self.config.show_prompts)
-
-    def _text_of(self, request: Request) -> RequestText | None:
-        """What may be told of its text: nothing, unless the settings allow it."""
-        if not self.config.show_prompts:
-            return None
-        deployment = self._models.of_lane(request.model_queue)
-        tokenizer = deployment.tokenizer if deployment is not None else None
-        return text_of(tokenizer, request.prompt_ids, request.generated) if tokenizer is not None else None
-
-    def _left(self, request: Request) -> None:
-        """A request ended: its worker stops computing it, and the next one takes its place."""
-        self._models.left(request)
 
     def _refuse_if_closed(self) -> None:
         if self._refusing:
@@ -432,11 +332,6 @@ class Engine:
     def publish_for(self, hertz: float) -> None:
         """Publish snapshots as often as a screen shows them, and 4 times a second at least; from any thread."""
         self._publisher.publish_for(hertz)
-
-    def _changed(self) -> None:
-        """A worker or the model changed: there may be free places, and there is something to show."""
-        self._models.dispatch()
-        self._publisher.publish()
 
     async def _close(self, drain_s: float) -> None:
         await self._models.close(drain_s, _shut_down())

@@ -12,37 +12,35 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from engine.backends.base import LoadedModel
-from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
+from engine.config import DeviceShare, EngineConfig, ModelSpec
 from engine.errors import (
-    ContextLengthExceeded,
     EngineError,
     ErrorInfo,
     InsufficientMemory,
-    InvalidRequest,
     LoadCancelled,
     ModelLoadFailed,
-    ModelNotFound,
     NoModelLoaded,
 )
 from engine.models.attached_adapters import ModelAdapters
-from engine.models.engine_context import EngineContext
-from engine.models.handover import Handover
+from engine.models.handover import Handover, retokenize
 from engine.models.knobs import knob_changes
 from engine.placement.load_history import PlacementPlanner
 from engine.placement.plan import Placement
-from engine.requests.admission import embedding_params, end_tokens, resolve_params
-from engine.requests.request import Encode, Request, compact_ids
+from engine.requests.request import Request
 from engine.scheduling.queue import Dispatcher, ModelQueue, Slot
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
 from engine.system.runtime import run_detached
 from engine.text.tokenizer import Tokenizer
 from engine.workers.pool import Pool
 from engine.workers.replica import Replica
+
+if TYPE_CHECKING:
+    from engine.models.manager import ModelManager
 
 _RETRY_AFTER_S = 5
 _WARM_UP_S = 1.0
@@ -75,11 +73,13 @@ class IllegalTransition(RuntimeError):
 class Deployment:
     """One model. key: unique in the engine; config: the engine's settings with this model's knobs.
 
-    gone: set once it has ended and holds nothing any more.  handover: while another model is being loaded in its place,
-    or it in another's.  successor: what has replaced it.  retired_by: the handover that has it leave, if one does.
+    models: all of the engine's, which share devices, requests and the meter.  pool: its workers, while it has its
+    memory.  desired: the state that it moves to.
+    ended: set once nothing is left of it.  handover: while another model is being loaded in its place, or it in
+    another's.  successor: the model that has replaced it.  retired_by: the handover that has it leave, if one does.
     """
 
-    def __init__(self, key: str, spec: ModelSpec, config: EngineConfig, context: EngineContext) -> None:
+    def __init__(self, key: str, spec: ModelSpec, config: EngineConfig, models: ModelManager) -> None:
         self.key = key
         self.spec = spec
         self.config = config
@@ -87,17 +87,17 @@ class Deployment:
         self._salt = secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
         self.model_queue = ModelQueue(queue, spec.name, _now())
-        context.meter.add_model(spec.name)
+        models.meter.add_model(spec.name)
         self.adapters = ModelAdapters()
-        self.gone = asyncio.Event()
+        self.ended = asyncio.Event()
         self.handover: Handover | None = None
         self.successor: Deployment | None = None
         self.retired_by: Handover | None = None
-        self._context = context
-        self._fitting = PlacementPlanner(spec, context.ledger)
-        self._pool: Pool | None = None
+        self.models = models
+        self.pool: Pool | None = None
+        self.desired: Desired = "serving"
+        self._planner = PlacementPlanner(spec, models.load_history)
         self._status = ModelStatus(since_s=time.time())
-        self._desired: Desired = "serving"
         self._slept = False
         self._wants_memory_of: Sequence[Deployment] = ()
         self._work: asyncio.Task[LoadedModel] | None = None
@@ -116,14 +116,9 @@ class Deployment:
         return self._status.state
 
     @property
-    def desired(self) -> Desired:
-        """The state that it moves to."""
-        return self._desired
-
-    @property
     def arriving(self) -> bool:
         """Whether it is on its way to being ready."""
-        return self._desired == "serving" and self.state in ("unloaded", "loading", "idle", "unloading")
+        return self.desired == "serving" and self.state in ("unloaded", "loading", "idle", "unloading")
 
     @property
     def model(self) -> LoadedModel | None:
@@ -132,16 +127,16 @@ class Deployment:
 
     def status(self) -> ModelStatus:
         """Its status now."""
-        progress = self._pool.progress() if self._pool is not None and self.state == "loading" else None
+        progress = self.pool.progress() if self.pool is not None and self.state == "loading" else None
         return msgspec.structs.replace(self._status, progress=progress)
 
     def replicas(self) -> tuple[Replica, ...]:
         """Its workers, oldest first."""
-        return tuple(self._pool) if self._pool is not None else ()
+        return tuple(self.pool) if self.pool is not None else ()
 
     def slots(self) -> list[Slot]:
         """The workers that take requests; while it drains, they still take those that wait."""
-        return self._pool.slots() if self._pool is not None and self.state in ("ready", "draining") else []
+        return self.pool.slots() if self.pool is not None and self.state in ("ready", "draining") else []
 
     def require_ready(self) -> tuple[LoadedModel, Tokenizer]:
         """The loaded model and tokenizer; a draining model still takes what is meant for it. Raises NoModelLoaded."""
@@ -168,14 +163,14 @@ class Deployment:
     @property
     def asleep(self) -> bool:
         """Whether it sleeps, falls asleep or wakes up: `serve` makes it answer."""
-        if self._desired == "gone":
+        if self.desired == "gone":
             return False
         return self.state in ("idle", "unloading") or (self.state == "loading" and self._slept)
 
     @property
     def unloading(self) -> bool:
         """Whether an operator has it leave."""
-        leaves = self._desired == "gone" and self.retired_by is None
+        leaves = self.desired == "gone" and self.retired_by is None
         return leaves and self.state in ("ready", "draining", "unloading")
 
     @property
@@ -184,7 +179,7 @@ class Deployment:
         return self._work is not None and not self._work.done()
 
     def places(self) -> Iterator[tuple[str, Request]]:
-        """See ModelQueue.places."""
+        """Return every request of the model with the place where it is. Raises AssertionError; see ModelQueue."""
         return self.model_queue.places(request for replica in self.replicas() for request in replica.active.values())
 
     # -- what others want ---------------------------------------------------------------------------------------
@@ -194,8 +189,8 @@ class Deployment:
 
         wants_memory_of: failed models that leave; it is placed once they are gone.
         """
-        assert not self.gone.is_set(), f"{self.key} is gone"
-        self._desired, self._wants_memory_of = "serving", wants_memory_of
+        assert not self.ended.is_set(), f"{self.key} is gone"
+        self.desired, self._wants_memory_of = "serving", wants_memory_of
         if self.owner is None:
             self._go("loading")
             self.owner = run_detached(self._own())
@@ -211,24 +206,24 @@ class Deployment:
 
     def sleep(self) -> None:
         """Want its memory back until it is asked for again; a request that came meanwhile keeps it awake."""
-        if self._desired == "serving":
-            self._desired = "asleep"
+        if self.desired == "serving":
+            self.desired = "asleep"
             self._signal.set()
 
     def retire(self, drain_s: float | None, error: EngineError, *, by: Handover | None = None) -> None:
         """Want it gone: running requests have `drain_s` (None: as long as they take), then they end with `error`, or
         move where the handover lets them. `gone` is set when nothing is left of it."""
-        self._desired = "gone"
+        self.desired = "gone"
         self._leave_at = None if drain_s is None else _now() + drain_s
         self._leave_error, self.retired_by = error, by
         if self.owner is None:
-            self.gone.set()
+            self.ended.set()
         self._signal.set()
 
     def keep(self) -> None:
         """Take back a `retire` where it still answers."""
-        if self._desired == "gone" and self.state in ("ready", "draining"):
-            self._desired, self._leave_at, self.retired_by = "serving", None, None
+        if self.desired == "gone" and self.state in ("ready", "draining"):
+            self.desired, self._leave_at, self.retired_by = "serving", None, None
             self._signal.set()
 
     def cancel_load(self) -> asyncio.Future[LoadedModel] | None:
@@ -237,7 +232,7 @@ class Deployment:
             return None
         arrival = self.arrival()
         if self._slept or self.state == "unloading":
-            self._desired, self._load_error = "asleep", self._cancelled()
+            self.desired, self._load_error = "asleep", self._cancelled()
             self._signal.set()
         else:
             self.retire(0, self._cancelled())
@@ -251,7 +246,7 @@ class Deployment:
 
     async def _own(self) -> None:
         """Move towards what is desired until it is gone."""
-        while not (self._desired == "gone" and self.state == "unloaded"):
+        while not (self.desired == "gone" and self.state == "unloaded"):
             self._signal.clear()
             try:
                 if not await self._advance():
@@ -260,17 +255,18 @@ class Deployment:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
                 await self._collapse(error)
         self._arrived(self._load_error or self._cancelled())
-        self.gone.set()
-        self._context.changed()
+        self.ended.set()
+        self.models.changed()
 
     async def _advance(self) -> bool:
         """Make the next transition; False where there is none to make now."""
-        state, desired = self.state, self._desired
+        state, desired = self.state, self.desired
+        dead = self.pool.all_dead() if self.pool is not None else None
         if state == "loading" or (state == "idle" and desired == "serving"):
             await self._load()
         elif state == "idle" and desired == "gone":
             self._go("unloaded")
-        elif state in ("ready", "draining") and (dead := self._all_dead()) is not None:
+        elif state in ("ready", "draining") and dead is not None:
             self._fail(dead)
         elif state == "ready" and desired == "gone":
             self._go("draining")
@@ -278,7 +274,7 @@ class Deployment:
             if self.model_queue.idle:
                 await self._unload("idle")
             else:
-                self._desired = "serving"
+                self.desired = "serving"
         elif state == "draining" and desired != "gone":
             self._go("ready")
         elif (state == "draining" and self._drained()) or (state == "failed" and desired == "gone"):
@@ -300,15 +296,15 @@ class Deployment:
             if self.retired_by is not None:
                 self.retired_by.expire()
             else:
-                self._context.tracker.end(self.model_queue.live, self._leave_error.info)
+                self.models.tracker.end(self.model_queue.live, self._leave_error.info)
             self._signal.set()
 
     def _settle(self) -> None:
         """It is where it was to go, or cannot get there: who waits for it learns so."""
-        if self.state == "ready" and self._desired == "serving":
+        if self.state == "ready" and self.desired == "serving":
             assert self.model is not None
             self._arrived(self.model)
-        elif self.state == "failed" or (self.state == "idle" and self._desired == "asleep"):
+        elif self.state == "failed" or (self.state == "idle" and self.desired == "asleep"):
             self._arrived(self._load_error or self.not_ready())
 
     def _arrived(self, result: LoadedModel | EngineError) -> None:
@@ -328,11 +324,11 @@ class Deployment:
             self._go("loading")
         work = self._work = run_detached(self._bring_up())
         work.add_done_callback(lambda _: self._signal.set())
-        while not work.done() and self._desired == "serving":
+        while not work.done() and self.desired == "serving":
             await self._signal.wait()
             self._signal.clear()
         error: EngineError | None = None
-        if self._desired != "serving":
+        if self.desired != "serving":
             error = self._cancelled()
             self._abandon(self._leave_error)
             work.cancel()
@@ -351,12 +347,11 @@ class Deployment:
                 self.handover.complete()
             return
         self._load_error = error
-        await self._stop_workers()
-        await self._close_tokenizer()  # before any look at what is desired
+        await self._release_memory()  # before any look at what is desired
         if self._slept:
-            self._desired = "asleep" if self._desired == "serving" else self._desired
+            self.desired = "asleep" if self.desired == "serving" else self.desired
             self._go("idle")
-        elif self._desired == "serving":
+        elif self.desired == "serving":
             self._fail(error.info)
         else:
             self._go("unloaded")
@@ -368,15 +363,16 @@ class Deployment:
     async def _bring_up(self) -> LoadedModel:
         """Read the folder, find places, start the workers, and wait for the first. Cancelled at any point, it leaves
         the workers that it started to `_load`."""
-        async with self._context.load_lock:
+        async with self.models.load_lock:
             for each in self._wants_memory_of:
-                await each.gone.wait()
+                await each.ended.wait()
             await self._read()
-            await self._context.sample()
+            await self.models.sample_devices()
             placements = await self._find_places()
-            self._pool = self._new_pool()
-            self._pool.grow(placements)
-            return await self._pool.first_ready()
+            self.pool = Pool(self, msgspec.structs.replace(self.spec, prefix_salt=self._salt))
+            self.adapters.give(self.pool)
+            self.pool.grow(placements)
+            return await self.pool.first_ready()
 
     async def _find_places(self) -> list[Placement]:
         """Places for its workers, beside the model that it replaces, or in its memory once that is gone.
@@ -387,58 +383,48 @@ class Deployment:
         try:
             return self.place(
                 self.config.num_workers,
-                self._context.devices(),
-                later=self._context.devices(old.replicas()) if old is not None else (),
+                self.models.devices(),
+                later=self.models.devices(old.replicas()) if old is not None else (),
             )
         except InsufficientMemory:
             if self.handover is None or old is None or not old.replicas():
                 raise
-            self._place_all(self.config.num_workers, old.replicas())
+            self.place(self.config.num_workers, self.models.devices(old.replicas()))
         self.handover.make_room()
-        await old.gone.wait()
-        await self._context.sample()
-        return self._place_all(self.config.num_workers)
-
-    def _place_all(self, workers: int, gone: Sequence[Replica] = ()) -> list[Placement]:
-        return self.place(workers, self._context.devices(gone))
+        await old.ended.wait()
+        await self.models.sample_devices()
+        return self.place(self.config.num_workers, self.models.devices())
 
     async def _unload(self, state: ModelState) -> None:
         """unloading, then `state`: "unloaded" or "idle"."""
-        self._context.tracker.end(self.model_queue.live, self._leave_error.info)
+        self.models.tracker.end(self.model_queue.live, self._leave_error.info)
         self._go("unloading")
-        await self._stop_workers()
-        await self._close_tokenizer()
+        await self._release_memory()
         self._go(state)
 
-    async def _stop_workers(self) -> None:
-        if self._pool is not None:
-            await self._pool.stop()
-        self._pool = None
+    async def _release_memory(self) -> None:
+        """Stop the workers, and the process of the chat template."""
+        if self.pool is not None:
+            await self.pool.stop()
+        self.pool = None
         self.adapters.give(None)
+        if self.tokenizer is not None:
+            await self.tokenizer.close()
 
     async def _collapse(self, error: Exception) -> None:
         """The owner itself failed: nothing runs on, and what waits learns why."""
         failure = _as_load_error(self.spec.name, error)
         self._load_error = failure
         self._abandon(failure)
-        await self._stop_workers()
-        await self._close_tokenizer()
+        await self._release_memory()
         if self.state != "failed":
             self._fail(failure.info)
-
-    async def _close_tokenizer(self) -> None:
-        """End the process of its chat template."""
-        if self.tokenizer is not None:
-            await self.tokenizer.close()
 
     def _drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""
         handover = self.handover
         returning = handover is not None and handover.old is self and handover is not self.retired_by and handover.held
         return self.model_queue.idle and not returning
-
-    def _all_dead(self) -> ErrorInfo | None:
-        return self._pool.all_dead() if self._pool is not None else None
 
     def _revived(self) -> LoadedModel | None:
         return next((replica.model for replica in self.replicas() if replica.state == "ready"), None)
@@ -454,26 +440,26 @@ class Deployment:
         """Change the state, log it and show it. model: the result of a load, kept until the memory is given back."""
         self._allow(state)
         if model is not None:
-            self._context.meter.add_model(self.spec.name, model.max_model_len)
+            self.models.meter.add_model(self.spec.name, model.max_model_len)
         if state == "unloaded":
             self.tokenizer = None
         kept = self.model if state in ("ready", "draining", "unloading") else None
         self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
         _log.info("%s: %s", self.spec.name, state)
-        self._context.changed()
+        self.models.changed()
 
     def _fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
         self._allow("failed")
-        if self._pool is None:  # else a dead worker may be restarted
+        if self.pool is None:  # else a dead worker may be restarted
             self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
         _log.error("%s: failed: %s", self.spec.name, error.message)
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
             handover.rescue()
-        self._context.tracker.end(self.model_queue.live, error)
-        self._context.changed()
+        self.models.tracker.end(self.model_queue.live, error)
+        self.models.changed()
 
     def _allow(self, state: ModelState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -483,9 +469,9 @@ class Deployment:
 
     def dispatch(self) -> None:
         """Give waiting requests to workers with a free place."""
-        if self.model_queue.queued and self._pool is not None:
-            for request, worker in self._context.tracker.assign(self.model_queue, self.slots()):
-                self._pool[worker].submit(request)
+        if self.model_queue.queued and self.pool is not None:
+            for request, worker in self.models.tracker.assign(self.model_queue, self.slots()):
+                self.pool[worker].submit(request)
 
     def take(self, request: Request) -> None:
         """Queue a request that waits; one whose prompt another model's tokenizer made, once it is made again.
@@ -494,92 +480,23 @@ class Deployment:
         """
         if request.prompt_of == self.spec.path or request.encode is None:
             request.model_queue = self.model_queue
-            self._context.tracker.requeue(request)
+            self.models.tracker.requeue(request)
         else:
-            self.model_queue.prepare(request, run_detached(self._prepare(request, request.encode)), _now())
+            self.model_queue.prepare(request, run_detached(retokenize(request, request.encode, self)), _now())
 
-    async def _prepare(self, request: Request, encode: Encode) -> None:
-        """Make its prompt with this model's tokenizer. Cancelled where the request ends or goes elsewhere."""
-        name = self.spec.name
-        try:
-            _, tokenizer = self.require_ready()
-            request.prompt_ids = compact_ids(await encode(tokenizer))
-            request.prompt_of, request.shared_tokens = self.spec.path, 0
-            request.stream.prompt_tokens = len(request.prompt_ids)
-            self.fit(request)
-        except ContextLengthExceeded as error:
-            self._context.tracker.cut(request, error.info)
-        except EngineError as error:
-            self._context.tracker.end((request,), error.info)
-        except Exception as error:
-            _log.exception("request %s could not be moved to %s", request.id, name)
-            why = f"the request could not be moved to {name}: {type(error).__name__}: {error}"
-            self._context.tracker.end((request,), EngineError(why).info)
-        else:
-            self._context.tracker.requeue(request)
-            self.dispatch()
-
-    def fit(self, request: Request) -> None:
-        """Give a request the limits that this model has for its prompt.
-
-        Raises NoModelLoaded, InvalidRequest, and ContextLengthExceeded where there is no room for another token.
-        """
-        model, tokenizer = self.require_ready()
-        params = resolve_params(request.prompt_ids, request.asked, self.spec, model, seed=request.params.seed or 0)
-        if request.embed:
-            params = embedding_params(params, model)
-        if request.generated and len(request.generated) >= (params.max_tokens or 0):
-            raise ContextLengthExceeded("the answer has all the tokens that there is room for")
-        request.params = params
-        request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)
-
-    def left(self, request: Request) -> None:
-        """A request ended: it leaves its worker, and adapters that were kept for it alone may go."""
-        self._release(request)
-        self.adapters.settle(self._adapter_users())
-        if self._desired != "serving":
+    def finished(self, request: Request) -> None:
+        """Take a request that ended from its worker, and let go of adapters that were there for it alone."""
+        self.release(request)
+        self.adapters.settle(self.adapter_users())
+        if self.desired != "serving":
             self._signal.set()
 
-    def take_running(self) -> None:
-        """Take every request from its worker; they wait again, with what they have so far."""
-        for request in [each for each in self.model_queue.live if each.worker is not None]:
-            self._release(request)
-            self._context.tracker.requeue(request)
+    def release(self, request: Request) -> None:
+        """Take a request from its worker, if it has one."""
+        if self.pool is not None and request.worker is not None:
+            self.pool.release(request)
 
-    def _release(self, request: Request) -> None:
-        if self._pool is not None and request.worker is not None:
-            self._pool.release(request)
-
-    # -- adapters -----------------------------------------------------------------------------------------------
-
-    async def attach(self, adapter: AdapterSpec) -> AdapterSpec:
-        """Make an adapter usable on every worker; returns it with its version when all that are ready have it.
-
-        Raises InvalidRequest or ModelLoadFailed with nothing changed, where one of them could not take it.
-        """
-        model, _ = self.require_ready()
-        if not model.adapters_per_request:
-            raise InvalidRequest(
-                f"the {model.backend} backend applies an adapter to every request: load {self.spec.name} with --lora",
-                param="adapter",
-            )
-        attached = await self.adapters.attach(adapter, self._adapter_users())
-        _log.info("%s: adapter %s attached", self.spec.name, adapter.name)
-        self._context.changed()
-        return attached
-
-    def detach(self, name: str) -> None:
-        """New requests cannot name it any more; its memory is free when the last that uses it has ended.
-
-        Raises ModelNotFound.
-        """
-        if name not in self.adapters:
-            raise ModelNotFound(f"{self.spec.name} has no adapter {name!r}", param="name", model=name)
-        self.adapters.detach(name, self._adapter_users())
-        _log.info("%s: adapter %s detached", self.spec.name, name)
-        self._context.changed()
-
-    def _adapter_users(self) -> Iterator[Request]:
+    def adapter_users(self) -> Iterator[Request]:
         """Its requests, with those that a handover holds: they may come back, or take their adapters along."""
         yield from self.model_queue
         handover = self.retired_by or self.handover
@@ -591,7 +508,7 @@ class Deployment:
     async def _read(self) -> None:
         """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
         try:
-            await self._fitting.read()
+            await self._planner.read()
             if self.tokenizer is None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
         except OSError as error:
@@ -604,106 +521,64 @@ class Deployment:
 
         later: the devices without the workers that these replace.
         """
-        return self._fitting.place(workers, self.config, devices, held=bool(self.replicas()), later=later)
+        return self._planner.place(workers, self.config, devices, held=bool(self.replicas()), later=later)
 
-    def _place_anew(self, spec: ModelSpec) -> Placement | None:
-        return self._fitting.anew(spec, self.config, self._context.devices())
+    def place_again(self, spec: ModelSpec) -> Placement | None:
+        """Return where a worker goes whose devices are not there any more; None while they are, or without room."""
+        return self._planner.anew(spec, self.config, self.models.devices())
 
-    def _loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
-        run_detached(self._fitting.note(placement, used, resident_bytes))
+    def worker_loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
+        """Note what a worker's load really took of each device, and of its process."""
+        run_detached(self._planner.note(placement, used, resident_bytes))
 
     # -- workers and knobs --------------------------------------------------------------------------------------
-
-    def share_cores(self) -> None:
-        """The number of all workers is another one."""
-        if self._pool is not None:
-            self._pool.share_cores()
 
     def place_more(self, workers: int, devices: Sequence[DeviceReading]) -> list[Placement]:
         """Placements for the workers that are missing to `workers`, beyond those that drain and can be kept.
 
         Raises InsufficientMemory, also where that many will not fit once the model has left that it waits for.
         """
-        if self._pool is None or self.state == "unloading":
+        if self.pool is None or self.state == "unloading":
             handover = self.handover
             if handover is not None and handover.new is self and handover.old.retired_by is handover:
-                self._place_all(workers, handover.old.replicas())
+                self.place(workers, self.models.devices(handover.old.replicas()))
             return []
-        kept = sum(replica.state not in ("failed", "stopping") for replica in self._pool)
+        kept = sum(replica.state not in ("failed", "stopping") for replica in self.pool)
         missing = max(0, workers - kept)
         return self.place(missing, devices) if missing else []
 
-    def turn(self, config: EngineConfig, placements: Sequence[Placement] | None) -> None:
+    def reconfigure(self, config: EngineConfig, placements: Sequence[Placement] | None) -> None:
         """Take new knobs; growth and shrinking go on in the background.
 
         placements: of the workers that are missing, those that failed counted in; None leaves the workers as they are.
         """
         before, self.config = self.config, config
         self._mark(before)
-        if self._pool is None:
-            return
-        if config.max_prompts != before.max_prompts:
-            self._pool.set_max_prompts(config.max_prompts)
-        if config.step_tokens != before.step_tokens:
-            self._pool.set_step_tokens(config.step_tokens)
-        if config.threads != before.threads:
-            self._pool.set_threads(config.threads)
-        if placements is not None:
-            self._pool.resize(config.num_workers, placements)
+        if self.pool is not None:
+            self.pool.reconfigure(before, config, placements)
 
     def drain_worker(self, worker_id: str) -> None:
         """Let one worker finish what it has and go; there is to be one less. One that goes already does so.
 
         Raises InvalidRequest where no worker would be left to answer.
         """
-        if self._pool is None or (leaving := self._pool[worker_id]) not in self._pool.staying:
-            return
-        others = [replica for replica in self._pool.staying if replica is not leaving]
-        if not others or (leaving.state != "failed" and all(replica.state == "failed" for replica in others)):
-            raise InvalidRequest(
-                f"{worker_id} is the last worker of {self.spec.name}: unload the model instead", param="worker"
-            )
-        before = self.config
-        self.config = msgspec.structs.replace(before, num_workers=max(1, before.num_workers - 1))
-        self._mark(before)
-        self._pool.shed(leaving)
+        if self.pool is not None and self.pool.drain_worker(worker_id):
+            before = self.config
+            self.config = msgspec.structs.replace(before, num_workers=max(1, before.num_workers - 1))
+            self._mark(before)
 
     def _mark(self, before: EngineConfig) -> None:
-        """A mark for each knob that was turned."""
-        meter, model = self._context.meter, self.spec.name
+        """Mark each knob that was changed in the history."""
+        meter, model = self.models.meter, self.spec.name
         for turn in knob_changes(before, self.config):
             meter.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
             _log.info("%s: %s", model, turn)
 
-    @property
-    def settled(self) -> bool:
-        """Whether its workers are as the knobs ask for."""
-        replicas, config = self.replicas(), self.config
-        as_many = len(replicas) == config.num_workers and all(replica.state == "ready" for replica in replicas)
-        return as_many and all(len(replica.active) <= config.max_prompts for replica in replicas)
-
-    def _new_pool(self) -> Pool:
-        pool = Pool(
-            msgspec.structs.replace(self.spec, prefix_salt=self._salt),
-            self.config,
-            new_host=self._context.new_host,
-            place_anew=self._place_anew,
-            new_id=self._context.new_worker_id,
-            count=self._context.num_workers,
-            model_queue=self.model_queue,
-            tracker=self._context.tracker,
-            meter=self._context.meter,
-            busy=self._context.busy,
-            on_loaded=self._loaded,
-            on_change=self._pool_changed,
-        )
-        self.adapters.give(pool)
-        return pool
-
-    def _pool_changed(self) -> None:
+    def workers_changed(self) -> None:
+        """Look again: a worker's state or progress is another one, or requests came back to the queue."""
         self.adapters.changed()
         self._signal.set()
-        self._context.changed()
+        self.models.changed()
 
 
 def _as_load_error(name: str, error: BaseException) -> EngineError:

@@ -6,15 +6,19 @@ with it to the end. Where both are the same folder with other settings, all of t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextLengthExceeded, EngineError, NoModelLoaded
-from engine.requests.request import Request
+from engine.requests.admission import fit_request
+from engine.requests.request import Encode, Request, compact_ids
 from engine.requests.tracker import RequestTracker
 
 if TYPE_CHECKING:
     from engine.models.deployment import Deployment
+
+_log = logging.getLogger("engine")
 
 DRAIN_S = 30.0
 """Seconds that a replaced model has for what it runs, where its memory is needed or where all of it can move."""
@@ -55,7 +59,7 @@ class Handover:
         """The new model is ready: it gets what is held and what still waits, and the old one leaves."""
         self._detach()
         self.old.successor = self.new
-        if not self.old.gone.is_set():
+        if not self.old.ended.is_set():
             self._hold()
             self._retire_old(DRAIN_S if self.same_model else None)
         self._deliver()
@@ -77,7 +81,7 @@ class Handover:
     def expire(self) -> None:
         """The old model's time is up: what it still has moves where it can, and ends where it cannot."""
         if self.same_model:
-            self.old.take_running()
+            self._requeue_running()
             self._held += self.old.model_queue.take_waiting()
             if self.old.successor is not None:
                 self._deliver()
@@ -110,6 +114,12 @@ class Handover:
         old, new = self.old.spec.name, self.new.spec.name
         return NoModelLoaded(f"{old} was unloaded to load {new} before the answer was complete", state="unloaded")
 
+    def _requeue_running(self) -> None:
+        """Take every request of the old model from its worker; they wait again, with what they have so far."""
+        for request in [each for each in self.old.model_queue.live if each.worker is not None]:
+            self.old.release(request)
+            self._tracker.requeue(request)
+
     def _hold(self) -> None:
         """Take what waits and can move out of the old queue."""
         for request in self.old.model_queue.take_waiting():
@@ -130,12 +140,11 @@ class Handover:
         while self._held:  # what is still held keeps its adapters at the old model, also where one before it ends
             request = self._held.pop(0)
             try:
-                if heir.gone.is_set() or not self._may_move(request, heir):
+                if heir.ended.is_set() or not self._may_move(request, heir):
                     raise self._gone()
+                model, tokenizer = heir.require_ready()
                 if request.prompt_of == heir.spec.path:
-                    heir.fit(request)
-                else:
-                    heir.require_ready()
+                    fit_request(request, heir.spec, model, tokenizer)
                 if request.adapter_key:
                     heir.adapters.keep(request.adapter_key, self.old.adapters)
             except ContextLengthExceeded as error:
@@ -149,3 +158,27 @@ class Handover:
     def _may_move(self, request: Request, to: Deployment) -> bool:
         anywhere = not request.model and not request.adapter and request.encode is not None
         return self.old.spec.path == to.spec.path or (anywhere and not request.generated)
+
+
+async def retokenize(request: Request, encode: Encode, model: Deployment) -> None:
+    """Make the prompt of a request with a model's tokenizer, and queue it there; where that cannot be, the request ends
+    with the reason. Cancelled where the request ends or goes elsewhere."""
+    name, tracker = model.spec.name, model.models.tracker
+    try:
+        _, tokenizer = model.require_ready()
+        request.prompt_ids = compact_ids(await encode(tokenizer))
+        request.prompt_of, request.shared_tokens = model.spec.path, 0
+        request.stream.prompt_tokens = len(request.prompt_ids)
+        loaded, tokenizer = model.require_ready()
+        fit_request(request, model.spec, loaded, tokenizer)
+    except ContextLengthExceeded as error:
+        tracker.cut(request, error.info)
+    except EngineError as error:
+        tracker.end((request,), error.info)
+    except Exception as error:
+        _log.exception("request %s could not be moved to %s", request.id, name)
+        why = f"the request could not be moved to {name}: {type(error).__name__}: {error}"
+        tracker.end((request,), EngineError(why).info)
+    else:
+        tracker.requeue(request)
+        model.dispatch()

@@ -6,6 +6,7 @@ It loads, replaces and unloads them by sending each deployment what it is to bec
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,11 +33,11 @@ from engine.errors import (
 )
 from engine.metrics.meter import Meter
 from engine.models.deployment import Deployment
-from engine.models.engine_context import EngineContext
 from engine.models.handover import Handover
 from engine.placement.load_history import LoadHistoryFile
 from engine.placement.occupancy import with_reservations
 from engine.placement.plan import Placement
+from engine.requests.history import RequestText, text_of
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker
 from engine.scheduling.queue import ModelQueue
@@ -44,6 +45,8 @@ from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import BackendFactory, NewHost, host_factory
 from engine.workers.replica import Replica
+
+_log = logging.getLogger("engine")
 
 _MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")
 """States, the best first, in which a deployment is what its name means."""
@@ -66,9 +69,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelManager:
-    """Deployments in order of their coming. defaults: the settings that the next model begins with.
+    """Deployments in order of their coming, and what they share. defaults: the settings of the next model.
 
     first: the model that requests without a name go to.  on_change: called after every change.
+    load_lock: of the one model that loads, from before its placement until a worker is ready.
     """
 
     def __init__(
@@ -77,36 +81,26 @@ class ModelManager:
         *,
         backend_factory: BackendFactory | None,
         new_host: NewHost | None = None,
-        tracker: RequestTracker,
         meter: Meter,
         sampler: DeviceSampler,
-        on_change: Callable[[], None],
+        on_change: Callable[[], object],
     ) -> None:
         self.defaults = config
         self.first: Deployment | None = None
+        self.meter = meter
+        self.tracker = RequestTracker(self, meter)
         self.busy_time = BusyTime()
+        self.load_history = LoadHistoryFile(config.state_dir) if config.state_dir is not None else None
+        self.load_lock = asyncio.Lock()
+        self.new_host = new_host or host_factory(config, backend_factory)
         self._deployments: list[Deployment] = []
         self._ever: WeakSet[Deployment] = WeakSet()
         self._numbers = count(1)
-        self._tracker = tracker
-        self._meter = meter
         self._sampler = sampler
         self._on_change = on_change
         self._num_workers = 0
         self._waiting = 0
         self._closed = False
-        self._context = EngineContext(
-            tracker=tracker,
-            meter=meter,
-            busy=self.busy_time,
-            ledger=LoadHistoryFile(config.state_dir) if config.state_dir is not None else None,
-            new_host=new_host or host_factory(config, backend_factory),
-            devices=self.devices,
-            sample=self._sample,
-            new_worker_id=self._new_worker_id,
-            num_workers=lambda: len(self.replicas()),
-            changed=self._changed,
-        )
 
     def __iter__(self) -> Iterator[Deployment]:
         return iter(self._deployments)
@@ -146,8 +140,7 @@ class ModelManager:
         """The deployment of that key, where it still is."""
         return next((deployment for deployment in self if deployment.key == key), None)
 
-    def of_lane(self, model_queue: ModelQueue) -> Deployment | None:
-        """The deployment whose queue this is."""
+    def _by_queue(self, model_queue: ModelQueue) -> Deployment | None:
         return next((deployment for deployment in self if deployment.model_queue is model_queue), None)
 
     # -- workers and devices ------------------------------------------------------------------------------------
@@ -167,17 +160,20 @@ class ModelManager:
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """See Engine.devices."""
         gone = () if without is None else self.named(without)[0].replicas()
-        await self._sample()
+        await self.sample_devices()
         return self.devices(gone)
 
-    async def _sample(self) -> None:
+    async def sample_devices(self) -> None:
+        """Read the devices again."""
         await self._sampler.read(self.pids())
 
-    def _new_worker_id(self) -> str:
+    def new_worker_id(self) -> str:
+        """Return an id that no worker has."""
         taken = {replica.id for replica in self.replicas()}
         return next(name for name in (f"w{number}" for number in count()) if name not in taken)
 
-    def _replica(self, worker_id: str) -> tuple[Deployment, Replica]:
+    def replica(self, worker_id: str) -> tuple[Deployment, Replica]:
+        """Return the worker of an id, and its model. Raises InvalidRequest where there is none."""
         for deployment in self:
             for replica in deployment.replicas():
                 if replica.id == worker_id:
@@ -237,12 +233,19 @@ class ModelManager:
         if wakes and (error := awaited.exception()) is not None and not self._closed:
             raise deployment.not_ready() if isinstance(error, LoadCancelled) else error
 
-    def left(self, request: Request) -> None:
-        """A request ended: it leaves its worker, and others may take its place."""
-        deployment = self.of_lane(request.model_queue)
+    def finished(self, request: Request) -> None:
+        """RequestOwner: it leaves its worker, and others may take its place."""
+        deployment = self._by_queue(request.model_queue)
         if deployment is not None:
-            deployment.left(request)
+            deployment.finished(request)
         self.dispatch()
+
+    def text_of(self, request: Request) -> RequestText | None:
+        """RequestOwner: nothing, unless the settings allow it."""
+        deployment = self._by_queue(request.model_queue) if self.config.show_prompts else None
+        if deployment is None or deployment.tokenizer is None:
+            return None
+        return text_of(deployment.tokenizer, request.prompt_ids, request.generated)
 
     def dispatch(self) -> None:
         """Give waiting requests to workers with a free place."""
@@ -257,7 +260,7 @@ class ModelManager:
             raise EngineBusy(busy, state="busy")
         failed = [each for each in self if each.state == "failed" and not (beside and each.replicas())]
         old = self._replaced_by(spec, beside, [each for each in self if each.desired != "gone" and each not in failed])
-        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self._context)
+        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self)
         for each in failed:
             each.retire(0, each.not_ready())
         self._deployments.append(new)
@@ -265,7 +268,7 @@ class ModelManager:
         if self.first is None or self.first in failed:
             self.first = new
         if old is not None:
-            Handover(old, new, self._tracker)
+            Handover(old, new, self.tracker)
         return await asyncio.shield(new.serve(failed))
 
     async def cancel_load(self) -> None:
@@ -283,7 +286,7 @@ class ModelManager:
         for each in leaving:
             each.retire(drain_s, error)
         for each in leaving:
-            await each.gone.wait()
+            await each.ended.wait()
 
     async def close(self, drain_s: float, error: EngineError) -> None:
         """Unload everything within `drain_s`, whatever is under way."""
@@ -292,7 +295,7 @@ class ModelManager:
         for each in deployments:
             each.retire(drain_s, error)
         for each in deployments:
-            await each.gone.wait()
+            await each.ended.wait()
 
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""
@@ -317,8 +320,8 @@ class ModelManager:
         found = (handover for each in self for handover in (each.handover, each.retired_by))
         return list(dict.fromkeys(handover for handover in found if handover is not None))
 
-    def _changed(self) -> None:
-        """A deployment or a worker changed: what follows from it for the others."""
+    def changed(self) -> None:
+        """Draw the consequences of a change of a deployment or a worker for the others."""
         for handover in self._handovers():
             arrived = handover.new.state == "ready" or handover.old.state == "unloaded"
             if arrived and handover.new.handover is handover and self.first is handover.old:
@@ -332,7 +335,9 @@ class ModelManager:
         if num_workers != self._num_workers:
             self._num_workers = num_workers
             for each in self:
-                each.share_cores()
+                if each.pool is not None:
+                    each.pool.share_cores()
+        self.dispatch()
         self._on_change()
 
     def _remove(self, deployment: Deployment) -> None:
@@ -353,29 +358,25 @@ class ModelManager:
         msgspec.structs.replace(self.defaults, **changes).validate()
         grows = "num_workers" in changes
         if grows:
-            await self._sample()
+            await self.sample_devices()
         target = self.named(name)[0] if name else self.first
         planned: list[tuple[Deployment, EngineConfig, Sequence[Placement] | None]] = []
         for each in self._with_successor(target, name):
             config = msgspec.structs.replace(each.config, **changes)
             planned.append((each, config, each.place_more(config.num_workers, self.devices()) if grows else None))
         for each, config, placements in planned:
-            each.turn(config, placements)
+            each.reconfigure(config, placements)
         if target is self.first:
             self.defaults = msgspec.structs.replace(self.defaults, **changes)
-        self._changed()
-
-    def restart_worker(self, worker_id: str) -> None:
-        """See Engine.restart_worker."""
-        self._replica(worker_id)[1].restart()
+        self.changed()
 
     def drain_worker(self, worker_id: str) -> None:
         """See Engine.drain_worker."""
-        deployment, _ = self._replica(worker_id)
+        deployment, _ = self.replica(worker_id)
         deployment.drain_worker(worker_id)
         if deployment is self.first:
             self.defaults = msgspec.structs.replace(self.defaults, num_workers=deployment.config.num_workers)
-        self._changed()
+        self.changed()
 
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
         """See Engine.attach."""
@@ -386,7 +387,15 @@ class ModelManager:
         if handover is not None and not handover.same_model:
             old, new = handover.old.spec.name, handover.new.spec.name
             raise EngineBusy(f"{new} is taking the place of {old}; attach the adapter when it has", state="busy")
-        attached = await target.attach(adapter)
+        model, _ = target.require_ready()
+        if not model.adapters_per_request:
+            raise InvalidRequest(
+                f"the {model.backend} backend applies an adapter to every request: load {target.spec.name} with --lora",
+                param="adapter",
+            )
+        attached = await target.adapters.attach(adapter, target.adapter_users())
+        _log.info("%s: adapter %s attached", target.spec.name, adapter.name)
+        self.changed()
         heirs = self._heirs(target)
         if target.desired == "gone" and not heirs:
             raise NoModelLoaded(f"{target.spec.name} is being unloaded", state=target.state)
@@ -396,10 +405,13 @@ class ModelManager:
     def detach(self, adapter: str, name: str) -> None:
         """See Engine.detach."""
         target = self.named(name or adapter)[0]
-        target.detach(adapter)
-        for each in self._with_successor(target, name)[1:]:
+        if adapter not in target.adapters:
+            raise ModelNotFound(f"{target.spec.name} has no adapter {adapter!r}", param="name", model=adapter)
+        for each in self._with_successor(target, name):
             if adapter in each.adapters:
-                each.detach(adapter)
+                each.adapters.detach(adapter, each.adapter_users())
+                _log.info("%s: adapter %s detached", each.spec.name, adapter)
+        self.changed()
 
     def _heirs(self, target: Deployment) -> list[Deployment]:
         """Those of the same model that have taken, or are to take, the place of a deployment."""
@@ -429,8 +441,8 @@ class ModelManager:
         for replica in self.replicas():
             replica.check(now)
         for deployment in self:
-            if deployment.settled:
-                self._meter.settle(deployment.spec.name, time.time())
+            if deployment.pool is not None and deployment.pool.is_settled(deployment.config):
+                self.meter.settle(deployment.spec.name, time.time())
         if any(deployment.arriving for deployment in self):
             return
         heirs = {handover.heir for handover in self._handovers() if handover.same_model}
@@ -446,7 +458,7 @@ class ModelManager:
         Each live request is in exactly one place: a queue, one worker, or a handover. Each model that is listed has its
         owner, and one that is not has no workers.
         """
-        places: dict[int, list[str]] = {id(request): [] for request in self._tracker.live.values()}
+        places: dict[int, list[str]] = {id(request): [] for request in self.tracker.live.values()}
         for each in self:
             _require(each.owner is not None and not each.owner.done(), f"{each.key} has no owner")
             _require(each.state != "unloaded", f"{each.key} is listed and unloaded")
@@ -460,7 +472,7 @@ class ModelManager:
             for request in handover.held:
                 _require(id(request) in places, f"{request.id} (held) is not live")
                 places[id(request)].append("held")
-        for request in self._tracker.live.values():
+        for request in self.tracker.live.values():
             found = places[id(request)]
             _require(len(found) == 1, f"{request.id} is in {found or 'no place'}")
         _require(

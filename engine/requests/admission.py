@@ -1,16 +1,142 @@
-"""Admission: is this request one that the loaded model can answer, and what do its open settings come to? Pure."""
+"""Admission: a request becomes one of the model that is to answer it, or is refused with numbers."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import secrets
 from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.backends.base import LoadedModel
 from engine.backends.parameters import refuse_lacking
-from engine.config import ModelSpec, SamplingParams
-from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.config import ModelSpec, PrefixSharing, SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded, QueueFull
+from engine.requests.request import GenerateRequest, Request, compact_ids
+from engine.requests.stream import RequestStream
+from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.models.deployment import Deployment
+    from engine.models.manager import ModelManager
+
+_MAX_RETRY_AFTER_S = 60
+
+
+class RequestAdmission:
+    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
+
+    def __init__(self, models: ModelManager) -> None:
+        self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
+        self._models = models
+        self._orders = count(1)
+
+    def admit(self, wanted: GenerateRequest) -> tuple[Request, Deployment]:
+        """Return the request, which is in no queue yet, and the model that is to have it.
+
+        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its prompt has to
+        be made again for that model, the latter two end the request later.
+        """
+        deployment, prompt_of = self._destination(wanted)
+        model, tokenizer = deployment.require_ready()
+        if wanted.adapter and wanted.adapter not in deployment.adapters:
+            raise ModelNotFound(f"{deployment.spec.name} has no adapter {wanted.adapter!r}", param="adapter")
+        request_id = wanted.id or f"gen-{secrets.token_hex(8)}"
+        seed = secrets.randbits(63) if wanted.params.seed is None else wanted.params.seed
+        params = msgspec.structs.replace(wanted.params, seed=seed)
+        if prompt_of is not None:
+            params = resolve_params(wanted.prompt_ids, params, deployment.spec, model, seed=seed)
+        if wanted.embed:
+            params = embedding_params(params, model)
+        timeout_s = resolve_timeout(wanted.timeout_s, self._models.defaults.timeout_s)
+        self._check_room(request_id, wanted.client, deployment)
+        request = Request(
+            id=request_id,
+            source=wanted.source,
+            priority=wanted.priority,
+            order=next(self._orders),
+            prompt_ids=compact_ids(wanted.prompt_ids),
+            prompt_of=prompt_of,
+            params=params,
+            asked=wanted.params,
+            end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
+            timeout_s=timeout_s,
+            created=asyncio.get_running_loop().time(),
+            stream=RequestStream(request_id, len(wanted.prompt_ids), partial(self._models.tracker.cancel, request_id)),
+            model_queue=deployment.model_queue,
+            model=wanted.model,
+            adapter=wanted.adapter,
+            adapter_key=deployment.adapters.key(wanted.adapter),
+            client=wanted.client,
+            cache_scope=self._cache_scope(wanted),
+            shared_tokens=wanted.shared_tokens if self.prefix_sharing == "system" and not wanted.cache_salt else 0,
+            encode=wanted.encode,
+            choices=wanted.choices,
+            continues=wanted.continues,
+            embed=wanted.embed,
+        )
+        return request, deployment
+
+    def _destination(self, wanted: GenerateRequest) -> tuple[Deployment, Path | None]:
+        """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
+        has been replaced since, and the prompt has to be made again."""
+        made_for = self._models.by_key(wanted.key) if wanted.key else None
+        if made_for is not None and made_for.state in ("ready", "draining"):
+            return made_for, made_for.spec.path
+        deployment, _ = self._models.named(wanted.model)
+        if not wanted.key:
+            return deployment, deployment.spec.path
+        if wanted.encode is None or deployment.tokenizer is None:
+            raise NoModelLoaded("the model was unloaded before the request was queued", state="unloaded")
+        return deployment, None
+
+    def _check_room(self, request_id: str, client: str, deployment: Deployment) -> None:
+        """Raise InvalidRequest where there is a request of this id, QueueFull where the queue has no room for another.
+
+        Free places on workers count as room. Beyond the limit a client with less than its share of the queue is still
+        taken: no one can fill it for the others.
+        """
+        if request_id in self._models.tracker.live:
+            raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
+        limit, queue = self._models.defaults.max_queue, deployment.model_queue
+        free = sum(slot.free for slot in deployment.slots())
+        if queue.queued >= limit + free and not queue.has_share_left(client, limit):
+            raise QueueFull(
+                f"{queue.queued} requests are waiting, and {limit} may; try again later",
+                queued=queue.queued,
+                limit=limit,
+                retry_after_s=self._retry_after_s(),
+            )
+
+    def _retry_after_s(self) -> int:
+        """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
+        rate = self._models.meter.finished_per_s(asyncio.get_running_loop().time())
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
+
+    def _cache_scope(self, wanted: GenerateRequest) -> str:
+        """Return the scope of its pages in the prefix cache. Never "": nothing but system prompts may lie where all
+        scopes look."""
+        tenant = "" if self.prefix_sharing == "all" else wanted.tenant
+        return f"{len(tenant)}:{tenant}{wanted.cache_salt}"
+
+
+def fit_request(request: Request, spec: ModelSpec, model: LoadedModel, tokenizer: Tokenizer) -> None:
+    """Give a request that moves to a model the limits that the model has for its prompt.
+
+    Raises InvalidRequest, and ContextLengthExceeded where there is no room for another token.
+    """
+    params = resolve_params(request.prompt_ids, request.asked, spec, model, seed=request.params.seed or 0)
+    if request.embed:
+        params = embedding_params(params, model)
+    if request.generated and len(request.generated) >= (params.max_tokens or 0):
+        raise ContextLengthExceeded("the answer has all the tokens that there is room for")
+    request.params = params
+    request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)
 
 
 def resolve_params(
@@ -58,7 +184,7 @@ def embedding_params(params: SamplingParams, model: LoadedModel) -> SamplingPara
 def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Every id that ends the answer: the model's own unless ignore_eos, and stop_token_ids.
 
-    What is held to a grammar ends where that ends, with one of the model's own, and JSON nowhere else.
+    An answer with a grammar ends where that ends, with one of the model's own, and JSON nowhere else.
     """
     if params.grammar is not None and params.grammar.is_json:
         return tuple(eos_token_ids)

@@ -69,7 +69,7 @@ class RequestStream:
         "stays",
     )
 
-    def __init__(self, request_id: str, prompt_tokens: int, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, prompt_tokens: int, on_cancel: Callable[[], object]) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.row: RequestRow | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from engine.backends.base import BackendStats, FinishReason
-from engine.errors import ErrorInfo, InvalidRequest, QueueFull, RequestNotFound, RequestTimeout, WorkerFailed
+from engine.errors import ErrorInfo, RequestNotFound, RequestTimeout, WorkerFailed
 from engine.metrics.meter import FinishedRequest, Meter
 from engine.requests.history import RequestDetail, RequestHistory, RequestText
 from engine.requests.request import Request
@@ -20,44 +20,33 @@ from engine.worker_process.protocol import RequestOutput, StepBatch
 from engine.workers.replica import Replica
 
 _RECENT_REQUESTS = 50
-_MAX_RETRY_AFTER_S = 60
+
+
+class RequestOwner(Protocol):
+    """The models that requests belong to."""
+
+    def finished(self, request: Request) -> None:
+        """Free the place on a worker of a request that ended."""
+
+    def text_of(self, request: Request) -> RequestText | None:
+        """Return the text of a request that may be shown; None for nothing."""
 
 
 class RequestTracker:
     """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the queue of
     the model that is to answer it.
 
-    on_left: called with each request that ended, so that whoever holds its worker can free the place.
-    text_of: what is to be kept of its text, None for nothing.  records: what is kept of those that ended.
+    records: those that ended.
     """
 
-    def __init__(
-        self,
-        meter: Meter,
-        on_left: Callable[[Request], None],
-        text_of: Callable[[Request], RequestText | None],
-    ) -> None:
+    def __init__(self, owner: RequestOwner, meter: Meter) -> None:
         self.live: dict[str, Request] = {}
         self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
-        self._meter = meter
-        self._on_left = on_left
-        self._text_of = text_of
         self.records = RequestHistory()
+        self._owner = owner
+        self._meter = meter
 
     # -- in and out ---------------------------------------------------------------------------------------------
-
-    def check_room(self, request_id: str, client: str, model_queue: ModelQueue, max_queue: int, free: int) -> None:
-        """Raise QueueFull or InvalidRequest where a request of this id cannot be taken; free: places on workers. Beyond
-        `max_queue` a client is taken that has less than its share of it: nobody can fill it for the others."""
-        if request_id in self.live:
-            raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
-        if model_queue.queued >= max_queue + free and not model_queue.has_share_left(client, max_queue):
-            raise QueueFull(
-                f"{model_queue.queued} requests are waiting, and {max_queue} may; try again later",
-                queued=model_queue.queued,
-                limit=max_queue,
-                retry_after_s=self.retry_after_s(),
-            )
 
     def add(self, request: Request) -> None:
         """Take an admitted request and start its clock; it is in no queue yet."""
@@ -69,7 +58,7 @@ class RequestTracker:
     def assign(self, model_queue: ModelQueue, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
         """The requests of a queue that go to a worker now, each with its worker's id."""
         now = _now()
-        assigned = model_queue.assign(slots, now)
+        assigned = model_queue.dispatcher.assign(slots, now)
         for request, worker in assigned:
             request.timeline.taken(worker, now)
             if request.dispatched is None:
@@ -78,11 +67,11 @@ class RequestTracker:
         return assigned
 
     def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
-        """See Engine.request_detail. texts: whether texts may be told."""
+        """Return all about a request, live or ended. texts: True if texts may be shown. Raises RequestNotFound."""
         live = self.live.get(request_id)
         if live is not None and order in (0, live.order):
             detail = live.detail(live.row(_now()))
-            return msgspec.structs.replace(detail, text=self._text_of(live), texts=texts)
+            return msgspec.structs.replace(detail, text=self._owner.text_of(live), texts=texts)
         ended = self.records.detail(request_id, order, texts=texts)
         if ended is None:
             raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
@@ -112,11 +101,6 @@ class RequestTracker:
     def cut(self, request: Request, error: ErrorInfo) -> None:
         """End a request that has no room for another token: with finish "length", or `error` where it has none yet."""
         self._finish(request, "length" if request.generated else "error", None if request.generated else error)
-
-    def retry_after_s(self) -> int:
-        """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
-        rate = self._meter.finished_per_s(_now())
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
 
     # -- what workers report ------------------------------------------------------------------------------------
 
@@ -233,7 +217,7 @@ class RequestTracker:
         row = request.row(now)
         self._keep(request, row)
         request.stream.end(reason, error, row, request.timeline.stays(request.created))
-        self._on_left(request)
+        self._owner.finished(request)
 
     def _account(self, request: Request, reason: FinishReason, now: float) -> None:
         output_tokens = len(request.generated)
@@ -265,7 +249,7 @@ class RequestTracker:
             request.created,
             params=request.asked,
             adapter=request.adapter,
-            text=self._text_of(request),
+            text=self._owner.text_of(request),
         )
 
 

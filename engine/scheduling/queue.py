@@ -446,27 +446,28 @@ def _expired(request: Request, now: float) -> bool:
 
 
 class ModelQueue:
-    """The queue of one model with its decisions, and how many of its requests live. Every call is told the time.
+    """The queue of one model with its decisions, and how many of its requests live. Pure: every call gets the time.
 
-    model: its name.  longest_tokens: prompt and answer of the longest request that ended.
+    model: its name.  dispatcher: who is next, and where to.  longest_tokens: prompt and answer of the longest request
+    that ended.
     """
 
-    def __init__(self, queue: Dispatcher, model: str, now: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, model: str, now: float) -> None:
         self.model = model
+        self.dispatcher = dispatcher
         self.last_used = now
         self.longest_tokens = 0
-        self._queue = queue
         self._live: dict[str, Request] = {}
         self._prepared: dict[str, asyncio.Task[None]] = {}
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._queue) + len(self._prepared)
+        return len(self.dispatcher) + len(self._prepared)
 
     def has_share_left(self, client: str, max_queue: int) -> bool:
         """Return whether fewer requests of a client wait than its share of a queue of `max_queue`."""
-        waiting = Counter(self._queue.queued_by_client())
+        waiting = Counter(self.dispatcher.queued_by_client())
         waiting.update(self._live[request_id].client for request_id in self._prepared)
         return waiting[client] < max_queue // len(waiting.keys() | {client})
 
@@ -495,8 +496,8 @@ class ModelQueue:
         active: the requests that its workers have. Raises AssertionError where the accounts disagree.
         """
         at_work = {request.wire_id: request for request in active}
-        self._queue.check(at_work)
-        found = [("queued", request) for request in self._queue.waiting()]
+        self.dispatcher.check(at_work)
+        found = [("queued", request) for request in self.dispatcher.waiting()]
         found += [("prepared", self._live[request_id]) for request_id in self._prepared]
         found += [(request.worker or "no worker", request) for request in at_work.values()]
         assert {request.id for _, request in found} == self._live.keys(), f"{found} are not {list(self._live)}"
@@ -506,7 +507,7 @@ class ModelQueue:
         """Queue a request, new here, prepared, or back from a worker that was lost."""
         self._admit(request, now)
         self._prepared.pop(request.id, None)
-        self._queue.add(request)
+        self.dispatcher.add(request)
 
     def prepare(self, request: Request, work: asyncio.Task[None], now: float) -> None:
         """Keep a request until `work` is done with it, and queues it; `work` is cancelled where it leaves before."""
@@ -524,28 +525,15 @@ class ModelQueue:
         if (work := self._prepared.pop(request.id, None)) is not None:
             work.cancel()
         else:
-            self._queue.remove(request)
+            self.dispatcher.remove(request)
         self._live.pop(request.id, None)
 
     def take_waiting(self) -> list[Request]:
         """Take out all that wait, in order; they are in no queue then."""
-        waiting = [*self._queue.take_all(), *(self._live[request_id] for request_id in self._prepared)]
+        waiting = [*self.dispatcher.take_all(), *(self._live[request_id] for request_id in self._prepared)]
         for work in self._prepared.values():
             work.cancel()
         self._prepared.clear()
         for request in waiting:
             self._live.pop(request.id, None)
         return waiting
-
-    def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
-        """The requests that go to a worker now, each with its worker's id."""
-        return self._queue.assign(slots, now)
-
-    def stepped(self, worker: str, batch: StepBatch) -> None:
-        """A worker reports a step."""
-        self._queue.stepped(worker, batch)
-
-    def forget_workers(self, workers: Iterable[str]) -> None:
-        """These workers' pages are gone."""
-        for worker in workers:
-            self._queue.forget_worker(worker)

@@ -102,7 +102,7 @@ class _Simulation:
     def _assign(self, now: float) -> None:
         if not self._model_queue.queued or not self._slots:
             return
-        for request, name in self._model_queue.assign(self._slots, now):
+        for request, name in self._model_queue.dispatcher.assign(self._slots, now):
             station = self._by_id[name]
             station.active[request.wire_id] = request
             station.count()
@@ -181,7 +181,7 @@ class _Simulation:
     def _told(self, station: Station, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float) -> None:
         if station.known is not worker:
             return  # what it told is nobody's any more
-        self._model_queue.stepped(station.slot.worker, batch)
+        self._model_queue.dispatcher.stepped(station.slot.worker, batch)
         for output in batch.outputs:
             request = station.active.get(output.request_id)
             if request is not None:
@@ -252,7 +252,7 @@ class _Simulation:
         self._slots.remove(station.slot)
         lost, station.active = list(station.active.values()), {}
         station.count()
-        self._model_queue.forget_workers((station.slot.worker,))
+        self._model_queue.dispatcher.forget_worker(station.slot.worker)
         for request in lost:
             request.worker_died()
             request.worker = None

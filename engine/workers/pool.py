@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
-from engine.config import AdapterSpec, DeviceShare, EngineConfig, ModelSpec
-from engine.devices import BusyTime
-from engine.errors import ErrorInfo, from_info
-from engine.metrics.meter import Meter
+from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.errors import ErrorInfo, InvalidRequest, from_info
 from engine.placement.plan import Placement
 from engine.requests.request import Request
-from engine.requests.tracker import RequestTracker
-from engine.scheduling.queue import ModelQueue, Slot
-from engine.worker_process.hosts import NewHost
+from engine.scheduling.queue import Slot
 from engine.worker_process.protocol import StepBatch
 from engine.workers.desired_state import ModelDesiredState
 from engine.workers.replica import Replica
 from engine.workers.supervision import Backoff
+
+if TYPE_CHECKING:
+    from engine.models.deployment import Deployment
 
 _log = logging.getLogger("engine")
 
@@ -28,40 +28,14 @@ _log = logging.getLogger("engine")
 class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
-    place_anew: where a worker goes whose devices are not there any more; None while they are, or where none has room.
-    new_id: a worker id that no model uses.  count: the workers of all models, which share the CPU cores.
-    on_loaded: with what a new worker's load took of each device, and the bytes of its process.
-    on_change: after every change of a replica's state or progress, and when requests came back to the queue.
+    spec: of its deployment's model, as workers load it.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        config: EngineConfig,
-        *,
-        new_host: NewHost,
-        place_anew: Callable[[ModelSpec], Placement | None],
-        new_id: Callable[[], str],
-        count: Callable[[], int],
-        model_queue: ModelQueue,
-        tracker: RequestTracker,
-        meter: Meter,
-        busy: BusyTime,
-        on_loaded: Callable[[Placement, Sequence[DeviceShare], int], None],
-        on_change: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._orders = ModelDesiredState(spec, config)
-        self._new_host = new_host
-        self._place_anew = place_anew
-        self._new_id = new_id
-        self._count = count
-        self._model_queue = model_queue
-        self._tracker = tracker
-        self._meter = meter
-        self._busy = busy
-        self._on_loaded = on_loaded
-        self._on_change = on_change
+    def __init__(self, deployment: Deployment, spec: ModelSpec) -> None:
+        self._deployment = deployment
+        self._models = deployment.models
+        self._desired = ModelDesiredState(spec, deployment.config)
+        self._dispatcher = deployment.model_queue.dispatcher
         self._replicas: dict[str, Replica] = {}
         self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -86,106 +60,109 @@ class Pool:
             return None
         return next((replica.last_error for replica in self if replica.last_error is not None), None)
 
-    @property
-    def staying(self) -> list[Replica]:
+    def _staying(self) -> list[Replica]:
         """Replicas that are to stay, oldest first."""
         return [replica for replica in self if replica.state not in ("draining", "stopping")]
 
-    @property
-    def size(self) -> int:
-        """How many are to stay."""
-        return len(self.staying)
+    def is_settled(self, config: EngineConfig) -> bool:
+        """Return whether the workers are as the knobs say."""
+        as_many = len(self._replicas) == config.num_workers and all(replica.state == "ready" for replica in self)
+        return as_many and all(len(replica.active) <= config.max_prompts for replica in self)
 
     def grow(self, placements: Sequence[Placement]) -> None:
         """Start a replica for each placement, in the background; none once `stop` was called."""
-        total = self._count() + len(placements)
+        total, config = len(self._models.replicas()) + len(placements), self._deployment.config
         for placement in () if self._stopped else placements:
-            worker_id = self._new_id()
+            worker_id = self._models.new_worker_id()
             replica = Replica(
                 worker_id,
-                self._orders.load(placement, total),
+                self._desired.load(placement, total),
                 device=placement.device,
-                new_host=self._new_host,
+                new_host=self._models.new_host,
                 owner=self,
-                backoff=Backoff(self._config.restart_backoff_s, self._config.max_restart_backoff_s),
-                max_deaths=self._config.max_deaths,
-                hang_s=self._config.hang_s,
+                backoff=Backoff(config.restart_backoff_s, config.max_restart_backoff_s),
+                max_deaths=config.max_deaths,
+                hang_s=config.hang_s,
             )
             self._replicas[worker_id] = replica
             self._unnoted[worker_id] = placement
             replica.start()
 
-    def revive(self, limit: int) -> int:
-        """Keep up to `limit` draining replicas after all; how many it kept."""
-        draining = [replica for replica in self if replica.state == "draining"][:limit]
-        for replica in draining:
-            replica.undrain()
-        return len(draining)
+    def reconfigure(self, before: EngineConfig, config: EngineConfig, placements: Sequence[Placement] | None) -> None:
+        """Take new knobs. placements: of missing workers; None leaves the workers as they are."""
+        desired = self._desired
+        if config.max_prompts != before.max_prompts:
+            desired.max_prompts = config.max_prompts
+            for replica in self:
+                replica.orders.set_max_prompts(config.max_prompts)
+        if config.step_tokens != before.step_tokens:
+            desired.step_tokens = config.step_tokens
+            for replica in self:
+                replica.orders.set_step_tokens(config.step_tokens)
+        if config.threads != before.threads:
+            desired.threads = config.threads
+            self.share_cores()
+        if placements is not None:
+            self._resize(config.num_workers, placements)
 
-    def shrink(self, number: int) -> None:
-        """Let go of the `number` youngest."""
-        staying = self.staying
-        for replica in staying[len(staying) - number :]:
-            self.shed(replica)
+    def drain_worker(self, worker_id: str) -> bool:
+        """Let one worker finish what it has and go; False where it goes already.
 
-    def shed(self, replica: Replica) -> None:
+        Raises InvalidRequest where no worker would be left to answer.
+        """
+        leaving, staying = self._replicas[worker_id], self._staying()
+        if leaving not in staying:
+            return False
+        others = [replica for replica in staying if replica is not leaving]
+        if not others or (leaving.state != "failed" and all(replica.state == "failed" for replica in others)):
+            raise InvalidRequest(
+                f"{worker_id} is the last worker of {self._deployment.spec.name}: unload the model instead",
+                param="worker",
+            )
+        self._shed(leaving)
+        return True
+
+    def _resize(self, workers: int, placements: Sequence[Placement]) -> None:
+        """Be `workers` many: failed ones go, draining ones stay rather than new ones are started at `placements`; the
+        youngest go first."""
+        for replica in [replica for replica in self if replica.state == "failed"]:
+            self._leave(replica)
+        staying = self._staying()
+        for replica in staying[workers:]:
+            self._shed(replica)
+        missing = max(0, workers - len(staying))
+        draining = [replica for replica in self if replica.state == "draining"][:missing]
+        if missing:
+            for replica in draining:
+                replica.undrain()
+            self.grow(placements[: missing - len(draining)])
+
+    def _shed(self, replica: Replica) -> None:
         """Let go of one: a ready one takes nothing new and stops when empty, others stop now."""
         if replica.state == "ready":
             replica.drain()
         elif replica.state not in ("draining", "stopping"):
             self._leave(replica)
 
-    def resize(self, workers: int, placements: Sequence[Placement]) -> None:
-        """Be `workers` many: failed ones go, draining ones are kept rather than new ones started at `placements`."""
-        self.drop_failed()
-        missing = workers - self.size
-        if missing < 0:
-            self.shrink(-missing)
-        else:
-            missing -= self.revive(missing)
-            self.grow(placements[:missing])
-
-    def drop_failed(self) -> None:
-        """Let go of replicas that never got ready."""
-        for replica in [replica for replica in self if replica.state == "failed"]:
-            self._leave(replica)
-
-    def set_max_prompts(self, max_prompts: int) -> None:
-        """Let each replica work on at most this many requests."""
-        self._orders.max_prompts = max_prompts
-        for replica in self:
-            replica.orders.set_max_prompts(max_prompts)
-
-    def set_step_tokens(self, step_tokens: int) -> None:
-        """Let each replica compute at most this many tokens in a step."""
-        self._orders.step_tokens = step_tokens
-        for replica in self:
-            replica.orders.set_step_tokens(step_tokens)
-
-    def set_threads(self, threads: int) -> None:
-        """Let each replica compute on this many threads; 0 shares the cores out."""
-        self._orders.threads = threads
-        self.share_cores()
-
     def slots(self) -> list[Slot]:
         """The replicas that take requests, each as many as its memory allows; one that works on a suspect is full."""
         slots = []
         for replica in self:
             if replica.state == "ready":
-                places = replica.places(self._orders.max_prompts)
+                places = replica.places(self._desired.max_prompts)
                 active = places if replica.guarded else len(replica.active)
                 slots.append(Slot(worker=replica.id, active=active, max_prompts=places))
         return slots
 
     def attach(self, adapter: AdapterSpec) -> None:
         """Give every replica the adapter, those to come included."""
-        self._orders.adapters[adapter.key] = adapter
+        self._desired.adapters[adapter.key] = adapter
         for replica in self:
             replica.orders.attach(adapter)
 
     def detach(self, key: str) -> None:
         """Take the adapter from every replica."""
-        self._orders.adapters.pop(key, None)
+        self._desired.adapters.pop(key, None)
         for replica in self:
             replica.orders.detach(key)
 
@@ -215,15 +192,15 @@ class Pool:
 
     def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
         """ReplicaOwner: a worker whose devices went away with their machine starts on others."""
-        placement = self._place_anew(spec)
+        placement = self._deployment.place_again(spec)
         if placement is None:
-            return self._orders.restarted(spec)
+            return self._desired.restarted(spec)
         _log.warning("%s is placed anew", replica.id, extra={"source": replica.id})
-        return self._orders.placed(placement)
+        return self._desired.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
-        if replica.state == "ready" and replica.model is not None and not self._orders.follow(replica.model):
+        if replica.state == "ready" and replica.model is not None and not self._desired.follow(replica.model):
             _log.warning("%s is restarted: it computes unlike the other workers of its model", replica.id)
             replica.restart()
             return
@@ -233,29 +210,29 @@ class Pool:
             elif all(each.state in ("failed", "stopping") for each in self):
                 self._fail(each.last_error for each in self)
         self.settle(replica)
-        self._on_change()
+        self._deployment.workers_changed()
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
-        self._model_queue.stepped(replica.id, batch)
+        self._dispatcher.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
-        self._busy.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
+        self._models.busy_time.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
-            self._on_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
-        self._tracker.stepped(replica, batch, before, self._model_queue.model)
+            self._deployment.worker_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
+        self._models.tracker.stepped(replica, batch, before, self._deployment.spec.name)
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""
         restarts = replica.state == "restarting"
         if restarts:
-            self._meter.count("worker_restarts")
+            self._models.meter.count("worker_restarts")
         follows = ("; it is restarted" if restarts else "") + (
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
-        self._model_queue.forget_workers((replica.id,))
-        self._tracker.lost(replica.id, requests, error)
-        self._on_change()
+        self._dispatcher.forget_worker(replica.id)
+        self._models.tracker.lost(replica.id, requests, error)
+        self._deployment.workers_changed()
 
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""
@@ -266,7 +243,7 @@ class Pool:
     def share_cores(self) -> None:
         """Workers on more threads than there are cores wait for each other at every layer."""
         for replica in self:
-            replica.orders.set_threads(self._orders.threads_each(self._count()))
+            replica.orders.set_threads(self._desired.threads_each(len(self._models.replicas())))
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)
@@ -281,8 +258,8 @@ class Pool:
 
     async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
         await stopped
-        self._model_queue.forget_workers((replica.id,))
+        self._dispatcher.forget_worker(replica.id)
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)
-        self._on_change()
+        self._deployment.workers_changed()

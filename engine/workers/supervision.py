@@ -32,7 +32,6 @@ PATIENCE = MappingProxyType[Activity, float](
         "starting": 2,
         "loading": 5,  # nothing reported yet: libraries are imported, the device is woken
         "download": 10,
-        "make": 10,
         "inspect": 5,
         "kernels": 30,  # compilers say nothing for minutes
         "wait": 5,
@@ -49,7 +48,6 @@ _DOING = MappingProxyType[Activity, str](
         "starting": "started",
         "loading": "began to load",
         "download": "downloaded the model",
-        "make": "made the model",
         "inspect": "looked at the model",
         "kernels": "compiled kernels",
         "wait": "waited for the weights that another worker makes",
