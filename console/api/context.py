@@ -153,7 +153,7 @@ class ApiContext:
         if wanted > self.settings.max_choices:
             most = self.settings.max_choices
             if n == 1:
-                raise InvalidRequest(f"prompt holds {prompts} prompts; the limit is {most}", param="prompt")
+                raise InvalidRequest(f"prompt asks for {wanted} answers; the limit is {most}", param="prompt")
             raise InvalidRequest(f"n is {n}, which makes {wanted} answers; the limit is {most}", param="n")
 
     def check_echo(self, prompts: Sequence[Prompt], n: int, *, each_time: bool = False) -> None:

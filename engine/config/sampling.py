@@ -247,7 +247,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{param} is {format_number(value)}; it must be {lowest} {high}", param=param)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", param="min_tokens"
+                f"min_tokens is {self.min_tokens}; the answer may have {self.max_tokens} tokens", param="min_tokens"
             )
         if len(self.stop) > MAX_STOP_STRINGS or any(not text for text in self.stop):
             raise InvalidRequest(

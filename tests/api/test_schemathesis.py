@@ -35,11 +35,11 @@ EXPLAINED = {
     "what the model has: a context": r"of the \d+ tokens of|prompt is too long|maximum context length|may have \d+",
     "two names of one field may not differ": r" differ; send one of them",
     "a field needs another": r"top_logprobs needs|no negative_prompt|needs sampling|there are no tools"
-    r"|should have one of|dynamic_temperature needs|needs a negative_prompt|rep_pen_slope is not supported",
+    r"|should have one of|dynamic_temperature needs|negative_prompt is empty|rep_pen_slope is not supported",
     "a field excludes another": r"seed cannot be set|both ask for a format|cannot be told in a stream"
     r"|are not ranked here|cannot be streamed|cannot be had|no more answers can be given",
-    "a field bounds another": r"more than min_temp|max_temp is .* between|more than max_|must be at least 1"
-    r"|prompts times n",
+    "a field bounds another": r"more than min_temp|max_temp is .* between|the answer may have|must be at least 1"
+    r"|answers; the limit is",
     "a conversation is a sequence": r"tool_result blocks are missing|is the answer's beginning|should be a call:"
     r"|tool_call_id should be|a call that was not made|messages\[\d+\]\.tool_call_id",
     "JSON, patterns, grammars and names within values": r"JSON object, as text|is not valid JSON|something satisfies"

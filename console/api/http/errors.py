@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -225,20 +224,19 @@ def _type_of(error: EngineError) -> str:
             return "server_error" if is_server_side(error) else "invalid_request_error"
 
 
-# What clients of a dialect call our fields: an error that speaks of one should name it as the client sent it.
+# Fields at fault. An error names one as `param` in its details, and its sentence begins with that name where it speaks
+# of the field, so that a dialect can put its own name there.
 
 AS_SENT = "as_sent"
-"""The detail of an error that names fields as the client does already."""
+"""The detail of an error whose field is named as the client sent it."""
 
 
-def rename_fields(message: str, names: Mapping[str, str]) -> str:
-    """A sentence about our fields as one about the client's. names: by ours, theirs; only whole words are changed."""
-    if not names:
-        return message
-    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda found: names[found[1]], message)
+def localized_message(error: EngineError, field_names: Mapping[str, str]) -> str:
+    """Return the error's sentence with the field at fault named in the client's words, cut to MAX_MESSAGE_LENGTH.
 
-
-def localized_message(error: EngineError, names: Mapping[str, str]) -> str:
-    """An error's sentence in the client's words, no longer than any may be. names: as `renamed` has them."""
-    message = error.message if error.details.get(AS_SENT) else rename_fields(error.message, names)
+    field_names: what the client calls fields, by the names of ours.
+    """
+    param, message = error.details.get("param"), error.message
+    if isinstance(param, str) and AS_SENT not in error.details and message.startswith(f"{param} "):
+        message = field_names.get(param, param) + message.removeprefix(param)
     return message[:MAX_MESSAGE_LENGTH]

@@ -234,7 +234,7 @@ def _adapter(serving: Serving, lora: str | None) -> str:
     if not lora:
         return serving.adapter
     if serving.adapter and serving.adapter != lora:
-        raise InvalidRequest("model and lora name different adapters; send one of them", param="lora")
+        raise InvalidRequest("lora names another adapter than model; send one of them", param="lora")
     if not serving.model.adapters_per_request:
         raise InvalidRequest(_fixed(serving), param="lora")
     if lora not in serving.adapters:

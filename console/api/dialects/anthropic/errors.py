@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localized_message
 from engine.errors import ContextLengthExceeded, EngineError
 
-_NAMES = {"stop": "stop_sequences"}
+FIELD_NAMES: Mapping[str, str] = {"stop": "stop_sequences"}
 """What Anthropic calls our fields."""
 
 _TYPES = {
@@ -50,4 +52,4 @@ def _sentence(error: EngineError) -> str:
             least = f", and {tokens} is the least that its characters come to" if error.details.get("at_least") else ""
             return f"prompt is too long: {tokens} tokens > {limit} maximum{least}"
         case _:
-            return localized_message(error, _NAMES)
+            return localized_message(error, FIELD_NAMES)

@@ -9,7 +9,7 @@ import msgspec
 from console.api.http.errors import is_server_side, localized_message
 from engine.errors import EngineError
 
-_NAMES: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "dry_range": "dry_penalty_last_n",
     "max_tokens": "max_length",
     "repetition_penalty": "rep_pen",
@@ -35,7 +35,7 @@ class KoboldError(msgspec.Struct, frozen=True):
 
 def format_error(error: EngineError) -> KoboldError:
     """The error in KoboldCpp's shape."""
-    return KoboldError(Detail(localized_message(error, _NAMES), _type_of(error)))
+    return KoboldError(Detail(localized_message(error, FIELD_NAMES), _type_of(error)))
 
 
 def _type_of(error: EngineError) -> str:

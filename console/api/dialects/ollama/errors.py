@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from console.api.http.errors import localized_message
 from engine.errors import EngineError
 
-_NAMES = {
+FIELD_NAMES: Mapping[str, str] = {
     "max_tokens": "num_predict",
     "repetition_penalty": "repeat_penalty",
     "repetition_range": "repeat_last_n",
@@ -24,4 +26,4 @@ class OllamaError(msgspec.Struct, frozen=True):
 
 def format_error(error: EngineError) -> OllamaError:
     """The error in Ollama's shape."""
-    return OllamaError(localized_message(error, _NAMES))
+    return OllamaError(localized_message(error, FIELD_NAMES))

@@ -9,7 +9,7 @@ import msgspec
 from console.api.http.errors import AS_SENT, ErrorEnvelope, envelope, localized_message
 from engine.errors import EngineError
 
-_NAMES: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "cfg_scale": "guidance_scale",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_length",
@@ -23,6 +23,6 @@ def format_error(error: EngineError) -> ErrorEnvelope:
     told = envelope(error).error
     param = told.param
     if param is not None and not error.details.get(AS_SENT):
-        param = _NAMES.get(param, param)
-    message = localized_message(error, _NAMES)
+        param = FIELD_NAMES.get(param, param)
+    message = localized_message(error, FIELD_NAMES)
     return ErrorEnvelope(msgspec.structs.replace(told, message=message, param=param))

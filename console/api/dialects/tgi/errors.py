@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localized_message
 from engine.errors import ContextLengthExceeded, EngineError
 
-_NAMES = {"max_tokens": "max_new_tokens", "lora": "adapter_id", "n": "best_of", "logprobs": "top_n_tokens"}
+FIELD_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "lora": "adapter_id",
+    "n": "best_of",
+    "logprobs": "top_n_tokens",
+}
 """What TGI's clients call our fields."""
 
 
@@ -37,7 +44,7 @@ def _sentence(error: EngineError) -> str:
                 f"Given: {given} `inputs` tokens and {error.details.get('max_tokens', 1)} `max_new_tokens`"
             )
         case _:
-            return localized_message(error, _NAMES)
+            return localized_message(error, FIELD_NAMES)
 
 
 def _type_of(error: EngineError) -> str:
