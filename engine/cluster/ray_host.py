@@ -131,12 +131,12 @@ class RayHost(ChannelHost):
         if not self._started:
             return
         self.send(Shutdown())
-        if await self._told_within(timeout_s):
+        if await self._exited_within(timeout_s):
             return
         self.kill()
-        if not await self._told_within(KILL_PATIENCE_S):
+        if not await self._exited_within(KILL_PATIENCE_S):
             self._give_up("it did not answer")
-            await self._told.wait()
+            await self._exit_reported.wait()
 
     def kill(self) -> None:
         """SIGKILL; on_exit follows."""
@@ -160,7 +160,7 @@ class RayHost(ChannelHost):
         if ended.reason:
             self._give_up(ended.reason)
             return
-        self._ended(WorkerExit(code=ended.code, signal=ended.signal, log_tail=ended.log_tail))
+        self._set_exit(WorkerExit(code=ended.code, signal=ended.signal, log_tail=ended.log_tail))
         self._loop.call_later(LOST_PATIENCE_S, self._abort)  # its last events are on the way, if it has a connection
 
     def node_gone(self) -> None:
@@ -180,12 +180,12 @@ class RayHost(ChannelHost):
 
     def _on_channel_closed(self) -> None:
         super()._on_channel_closed()
-        if not self._told.is_set():
+        if not self._exit_reported.is_set():
             self._loop.call_later(_LOOK_S, self._await_reason, self._loop.time() + KILL_PATIENCE_S)
 
     def _await_reason(self, deadline: float) -> None:
         """The connection has ended: it is leaving, which takes a moment, or it went with its node."""
-        if self._told.is_set():
+        if self._exit_reported.is_set():
             return
         if not self._cluster.lives(self.node_id):
             self.node_gone()
@@ -197,7 +197,7 @@ class RayHost(ChannelHost):
 
     def _give_up(self, reason: str) -> None:
         """Nothing more will be heard of it."""
-        self._ended(WorkerExit(reason=reason))
+        self._set_exit(WorkerExit(reason=reason))
         self._abort()
 
     def _abort(self) -> None:

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run one worker until it is told to stop or the engine is gone; the exit status."""
+    """Run one worker until Shutdown or the end of the engine; return the exit status."""
     parser = argparse.ArgumentParser(prog="engine.worker_process")
     parser.add_argument("--id", required=True)
     parser.add_argument("--fd", type=int, required=True)

@@ -46,31 +46,30 @@ class WorkerChannel:
         self._commands: deque[Command] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._left = False
+        self._closed_here = False
         self._woken = False
         threading.Thread(target=self._read, name="worker-commands", daemon=True).start()
 
     @property
     def closed(self) -> bool:
-        """Whether either end is closed."""
+        """True if either end is closed."""
         return self._closed
 
     def take(self, timeout_s: float = 0.0) -> Command | None:
-        """The command that came first; with none, waits that long for one, or for `wake`. What it leaves, `holds` can
-        see."""
+        """Return the oldest command; with none, wait that long for one, or for `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._commands or self._closed or self._woken, timeout_s)
             self._woken = False
             return self._commands.popleft() if self._commands else None
 
     def wake(self) -> None:
-        """There is something to do besides commands: let `take` wait no longer."""
+        """End the wait of `take`: there is something to do besides commands."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
-    def holds(self, *kinds: type[Command]) -> bool:
-        """Whether a command of one of these kinds waits to be taken."""
+    def has_waiting(self, *kinds: type[Command]) -> bool:
+        """Return whether a command of one of these kinds waits to be taken."""
         with self._changed:
             return any(isinstance(command, kinds) for command in self._commands)
 
@@ -86,7 +85,7 @@ class WorkerChannel:
 
     def close(self) -> None:
         """Close this end: the engine sees the end of the channel after all that was sent."""
-        self._left = True
+        self._closed_here = True
         self._end()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -103,16 +102,16 @@ class WorkerChannel:
         try:
             while chunk := self._sock.recv(_READ_BYTES):
                 buffer += chunk
-                arrived = [codec.command(body) for body in split_frames(buffer)]
+                received = [codec.command(body) for body in split_frames(buffer)]
                 with self._changed:
-                    self._commands.extend(arrived)
+                    self._commands.extend(received)
                     self._changed.notify_all()
         except OSError:
             pass
         except msgspec.MsgspecError:
             _logger.exception("the engine sent something that is no command")
         self._end()
-        if not self._left and self._on_eof is not None:
+        if not self._closed_here and self._on_eof is not None:
             self._on_eof()
 
 
@@ -164,7 +163,7 @@ class EngineChannel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: bytes came; hand out the whole frames among them."""
+        """asyncio: bytes were received; hand out the whole frames among them."""
         self._buffer += data
         for body in split_frames(self._buffer):
             try:
@@ -182,7 +181,7 @@ class EngineChannel(asyncio.Protocol):
         self._on_closed()
 
     def _read_rest(self) -> None:
-        """A worker that died while it was being written to has said things before: asyncio reads no further then."""
+        """Read what a worker sent before it died while being written to: asyncio reads no further then."""
         with contextlib.suppress(OSError):  # nothing more to read
             while chunk := self._sock.recv(_READ_BYTES, socket.MSG_DONTWAIT):
                 self.data_received(chunk)

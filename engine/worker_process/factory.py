@@ -1,4 +1,4 @@
-"""Which backend computes a model."""
+"""Choice of the backend that computes a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BackendFactory = Callable[[ModelSpec], Backend]
 
 
 def create_backend(spec: ModelSpec) -> Backend:
-    """The backend for `spec`, imported only now: torch is heavy, and only the worker that uses it pays.
+    """Create the backend for `spec`, imported only now: torch is heavy, and only the worker that uses it pays.
 
     Raises BackendUnavailable where `spec` names one that cannot run here.
     """
@@ -32,8 +32,8 @@ def create_backend(spec: ModelSpec) -> Backend:
 
 
 def resolve_backend(spec: ModelSpec) -> BackendKind:
-    """The backend that `spec` names. "auto" is exllamav2 for EXL2 weights where it can run, else torch, which reads
-    EXL2 weights too but computes with them in plain floats."""
+    """Return the backend that `spec` names. "auto" is exllamav2 for EXL2 weights where it can run, else torch, which
+    reads EXL2 weights too but computes with them in plain floats."""
     if spec.backend != "auto":
         return spec.backend
     return "exllamav2" if is_exl2(spec.path) and exllamav2_lacks() is None else "torch"
@@ -44,18 +44,18 @@ def refuse_unavailable(kind: BackendKind) -> None:
     lack = exllamav2_lacks() if kind == "exllamav2" else None
     if lack is not None:
         raise BackendUnavailable(
-            f"--backend exllamav2 cannot run here: {lack} (`ericllm doctor` says more)", param="backend", value=kind
+            f"--backend exllamav2 cannot run here: {lack} (`ericllm doctor` shows more)", param="backend", value=kind
         )
     if importlib.util.find_spec("torch") is None:
         raise BackendUnavailable(
-            f"torch is not installed; `{pip_install('torch')}` brings it (`ericllm doctor` says more)",
+            f"torch is not installed; `{pip_install('torch')}` brings it (`ericllm doctor` shows more)",
             param="backend",
             value=kind,
         )
 
 
 def exllamav2_lacks() -> str | None:
-    """What this machine lacks for exllamav2, or None. Looks without importing it or torch, both of which are heavy."""
+    """Return what this machine lacks for exllamav2, or None. Imports neither it nor torch, both of which are heavy."""
     if importlib.util.find_spec("exllamav2") is None:
         return f"the package exllamav2 is not installed; `{install_extra('cuda')}` brings it"
     from engine.devices import NvmlProbe
@@ -64,7 +64,7 @@ def exllamav2_lacks() -> str | None:
 
 
 def is_exl2(folder: Path) -> bool:
-    """Whether config.json says that the weights are EXL2. An unreadable one says nothing: the load will."""
+    """Return whether config.json says that the weights are EXL2. An unreadable one does not: the load reports it."""
     try:
         quantisation = read_json_object(folder / "config.json").get("quantization_config")
     except UnsupportedModel:

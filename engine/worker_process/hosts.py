@@ -80,9 +80,9 @@ NewHost = Callable[[str, ModelSpec], WorkerHost]
 
 
 class ChannelHost:
-    """What all hosts share: the engine's end of the channel, and an end that is told once.
+    """Common part of all hosts: the engine's end of the channel, and one report of the worker's exit.
 
-    The end is told when two things have happened, in any order: the channel has closed (so every event has been
+    The exit is reported when two things have happened, in any order: the channel has closed (so every event has been
     handed out), and the worker has ended (so the reason is known).
     """
 
@@ -92,7 +92,7 @@ class ChannelHost:
         self._channel: EngineChannel | None = None
         self._channel_closed = False
         self._exit: WorkerExit | None = None
-        self._told = asyncio.Event()
+        self._exit_reported = asyncio.Event()
 
     def _listen(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
         self._on_event = on_event
@@ -102,7 +102,7 @@ class ChannelHost:
         self._channel = await EngineChannel.connect(sock, self._deliver, self._on_channel_closed)
 
     def _deliver(self, event: Event) -> None:
-        """Hand out an event; one that its listener trips over must not cost the worker its channel."""
+        """Hand out an event; an exception of its listener must not cost the worker its channel."""
         try:
             self._on_event(event)
         except Exception:
@@ -115,22 +115,22 @@ class ChannelHost:
 
     def _on_channel_closed(self) -> None:
         self._channel_closed = True
-        self._tell_if_over()
+        self._report_exit()
 
-    def _ended(self, reason: WorkerExit) -> None:
+    def _set_exit(self, reason: WorkerExit) -> None:
         self._exit = self._exit or reason
-        self._tell_if_over()
+        self._report_exit()
 
-    def _tell_if_over(self) -> None:
-        if self._channel_closed and self._exit is not None and not self._told.is_set():
-            self._told.set()
+    def _report_exit(self) -> None:
+        if self._channel_closed and self._exit is not None and not self._exit_reported.is_set():
+            self._exit_reported.set()
             self._on_exit(self._exit)
 
-    async def _told_within(self, timeout_s: float) -> bool:
+    async def _exited_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._told.wait()
-        return self._told.is_set()
+                await self._exit_reported.wait()
+        return self._exit_reported.is_set()
 
 
 class ProcessHost(ChannelHost):
@@ -162,7 +162,7 @@ class ProcessHost(ChannelHost):
         self.pid = self._process.pid
 
         def reaped(code: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits for it
                 loop.call_soon_threadsafe(self._reaped, code)
 
         reap(self._process, reaped)
@@ -183,10 +183,10 @@ class ProcessHost(ChannelHost):
         if self._process is None:
             return
         self.send(Shutdown())
-        if await self._told_within(timeout_s):
+        if await self._exited_within(timeout_s):
             return
         self.kill()
-        if not await self._told_within(KILL_PATIENCE_S):
+        if not await self._exited_within(KILL_PATIENCE_S):
             self._give_up()
 
     def kill(self) -> None:
@@ -199,20 +199,20 @@ class ProcessHost(ChannelHost):
         assert self._output is not None
         self._output.finish()
         reason = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))
-        self._ended(msgspec.structs.replace(reason, log_tail=self._output.tail))
+        self._set_exit(msgspec.structs.replace(reason, log_tail=self._output.tail))
 
     def _on_channel_closed(self) -> None:
-        """A process that closed its channel is leaving; one that does not get out by itself is helped."""
+        """Kill a process that closed its channel and does not exit by itself."""
         super()._on_channel_closed()
-        if not self._told.is_set():
+        if not self._exit_reported.is_set():
             asyncio.get_running_loop().call_later(KILL_PATIENCE_S, self.kill)
 
     def _give_up(self) -> None:
-        """It sits in the kernel and cannot die yet: it is reaped when it does, and nobody waits for that."""
+        """Stop waiting for a process that sits in the kernel and cannot die yet: it is reaped when it does."""
         assert self._channel is not None and self._output is not None
         self._channel.abort()
         self._channel_closed = True
-        self._ended(WorkerExit(signal="SIGKILL", log_tail=self._output.tail))
+        self._set_exit(WorkerExit(signal="SIGKILL", log_tail=self._output.tail))
 
 
 class ThreadHost(ChannelHost):
@@ -236,15 +236,15 @@ class ThreadHost(ChannelHost):
         if self._channel is None:
             return
         self.send(Shutdown())
-        if not await self._told_within(timeout_s):
+        if not await self._exited_within(timeout_s):
             self.kill()
-            await self._told.wait()
+            await self._exit_reported.wait()
 
     def kill(self) -> None:
         """Abandon the thread: it ends by itself when it next looks at its channel. on_exit follows."""
         if self._channel is not None:
             self._channel.abort()
-            self._loop.call_soon(self._ended, WorkerExit(log_tail="the worker's thread was abandoned"))
+            self._loop.call_soon(self._set_exit, WorkerExit(log_tail="the worker's thread was abandoned"))
 
     def _run(self, sock: socket.socket) -> None:
         channel = WorkerChannel(sock)
@@ -258,11 +258,11 @@ class ThreadHost(ChannelHost):
         finally:
             channel.close()
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ended, reason)
+                self._loop.call_soon_threadsafe(self._set_exit, reason)
 
 
 def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> NewHost:
-    """How `config` wants worker hosts made."""
+    """Return the constructor of worker hosts that `config` asks for."""
     if config.worker_host == "thread":
         return lambda worker_id, spec: ThreadHost(worker_id, backend_factory=backend_factory)
 

@@ -42,7 +42,7 @@ class ProgressThrottle:
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model: what computes it, its tokenizer and what the load said of it."""
+    """A loaded model: its backend, its tokenizer and its properties."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -56,7 +56,7 @@ def load_replica(
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
 ) -> Replica:
-    """Load the model that `load` names; raises EngineError, with nothing left allocated."""
+    """Load the model of `load`; raises EngineError, with nothing left allocated."""
     backend: Backend | None = None
     try:
         tokenizer = Tokenizer.from_folder(Path(load.spec.path))
@@ -83,7 +83,7 @@ def load_replica(
 
 
 def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
-    """Attach an adapter to what is loaded; what came of it as a value."""
+    """Attach an adapter to the loaded model; return the result as a value."""
     error: EngineError
     try:
         if replica is None:
@@ -98,7 +98,7 @@ def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
 
 
 def reason(error: BaseException) -> str:
-    """The error in one line: the first line of its text, or its type where it has none."""
+    """Return the error in one line: the first line of its text, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -31,11 +31,11 @@ _logger = logging.getLogger(__name__)
 
 
 class NativeOutput:
-    """What a child process writes to its stdout and stderr: read here, so that it never reaches the screen.
+    """Stdout and stderr of a child process, read here so that they never reach the screen.
 
-    Every line goes to `on_line` as a LogLine, into the tail and into the file at `log_path`; what a terminal would obey
-    is a visible escape, but a carriage return ends a line: progress bars are made of them.
-    Lives on the asyncio loop that made it.
+    Every line goes to `on_line` as a LogLine, into the tail and into the file at `log_path`; control sequences of a
+    terminal become visible escapes, but a carriage return ends a line: progress bars are made of them. Lives on the
+    asyncio loop that made it.
     """
 
     def __init__(self, on_line: Callable[[LogLine], None], log_path: Path | None = None) -> None:
@@ -56,11 +56,11 @@ class NativeOutput:
         return "\n".join(self._tail)
 
     def started(self) -> None:
-        """The child has its end now: give up ours."""
+        """Close our copy of the child's end, once it has its own."""
         os.close(self.child_fd)
 
     def finish(self) -> None:
-        """The child has ended: take what is left in the pipe, and close it."""
+        """Read the rest of the pipe after the child's end, and close it."""
         while self._read():
             pass
         self._take_lines("\n")
@@ -70,7 +70,7 @@ class NativeOutput:
             self._file.close()
 
     def _read(self) -> bool:
-        """Take what one read gives; whether there may be more."""
+        """Read once; return whether there may be more."""
         try:
             chunk = os.read(self._read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -89,7 +89,7 @@ class NativeOutput:
         try:
             file.write(text.encode())
         except OSError as error:
-            _logger.warning("%s is not written any more: %s", file.name, error)
+            _logger.warning("%s is no longer written: %s", file.name, error)
             file.close()
             self._file = None
 

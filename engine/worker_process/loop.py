@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class WorkerLoop:
-    """Runs one backend on the calling thread for whoever holds the other end of `channel`.
+    """Runs one backend on the calling thread, for the engine at the other end of `channel`.
 
     before_load: called with each Load before anything of it happens.
     strict: a failed backend check ends the worker instead of being logged (for tests).
@@ -49,11 +49,11 @@ class WorkerLoop:
         self._replica: Replica | None = None
         self._requests: Requests | None = None
         self._outbox = Outbox()
-        self._gauged_s = -math.inf
+        self._gauges_read_s = -math.inf
         self._rss_bytes = 0
-        self._leaving: set[str] = set()
+        self._detaching: set[str] = set()
         self._failed_steps = 0
-        self._unchecked = False
+        self._check_due = False
         self._stopping = False
 
     def run(self) -> bool:
@@ -62,7 +62,7 @@ class WorkerLoop:
         healthy = True
         try:
             while not (self._stopping or self._channel.closed):
-                self._turn()
+                self._iterate()
         except Exception as error:
             healthy = False
             _logger.exception("the worker cannot go on")
@@ -70,11 +70,11 @@ class WorkerLoop:
             self._channel.send(protocol.WorkerError(error=broken.info))
             self._channel.close()  # its requests go on elsewhere, however long the rest takes
         finally:
-            healthy = self._given_back() and healthy
+            healthy = self._unload_finally() and healthy
             self._channel.close()
         return healthy
 
-    def _given_back(self) -> bool:
+    def _unload_finally(self) -> bool:
         """Unload for the last time; False where that fails, as it does on a lost device."""
         try:
             self._unload()
@@ -83,17 +83,17 @@ class WorkerLoop:
             return False
         return True
 
-    def _turn(self) -> None:
-        """Obey what has come, then do one step; with nothing to do, wait up to a heartbeat and say how things are."""
+    def _iterate(self) -> None:
+        """Execute the commands received, then do one step; with nothing to do, wait up to a heartbeat and report."""
         self._detach_unused()
         busy = self._busy_backend() is not None
         if not busy:
             self._check()
-        command = self._channel.take(0.0 if busy or self._outbox.holds else HEARTBEAT_S)
-        if command is not None and self._outbox.holds:
+        command = self._channel.take(0.0 if busy or self._outbox.has_delayed else HEARTBEAT_S)
+        if command is not None and self._outbox.has_delayed:
             self._send_batch()  # it may make the next step a long one
         while command is not None:
-            self._obey(command)
+            self._execute(command)
             if self._stopping:
                 return
             command = self._channel.take()
@@ -111,7 +111,7 @@ class WorkerLoop:
 
     # --- commands -------------------------------------------------------------------------------------
 
-    def _obey(self, command: protocol.Command) -> None:
+    def _execute(self, command: protocol.Command) -> None:
         match command:
             case protocol.Submit(request=request):
                 self._submit(request)
@@ -129,14 +129,14 @@ class WorkerLoop:
             case protocol.SetThreads(threads=threads):
                 limit_torch_threads(threads)
             case protocol.Attach(adapter=adapter):
-                self._leaving.discard(adapter.key)
+                self._detaching.discard(adapter.key)
                 self._channel.send(attach_adapter(self._replica, adapter))
             case protocol.Detach(key=key):
-                self._leaving.add(key)
+                self._detaching.add(key)
             case protocol.Load():
                 self._load(command)
             case protocol.CancelLoad():
-                pass  # the load that it meant is over
+                pass  # that load is over
             case protocol.Shutdown():
                 self._stopping = True
 
@@ -150,7 +150,9 @@ class WorkerLoop:
                 load,
                 self._create_backend,
                 report=lambda progress: self._channel.send(protocol.Progress(progress=progress)),
-                cancelled=lambda: self._channel.closed or self._channel.holds(protocol.CancelLoad, protocol.Shutdown),
+                cancelled=lambda: (
+                    self._channel.closed or self._channel.has_waiting(protocol.CancelLoad, protocol.Shutdown)
+                ),
             )
         except EngineError as error:
             self._channel.send(protocol.LoadFailed(error=error.info))
@@ -158,7 +160,7 @@ class WorkerLoop:
         attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
         self._requests = Requests(self._replica, self._outbox, self._channel.wake)
-        self._gauged_s = -math.inf  # what it took is read off the next report
+        self._gauges_read_s = -math.inf  # what it took is read off the next report
         self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
         for answer in attached:
             self._channel.send(answer)
@@ -166,17 +168,17 @@ class WorkerLoop:
     def _unload(self) -> None:
         self._requests = None
         self._outbox = Outbox()
-        self._leaving.clear()
+        self._detaching.clear()
         if self._replica is not None:
             self._replica.backend.unload()
             self._replica = None
 
     def _detach_unused(self) -> None:
         """Detach the adapters that are to go and that no live request uses."""
-        if not self._leaving:
+        if not self._detaching:
             return
-        unused = self._leaving - (self._requests.adapters if self._requests is not None else set())
-        self._leaving -= unused
+        unused = self._detaching - (self._requests.adapters if self._requests is not None else set())
+        self._detaching -= unused
         if self._replica is not None:
             for key in unused:
                 self._replica.backend.detach(key)
@@ -186,27 +188,27 @@ class WorkerLoop:
         if self._requests is not None:
             self._requests.submit(request)
         else:
-            self._outbox.of(request.id).fail(NoModelLoaded("the worker holds no model", state="unloaded").info)
+            self._outbox.output_of(request.id).fail(NoModelLoaded("the worker holds no model", state="unloaded").info)
 
     # --- steps ----------------------------------------------------------------------------------------
 
     def _step(self, backend: Backend, requests: Requests) -> None:
-        started_s, went_on = time.monotonic(), 0
-        self._unchecked = True
+        started_s, continued = time.monotonic(), 0
+        self._check_due = True
         try:
             events = backend.step()
         except WorkerFailed:
-            raise  # nobody who was in it has failed: they go on elsewhere with what they have
+            raise  # none of its requests has failed: they continue elsewhere with what they have
         except Exception as error:
             self._step_failed(error, requests)
         else:
             self._failed_steps = 0
-            went_on = requests.take(events)
-        if self._outbox.stepped(started_s, time.monotonic(), went_on):
+            continued = requests.take(events)
+        if self._outbox.stepped(started_s, time.monotonic(), continued):
             self._send_batch(everything=False)
 
     def _step_failed(self, error: Exception, requests: Requests) -> None:
-        """Fail everybody who was in the step; give up when steps go on failing."""
+        """Fail every request of the step; give up when steps go on failing."""
         _logger.exception("a step failed")
         requests.fail(f"the step failed: {reason(error)}")
         self._failed_steps += 1
@@ -215,10 +217,10 @@ class WorkerLoop:
             raise WorkerFailed(f"{self._failed_steps} steps in a row failed: {reason(error)}") from error
 
     def _check(self) -> None:
-        """The backend's accounts, once after it became idle."""
-        if not self._unchecked or self._replica is None:
+        """Check the backend's accounts, once after it became idle."""
+        if not self._check_due or self._replica is None:
             return
-        self._unchecked = False
+        self._check_due = False
         try:
             self._replica.backend.check()
         except AssertionError as error:
@@ -227,10 +229,10 @@ class WorkerLoop:
             _logger.error("the backend's accounts do not add up: %s", reason(error))
 
     def _send_batch(self, *, everything: bool = True) -> None:
-        """Tell the engine what steps brought since the last time, what may wait too if `everything`, and how it is."""
+        """Send the engine the outputs since the last batch, delayed ones too if `everything`, and the gauges."""
         now_s = time.monotonic()
-        if now_s - self._gauged_s >= GAUGE_S:
-            self._gauged_s, self._rss_bytes = now_s, self._process.memory_info().rss
+        if now_s - self._gauges_read_s >= GAUGE_S:
+            self._gauges_read_s, self._rss_bytes = now_s, self._process.memory_info().rss
         done = self._outbox.done
         backend = self._replica.backend if self._replica is not None else None
         self._channel.send(

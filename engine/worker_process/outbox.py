@@ -1,4 +1,4 @@
-"""What steps brought and the engine has not been told yet."""
+"""Outputs of steps that were not sent to the engine yet."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from engine.worker_process.protocol import RequestOutput
 from engine.worker_process.request_state import Output
 
 MAX_DELAY_S = 1 / 20
-"""As often as anybody can see text grow."""
+"""An eye sees no text grow faster."""
 MESSAGES_PER_S = 640
-"""How many outputs are sent in a second as long as none of them is held for longer than HELD_S."""
+"""Outputs sent in a second as long as none of them is delayed for longer than MAX_DELAY_S."""
 MIN_BATCHED_REQUESTS = 8
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What was done since the engine was told something: steps, their seconds, and tokens of answers gone on with."""
+    """Work since the last batch: steps, their seconds, and tokens that continued an answer."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -27,9 +27,9 @@ class Outbox:
     """Outputs by request id until they are sent.
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
-    while many answers go on at once in short steps, those of several steps go together: the more answers, the longer,
-    and none for longer than MAX_DELAY_S, as far as the last step tells how long the next one takes. The first token of
-    an answer and the last one go at once, before the others.
+    while many answers continue at once in short steps, outputs of several steps go together: the more answers, the
+    longer, and none for longer than MAX_DELAY_S, as far as the last step predicts how long the next one takes. The
+    first token of an answer and the last one go at once, before the others.
 
     The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
     one step share the time since those before.
@@ -40,29 +40,29 @@ class Outbox:
         self._outputs: dict[str, Output] = {}
         self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
-        self._held = False
+        self._delayed = False
 
     @property
-    def holds(self) -> bool:
-        """Whether outputs of earlier steps are held."""
-        return self._held
+    def has_delayed(self) -> bool:
+        """True if outputs of earlier steps wait for more."""
+        return self._delayed
 
-    def of(self, request_id: str) -> Output:
-        """What there is for a request so far; what is added to it goes with it."""
+    def output_of(self, request_id: str) -> Output:
+        """Return the output of a request so far, to be added to."""
         output = self._outputs.get(request_id)
         if output is None:
             output = self._outputs[request_id] = Output()
         return output
 
     def drop(self, request_id: str) -> None:
-        """Tell nothing of a request."""
+        """Send nothing more for a request."""
         self._outputs.pop(request_id, None)
         self._last_token_s.pop(request_id, None)
 
     def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
-        """A step ran from `began_s` to `ended_s`, on the worker's clock, and went on with so many answers; whether
-        something is to be sent now."""
-        if not self._held:
+        """Count a step from `began_s` to `ended_s`, on the worker's clock, that continued `answers` answers; return
+        whether something is to be sent now."""
+        if not self._delayed:
             self._since_s = ended_s
         step_s = ended_s - began_s
         self.done.steps += 1
@@ -70,29 +70,29 @@ class Outbox:
         self.done.answers += answers
         for request_id, output in self._outputs.items():
             self._time(request_id, output, ended_s)
-        crowd = len(self._outputs)
-        until_s = self._since_s + min(MAX_DELAY_S, crowd / MESSAGES_PER_S)
-        self._held = crowd >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
-        return not self._held or any(output.urgent for output in self._outputs.values())
+        waiting = len(self._outputs)
+        until_s = self._since_s + min(MAX_DELAY_S, waiting / MESSAGES_PER_S)
+        self._delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
+        return not self._delayed or any(output.urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:
-        """Take out the outputs that have something to tell, only the urgent ones of those that are held unless
-        `everything` is asked for; what was done is counted anew."""
+        """Take out the outputs to send, only the urgent ones of those that are delayed unless `everything`; start
+        counting work again."""
         self.done = StepResult()
-        taken = self._outputs
-        if self._held and not everything:
-            taken = {request_id: output for request_id, output in taken.items() if output.urgent}
-            for request_id in taken:
+        outputs = self._outputs
+        if self._delayed and not everything:
+            outputs = {request_id: output for request_id, output in outputs.items() if output.urgent}
+            for request_id in outputs:
                 del self._outputs[request_id]
         else:
-            self._outputs, self._held = {}, False
-        for request_id, output in taken.items():
+            self._outputs, self._delayed = {}, False
+        for request_id, output in outputs.items():
             if output.finish is not None:
                 self._last_token_s.pop(request_id, None)
-        return [output.message(request_id) for request_id, output in taken.items() if not output.empty]
+        return [output.message(request_id) for request_id, output in outputs.items() if not output.empty]
 
     def _time(self, request_id: str, output: Output, ended_s: float) -> None:
-        """Note when the tokens came that the step brought for a request."""
+        """Record the times of the tokens that the step produced for a request."""
         if new := len(output.token_ids) - output.num_timed:
             last_s = self._last_token_s.get(request_id)
             if last_s is not None:

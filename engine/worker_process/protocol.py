@@ -52,19 +52,19 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class SetMaxPrompts(msgspec.Struct, frozen=True, kw_only=True, tag="set_max_prompts"):
-    """Work on at most this many requests at once from the next step on."""
+    """Work on this many requests at once from the next step on."""
 
     max_prompts: int
 
 
 class SetStepTokens(msgspec.Struct, frozen=True, kw_only=True, tag="set_step_tokens"):
-    """Compute at most this many tokens in a step from the next one on."""
+    """Limit the tokens of a step from the next one on."""
 
     step_tokens: int
 
 
 class SetThreads(msgspec.Struct, frozen=True, kw_only=True, tag="set_threads"):
-    """Compute with this many CPU threads from the next step on: the cores are shared out anew."""
+    """Compute with this many CPU threads from the next step on: the cores are shared out again."""
 
     threads: int
 
@@ -97,7 +97,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """The load moved on (a few a second at most)."""
+    """The load moved on (a few times a second)."""
 
     progress: LoadProgress
 
@@ -124,14 +124,14 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
-    """It begins to work on a request. Sent before anything of it happens, so that a request that brings its worker
-    down can be told from one that never reached it."""
+    """Work on a request begins. Sent before anything of it happens, which distinguishes a request that brings its
+    worker down from one that never reached it."""
 
     request_id: str
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the steps of a batch brought for one request.
+    """Output of the steps of a batch for one request.
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
@@ -154,11 +154,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """What steps brought, with the gauges after them. Sent after steps, and once a second when idle.
+    """Outputs of steps, with the gauges after them. Sent after steps, and once a second when idle.
 
-    steps: how many, 0 when idle; several short ones may be told together.  step_s: what one of them took.
-    answers: tokens of theirs that went on with an answer, told or still held; first tokens belong to prompts.
-    sent_s: the worker's monotonic clock as it is sent, 0 where it does not say.
+    steps: how many, 0 when idle; several short ones may share a batch.  step_s: mean duration.
+    answers: tokens that continued an answer, sent or still delayed; first tokens belong to prompts.
+    sent_s: the worker's monotonic clock at sending, 0 if unknown.
     """
 
     outputs: list[RequestOutput]
@@ -215,16 +215,16 @@ class Codec:
         self._events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event, dec_hook=_from_builtin)
 
     def frame(self, message: Command | Event) -> bytes:
-        """The message as length + body."""
+        """Encode a message as length and body."""
         body = self._encoder.encode(message)
         return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
     def command(self, body: bytes | memoryview) -> Command:
-        """The command in a body; raises msgspec.DecodeError."""
+        """Decode the command in a body; raises msgspec.DecodeError."""
         return self._commands.decode(body)
 
     def event(self, body: bytes | memoryview) -> Event:
-        """The event in a body; raises msgspec.DecodeError."""
+        """Decode the event in a body; raises msgspec.DecodeError."""
         return self._events.decode(body)
 
 

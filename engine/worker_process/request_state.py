@@ -1,4 +1,4 @@
-"""One request inside the loop: its text, the tokens that may still be taken back, and what a step brought for it."""
+"""One request inside the loop: its text, the tokens that may still be taken back, and its output of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REWINDS = 1024
 
 @dataclass(slots=True)
 class Output:
-    """What the steps since the last message brought for one request so far.
+    """Output of one request since the last message.
 
     gaps, stop: as in RequestOutput.  num_timed: tokens whose step is over.
     """
@@ -41,12 +41,12 @@ class Output:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """True if there is nothing to send."""
         return not (self.token_ids or self.text) and self.finish is None
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody waits for just this: an answer's first token, or its end."""
+        """True if a client waits for just this: an answer's first token, or its end."""
         return self.finish is not None or self.cached_tokens is not None
 
     def fail(self, error: ErrorInfo | str) -> Output:
@@ -56,7 +56,7 @@ class Output:
         return self
 
     def message(self, request_id: str) -> protocol.RequestOutput:
-        """The output as it is sent."""
+        """Return the output as it is sent."""
         return protocol.RequestOutput(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -73,14 +73,14 @@ class Output:
 
 
 class RequestState:
-    """A live request. Tokens are told only once they are settled, with their text: what was told stays.
+    """A live request. Tokens are sent only once they are settled, with their text: nothing sent is taken back.
 
-    A banned string that is complete makes it `rewinding`: whatever the backend still says of it is out of date, and
-    the backend is to be given `rewound()` in its place, which goes on before the token in which that string began,
+    A banned string that is complete makes it `rewinding`: the backend's later events are out of date, and the
+    backend is to be given `rewound()` in its place, which continues before the token in which that string began,
     with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
     where no token is left in a place, the one before it is ruled out, as long as that was not sent.
 
-    mask: what the backend has its tokens held to, None where nothing is, or it is not there yet.
+    mask: the grammar's, which constrains the tokens; None without one, or while it is compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
@@ -88,7 +88,7 @@ class RequestState:
         self._tokenizer = tokenizer
         self._request = request
         self._output = OutputProcessor(tokenizer, request)
-        self._known = list(request.generated)
+        self._token_ids = list(request.generated)
         self._unsettled: list[TokenEvent] = []
         self._cached_tokens: int | None = None
         self._prompt_logprobs = b""
@@ -109,7 +109,7 @@ class RequestState:
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the answer was over before it began: its replayed tokens end it."""
+        """Finish reason of an answer that its replayed tokens end already."""
         return self._output.finish
 
     @property
@@ -119,7 +119,7 @@ class RequestState:
 
     @property
     def rewinding(self) -> bool:
-        """Whether the backend has to go another way."""
+        """True if the backend has to resume from an earlier place: see `rewound`."""
         return self._rewind_to is not None
 
     def take(self, event: TokenEvent, output: Output) -> None:
@@ -133,7 +133,7 @@ class RequestState:
             self._take_token(event, event.token_id, output)
         if not self.rewinding and output.finish is None and event.finish is not None:
             if event.finish == "error" and self._ruled_out and self._unsettled:
-                self._rewind_to = len(self._known) - 1
+                self._rewind_to = len(self._token_ids) - 1
                 return
             error = self._why_failed(event.message) if event.finish == "error" else None
             self._settle(self._output.flush(), output)
@@ -146,65 +146,65 @@ class RequestState:
             output.stop = self._output.stop
 
     def rewound(self) -> BackendRequest:
-        """What the backend goes on with; raises InvalidRequest where every way on was tried."""
+        """Return the request to resume with; raises InvalidRequest where every way on was tried."""
         assert self._rewind_to is not None, f"request {self.id} has nothing to take back"
         start, self._rewind_to = self._rewind_to, None
-        tried = [*self._tried.get(start, ()), self._known[start]]
+        tried = [*self._tried.get(start, ()), self._token_ids[start]]
         self._rewinds += 1
         if len(tried) >= MAX_TRIES or self._rewinds > MAX_REWINDS:
             raise self._no_way_on(start, f"each of {len(tried)} tokens tried there led into one of them")
         self._tried = {place: ids for place, ids in self._tried.items() if place < start} | {start: tried}
-        del self._unsettled[len(self._unsettled) - (len(self._known) - start) :]
-        del self._known[start:]
-        request = msgspec.structs.replace(self._request, generated=list(self._known), banned_next=tuple(tried))
+        del self._unsettled[len(self._unsettled) - (len(self._token_ids) - start) :]
+        del self._token_ids[start:]
+        request = msgspec.structs.replace(self._request, generated=list(self._token_ids), banned_next=tuple(tried))
         self._output = OutputProcessor(self._tokenizer, request)
         return request
 
     def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
         if not self._unsettled and (text := self._output.pass_on(token_id)) is not None:
             output.text += text
-            self._tell(event, token_id, output)
+            self._append(event, token_id, output)
             self._begin(output)
             return
         shown = self._output.push(token_id)
         if self._request.params.banned_strings:
-            self._known.append(token_id)
+            self._token_ids.append(token_id)
         self._unsettled.append(event)
         self._rewind_to = shown.banned_from
         if (
             self._rewind_to is None
             and self.mask is not None
-            and self._output.ruled_out(self.mask.forced(len(self._known)))
+            and self._output.ruled_out(self.mask.forced(len(self._token_ids)))
         ):
-            self._rewind_to = len(self._known) - 1
+            self._rewind_to = len(self._token_ids) - 1
         elif shown.settled:
             self._settle(shown.text, output)
             output.finish = shown.finish
 
     def _settle(self, text: str, output: Output) -> None:
-        """Tell every token that was held, and their text."""
+        """Output every unsettled token, and their text."""
         output.text += text
         for event in self._unsettled:
             if event.token_id is not None:
-                self._tell(event, event.token_id, output)
+                self._append(event, event.token_id, output)
         self._begin(output)
         self._unsettled.clear()
         self._tried.clear()
         self._rewinds = 0
 
-    def _tell(self, event: TokenEvent, token_id: int, output: Output) -> None:
+    def _append(self, event: TokenEvent, token_id: int, output: Output) -> None:
         output.token_ids.append(token_id)
         if event.logprob is not None:
             output.logprobs.append(event.logprob)
 
     def _note_prompt(self, logprobs: TokenLogprobs) -> None:
-        """Keep what is told of the prompt for the first output. Nobody computes it twice, whatever is taken back."""
+        """Keep the logprobs of the prompt for the first output. They are computed once, whatever is taken back."""
         self._prompt_logprobs = pack_logprobs(logprobs)
         params = msgspec.structs.replace(self._request.params, prompt_logprobs=None)
         self._request = msgspec.structs.replace(self._request, params=params)
 
     def _begin(self, output: Output) -> None:
-        """Say with the first tokens how many of the prompt's were cached, and what is to be told of the prompt."""
+        """Output, with the first tokens, how many of the prompt's were cached, and the prompt's logprobs."""
         if self._begun:
             return
         output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
@@ -213,12 +213,12 @@ class RequestState:
 
     @property
     def _ruled_out(self) -> bool:
-        """Whether tokens may not come next that would lead into a banned string."""
-        return len(self._known) in self._tried
+        """True if some tokens are ruled out next, since they led into a banned string."""
+        return len(self._token_ids) in self._tried
 
     def _why_failed(self, message: str) -> EngineError:
         if self._ruled_out:
-            return self._no_way_on(len(self._known), "no other token may come there")
+            return self._no_way_on(len(self._token_ids), "no other token may come there")
         grammar = self._request.params.grammar
         if grammar is not None and self.mask is not None and self.mask.error:
             return unusable(grammar, self.mask.error)

@@ -1,4 +1,4 @@
-"""The live requests of one loaded model: their texts, what is still compiled for them, and what a step brought."""
+"""The live requests of one loaded model: their texts, grammars that are being compiled, and the events of a step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engine.worker_process.loading import Replica, reason
 from engine.worker_process.outbox import Outbox
 from engine.worker_process.request_state import RequestState
 
-# Requests whose grammars are being compiled, beside the loop that steps.
+# Requests whose grammars are being compiled on another thread while the loop steps.
 
 PendingMask = Future[GrammarMask]
 
 
 @dataclass(slots=True)
 class GrammarCompiler:
-    """Those of one model that wait for their masks. Only what is computed waits, never the loop.
+    """Requests of one model that wait for their masks; the loop does not wait.
 
-    wake: called when one need not wait any longer, from the thread that compiled it.
+    wake: called when a mask is ready, on the thread that compiled it.
     """
 
     masks: GrammarMasks
@@ -34,17 +34,17 @@ class GrammarCompiler:
         return request_id in self._waiting
 
     def begin(self, request: BackendRequest) -> None:
-        """Take a request that has a grammar; it comes out of `done`."""
+        """Start compiling the grammar of a request; `done` yields it then."""
         compiling = self.masks.begin(request)
         self._waiting[request.id] = (request, compiling)
         compiling.add_done_callback(lambda _: self.wake())
 
     def forget(self, request_id: str) -> None:
-        """It is not wanted any more."""
+        """Forget a request."""
         self._waiting.pop(request_id, None)
 
     def done(self) -> Iterator[tuple[BackendRequest, PendingMask]]:
-        """Take out those that need not wait any longer; a mask, or why there is none, is in each one's future."""
+        """Take out the requests that are ready; each future has the mask, or the reason why there is none."""
         for request_id, (request, compiling) in list(self._waiting.items()):
             if compiling.done():
                 del self._waiting[request_id]
@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """Every request of the replica from `submit` to its end, which goes into `outbox` as all the rest does.
+    """Every request of the replica from `submit` to its end; all outputs go into `outbox`.
 
     wake: called, from another thread, when `take_masks` has something to do.
     """
@@ -64,85 +64,85 @@ class Requests:
         self._backend = replica.backend
         self._tokenizer = replica.tokenizer
         self._outbox = outbox
-        self._answers: dict[str, RequestState] = {}
-        self._masking = GrammarCompiler(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake)
+        self._states: dict[str, RequestState] = {}
+        self._compiler = GrammarCompiler(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake)
 
     @property
     def adapters(self) -> set[str]:
-        """The keys of the adapters that they use: any of them may have to begin again somewhere."""
-        return {answer.adapter for answer in self._answers.values()}
+        """Keys of the adapters in use: any request may have to begin again."""
+        return {answer.adapter for answer in self._states.values()}
 
     def submit(self, request: BackendRequest) -> None:
-        """Begin with a request, or tell why not."""
+        """Start a request, or output why it cannot be."""
         try:
-            if request.id in self._answers:
+            if request.id in self._states:
                 self.forget(request.id)
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
             answer = RequestState(self._tokenizer, request)
             if answer.finish is not None:
-                output = self._outbox.of(request.id)
+                output = self._outbox.output_of(request.id)
                 output.finish, output.stop = answer.finish, answer.stop
                 return
             if request.params.grammar is None:
                 self._backend.submit(request)
             else:
-                self._masking.begin(request)
-            self._answers[request.id] = answer
+                self._compiler.begin(request)
+            self._states[request.id] = answer
         except Exception as error:
             self._fail(request.id, error, "the request could not be taken")
 
     def take_masks(self) -> None:
         """Give the backend the requests whose grammars are compiled."""
-        for request, compiling in self._masking.done():
-            answer = self._answers[request.id]
+        for request, compiling in self._compiler.done():
+            answer = self._states[request.id]
             try:
                 answer.mask = compiling.result()
                 self._backend.submit(request, answer.mask)
             except Exception as error:
                 self._fail(request.id, error, "the request could not be taken")
-                del self._answers[request.id]
+                del self._states[request.id]
 
     def forget(self, request_id: str) -> None:
-        """It is not wanted any more; nothing is told of it."""
+        """Forget a request; nothing more is sent for it."""
         self._outbox.drop(request_id)
-        self._masking.forget(request_id)
-        if self._answers.pop(request_id, None) is not None:
+        self._compiler.forget(request_id)
+        if self._states.pop(request_id, None) is not None:
             self._backend.cancel(request_id)
 
     def take(self, events: Iterable[TokenEvent]) -> int:
-        """Take in what a step brought; how many answers it went on with, those that began in it left out."""
-        went_on = 0
+        """Process the events of a step; return how many answers it continued, without those that began in it."""
+        continued = 0
         for event in events:
-            went_on += event.token_id is not None and event.cached_tokens is None
+            continued += event.token_id is not None and event.cached_tokens is None
             self._apply(event)
-        for answer in [answer for answer in self._answers.values() if answer.rewinding]:
+        for answer in [answer for answer in self._states.values() if answer.rewinding]:
             self._rewind(answer)
-        return went_on
+        return continued
 
     def fail(self, why: str) -> None:
-        """A step failed, and everybody who was in it with it."""
-        for request_id in [each for each in self._answers if each not in self._masking]:
-            del self._answers[request_id]
+        """Fail every request of a step that failed."""
+        for request_id in [each for each in self._states if each not in self._compiler]:
+            del self._states[request_id]
             self._backend.cancel(request_id)
-            self._outbox.of(request_id).fail(why)
+            self._outbox.output_of(request_id).fail(why)
 
     def _apply(self, event: TokenEvent) -> None:
-        """One token through its request's output processor; tokens past a request's end, or taken back, are dropped."""
-        answer = self._answers.get(event.request_id)
+        """Process one token of a request; tokens past its end, or taken back, are dropped."""
+        answer = self._states.get(event.request_id)
         if answer is None or answer.rewinding:
             return
-        output = self._outbox.of(event.request_id)
+        output = self._outbox.output_of(event.request_id)
         try:
             answer.take(event, output)
         except Exception as error:
             self._fail(event.request_id, error, "the answer's text could not be made")
         if output.finish is not None:
-            del self._answers[event.request_id]
+            del self._states[event.request_id]
             if event.finish is None:
                 self._backend.cancel(event.request_id)
 
     def _rewind(self, answer: RequestState) -> None:
-        """Have the backend go another way from where a banned string began; the prefix cache makes that cheap."""
+        """Resume a request before the place where a banned string began; the prefix cache makes that cheap."""
         self._backend.cancel(answer.id)
         try:
             request = answer.rewound()
@@ -151,11 +151,11 @@ class Requests:
             self._backend.submit(request, answer.mask)
         except Exception as error:
             self._fail(answer.id, error, "the request could not go on")
-            del self._answers[answer.id]
+            del self._states[answer.id]
 
     def _fail(self, request_id: str, error: Exception, what: str) -> None:
-        """End a request with an error; one that is nobody's fault but ours is logged in full."""
-        output = self._outbox.of(request_id)
+        """End a request with an error; an internal one is logged in full."""
+        output = self._outbox.output_of(request_id)
         if isinstance(error, EngineError):
             output.fail(error.info)
             return

@@ -65,7 +65,7 @@ async def test_who_closes_in_a_hurry_does_not_wait_for_a_process_that_hangs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def until_it_ended(host: ProcessHost, timeout_s: float) -> bool:
-        await host._told.wait()
+        await host._exit_reported.wait()
         return True
 
     monkeypatch.setattr(ProcessHost, "_told_within", until_it_ended)  # the patient way would never end

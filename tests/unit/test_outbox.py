@@ -13,7 +13,7 @@ SHORT_S = MIN_BATCHED_REQUESTS / MESSAGES_PER_S / 4
 def fill(outbox: Outbox, requests: int = MIN_BATCHED_REQUESTS, token: int = 7) -> None:
     """A step's token for each of so many requests."""
     for number in range(requests):
-        outbox.of(f"r{number}").token_ids.append(token)
+        outbox.output_of(f"r{number}").token_ids.append(token)
 
 
 def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> None:
@@ -32,7 +32,7 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
         5 * MIN_BATCHED_REQUESTS,
     )
     assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * MIN_BATCHED_REQUESTS
-    assert not outbox.holds
+    assert not outbox.has_delayed
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_a_first_token_and_an_end_go_at_once_and_the_others_when_they_are_due() 
         assert not outbox.stepped(0.0, SHORT_S, MIN_BATCHED_REQUESTS)
         fill(outbox)
         if urgent == "first":
-            outbox.of("new").cached_tokens = 0
-            outbox.of("new").token_ids.append(9)
+            outbox.output_of("new").cached_tokens = 0
+            outbox.output_of("new").token_ids.append(9)
         else:
-            outbox.of("r0").finish = "stop"
+            outbox.output_of("r0").finish = "stop"
         assert outbox.stepped(SHORT_S, 2 * SHORT_S, MIN_BATCHED_REQUESTS)
         told = outbox.take(everything=False)
         assert [output.request_id for output in told] == ["new" if urgent == "first" else "r0"]
-        assert outbox.holds
+        assert outbox.has_delayed
         left = {output.request_id for output in outbox.take()}
         assert left == {f"r{number}" for number in range(urgent == "end", MIN_BATCHED_REQUESTS)}
-        assert not outbox.holds
+        assert not outbox.has_delayed
 
 
 def test_what_is_dropped_is_not_told() -> None:
@@ -111,7 +111,7 @@ def test_each_token_has_the_time_of_its_own_step_however_long_it_is_held() -> No
 def test_tokens_of_one_step_share_the_time_since_those_before() -> None:
     outbox = Outbox()
     for ended_s, tokens in ((1.0, 2), (1.3, 3)):
-        outbox.of("r").token_ids += [7] * tokens
+        outbox.output_of("r").token_ids += [7] * tokens
         outbox.stepped(ended_s - 0.1, ended_s, 1)
     [output] = outbox.take()
     assert (len(output.token_ids), output.gaps) == (5, pytest.approx([0.1] * 3))
@@ -129,7 +129,7 @@ def test_a_step_without_a_token_counts_for_the_next_one() -> None:
 
 def test_a_request_that_comes_back_begins_without_a_time_between_tokens() -> None:
     outbox = Outbox()
-    for leave in (lambda: outbox.drop("r0"), lambda: setattr(outbox.of("r0"), "finish", "length")):
+    for leave in (lambda: outbox.drop("r0"), lambda: setattr(outbox.output_of("r0"), "finish", "length")):
         fill(outbox, 1)
         outbox.stepped(0.0, 1.0, 1)
         leave()

@@ -26,7 +26,7 @@ def scheduler(prompts: list[int], pages: int) -> Scheduler:
     for number, tokens in enumerate(prompts):
         made.submit(Sequence(str(number), [number] * tokens, tokens))
     for _ in range(20):
-        if made.running and all(each.missing == 1 for each in made.running):
+        if made.running and all(each.uncomputed == 1 for each in made.running):
             break
         step(made)
     return made
@@ -40,7 +40,7 @@ def step(made: Scheduler) -> float:
 
 
 def state(made: Scheduler) -> list[tuple[str, int, int, int]]:
-    return [(each.id, each.computed, each.known, len(each.pages)) for each in made.running]
+    return [(each.id, each.computed, each.num_tokens, len(each.pages)) for each in made.running]
 
 
 @settings(max_examples=80, deadline=None)
@@ -92,7 +92,7 @@ def test_steps_are_held_as_the_outbox_holds_them(answers: int, step_s: float) ->
     outbox, now, sent_at = Outbox(), random.Random(1).random(), []
     for number in range(200):
         for answer in range(answers):
-            outbox.of(str(answer)).token_ids.append(0)
+            outbox.output_of(str(answer)).token_ids.append(0)
         if outbox.stepped(now, now + step_s, answers):
             outbox.take()
             sent_at.append(number)
