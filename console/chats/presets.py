@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from console.chats.records import ChatSettings, Preset
+from engine.config import PARAMETERS
 
 BUILTIN: tuple[Preset, ...] = (
     Preset(name="Model's own", settings=ChatSettings(), builtin=True),
@@ -50,11 +51,10 @@ def applied(preset: Preset, settings: ChatSettings) -> ChatSettings:
 
 def described(settings: ChatSettings) -> str:
     """Settings in a line: "temperature 0.3 · top_p 0.9"; "as the model suggests" where they leave all to it."""
-    names = {"temperature": "temperature", "max_tokens": "at most"}
     parts = [
-        f"{names.get(name, name)} {value:g}" + (" tokens" if name == "max_tokens" else "")
-        for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
-        if (value := getattr(settings, name)) is not None
+        f"max {value:g} tokens" if name == "max_tokens" else f"{name} {value:g}"
+        for name in settings.__struct_fields__
+        if name in PARAMETERS and (value := getattr(settings, name)) is not None
     ]
     if settings.system_prompt:
         parts.append("system prompt")

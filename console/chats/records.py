@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from engine.samplers import added_parameters, with_fields
+
 Role = Literal["user", "assistant"]
+T = TypeVar("T", bound=msgspec.Struct)
 
 
+def _added_fields(struct: type[T]) -> type[T]:
+    """The struct with a field for each parameter that a file of engine/samplers/ adds to the chat's form."""
+    rows = [row for row in added_parameters() if row.label]
+    return with_fields(struct, [(row.name, type(row.neutral) | None, None) for row in rows])
+
+
+@_added_fields
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a conversation asks: None leaves a value to the model's own defaults.
 

@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import msgspec
 
-from engine.config import SamplingParams
+from engine.config import PARAMETERS, SamplingParams
 from engine.errors import InvalidRequest
+from engine.samplers import Stage, samplers
 
 _KOBOLD = ("top_k", "top_a", "top_p", "tfs", "typical_p", "temperature", "repetition_penalty")
 """What KoboldCpp means by 0 to 6."""
@@ -19,24 +20,42 @@ _KOBOLD = ("top_k", "top_a", "top_p", "tfs", "typical_p", "temperature", "repeti
 MAX_SAMPLERS = 64
 """In an order: more than clients know, under all their names."""
 
-_LONGEST_TEXT = 64 * MAX_SAMPLERS
+_MAX_TEXT = 64 * MAX_SAMPLERS
 """Characters of an order that are looked at: more than the longest names take."""
 
-_ALIASES = {"tfs_z": "tfs", "typ_p": "typical_p", "typical": "typical_p", "penalties": "repetition_penalty"}
+_ALIASES = {
+    **{alias: name for sampler in samplers() for name in sampler.names for alias in PARAMETERS[name].aliases},
+    "typ_p": "typical_p",
+    "penalties": "repetition_penalty",
+}
+_SWITCHES = {
+    "dry": "dry_multiplier",
+    "dynamic_temperature": "max_temp",
+    "quadratic_sampling": "smoothing_factor",
+    "xtc": "xtc_probability",
+}
+"""Parameters by which samplers are used that have another name in an order."""
+
 _MOVED = ("temperature", "dynamic_temperature", "quadratic_sampling")
 """What text-generation-webui puts last where temperature_last is set."""
 
-_FILTERS = ("top_k", "top_p", "top_a", "min_p", "tfs", "typical_p", "mirostat")
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "dry")
 _NEVER = ("top_n_sigma", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "no_repeat_ngram", "adaptive_p")
 """Samplers that are not there; a request that uses one is refused for that."""
 
+
+def _on(stage: Stage) -> list[str]:
+    """Names of the samplers of engine/samplers/ at a stage, as an order has them."""
+    names = {parameter: name for name, parameter in _SWITCHES.items()}
+    return [names.get(sampler.names[0], sampler.names[0]) for sampler in samplers() if sampler.on == stage]
+
+
+_FILTERS = ("top_k", "top_p", "top_a", "min_p", *_on("probabilities"), "mirostat")
+_BEFORE_TEMPERATURE = (*_on("logits"), *_on("distances"))
+
 _RANKS = {
     **dict.fromkeys(_PENALTIES, 0),
-    "quadratic_sampling": 1,
-    **{name: 2 + i for i, name in enumerate(_FILTERS)},
-    "dynamic_temperature": 2 + len(_FILTERS),
-    "xtc": 3 + len(_FILTERS),
+    **{name: 1 + i for i, name in enumerate((*_BEFORE_TEMPERATURE, *_FILTERS, "dynamic_temperature", "xtc"))},
 }
 """Where each comes here. The temperature has no place of its own."""
 
@@ -75,7 +94,7 @@ def dynamic_temperature_only(params: SamplingParams) -> SamplingParams:
 
 def _names(value: object, param: str) -> list[str]:
     """The samplers in the order that the client wants."""
-    items = value[:_LONGEST_TEXT].replace(",", "\n").split() if isinstance(value, str) else value
+    items = value[:_MAX_TEXT].replace(",", "\n").split() if isinstance(value, str) else value
     if not isinstance(items, list):
         raise InvalidRequest(f"{param} should be an array of samplers", param=param)
     if len(items) > MAX_SAMPLERS:
@@ -93,21 +112,10 @@ def _name(item: object, param: str) -> str:
 
 
 def _is_used(name: str, params: SamplingParams) -> bool:
-    match name:
-        case "dry":
-            return params.dry_multiplier > 0
-        case "quadratic_sampling":
-            return params.smoothing_factor > 0
-        case "dynamic_temperature":
-            return params.max_temp > 0
-        case "xtc":
-            return params.xtc_probability > 0
-        case "frequency_penalty" | "presence_penalty" | "top_k" | "top_a" | "min_p" | "mirostat":
-            return bool(getattr(params, name))
-        case _ if name in _NEVER:
-            return False
-        case _:
-            return bool(getattr(params, name) != 1)
+    if name not in _RANKS and name != "temperature":
+        return False
+    row = PARAMETERS[_SWITCHES.get(name, name)]
+    return bool(getattr(params, row.name) != row.neutral)
 
 
 def _impossible(param: str, earlier: str, later: str) -> InvalidRequest:

@@ -1,13 +1,12 @@
-"""The sampling fields that dialects share, and what the engine is told."""
+"""The sampling fields that dialects share, and the engine's parameters that are made of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-import msgspec
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema, create_model
 from pydantic_core import from_json
 
 from console.api.requests.body import Body
@@ -16,8 +15,9 @@ from console.api.requests.response_format import FormatFields
 from console.api.requests.sampler_order import apply_sampler_order
 from console.api.requests.schemas import BANNED_STRINGS, BIASES, SAMPLERS, STOP_STRINGS, STOPS, TOKEN_IDS
 from console.api.requests.served_model import ServedModel
-from engine.config import MAX_GRAMMAR_BYTES, RANGES, SamplingParams, format_number
+from engine.config import MAX_GRAMMAR_BYTES, PARAMETERS, RANGES, SamplingParams, format_number
 from engine.errors import InvalidRequest
+from engine.text.tokenizer_config import GenerationDefaults
 
 # Biases of single tokens, as clients name them: by id, or as what must not come.
 
@@ -72,7 +72,7 @@ def _banned_ids(value: object) -> list[int]:
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 MAX_BREAKERS = 256
 MAX_BREAKER_CHARACTERS = 200
-_LONGEST_TEXT = 8 * MAX_BREAKERS * MAX_BREAKER_CHARACTERS
+_MAX_TEXT = 8 * MAX_BREAKERS * MAX_BREAKER_CHARACTERS
 """Characters of breakers as JSON, which may take six for one."""
 
 
@@ -106,9 +106,9 @@ def _strings(value: object) -> list[str]:
 
 
 def _from_json(text: str) -> object:
-    if len(text) > _LONGEST_TEXT:
+    if len(text) > _MAX_TEXT:
         raise InvalidRequest(
-            f"dry_sequence_breakers has {len(text)} characters; it may have {_LONGEST_TEXT}",
+            f"dry_sequence_breakers has {len(text)} characters; it may have {_MAX_TEXT}",
             param="dry_sequence_breakers",
         )
     try:
@@ -124,40 +124,27 @@ def _misshapen() -> InvalidRequest:
     )
 
 
-T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 
-TOP_K_OFF = -1
 MAX_N = 128
 MAX_PRIORITY = 10**6
 NO_SEED = -1
 MAX_CACHE_SALT = 256
 """Characters: room for a digest of 1,024 bits, and little to keep for each of a queue of requests."""
+_ROWS = tuple(row for row in PARAMETERS.values() if isinstance(row.neutral, int | float))
+"""Numbers and switches, each a field of requests; lists and texts are read in ways of their own."""
+
 _ALIASES: Mapping[str, str] = {
-    "dry_penalty_last_n": "dry_range",
-    "dynatemp_exponent": "temp_exponent",
-    "dynatemp_high": "max_temp",
-    "dynatemp_low": "min_temp",
-    "dynatemp_max": "max_temp",
-    "dynatemp_min": "min_temp",
-    "guidance_scale": "cfg_scale",
-    "min_length": "min_tokens",
-    "mirostat": "mirostat_mode",
-    "penalty_range": "repetition_range",
-    "rep_pen": "repetition_penalty",
-    "rep_pen_range": "repetition_range",
-    "repeat_last_n": "repetition_range",
-    "repeat_penalty": "repetition_penalty",
-    "repetition_penalty_range": "repetition_range",
+    **{alias: row.http_name for row in _ROWS for alias in row.aliases},
     "stop_sequence": "stopping_strings",
-    "tfs_z": "tfs",
-    "typical": "typical_p",
 }
 """What TabbyAPI, text-generation-webui, KoboldCpp and llama.cpp call our fields."""
 
+_RECOMMENDED = frozenset(GenerationDefaults.__struct_fields__)
+
 
 class ModelFields(Body):
-    """What every request may say of the model, and of its turn.
+    """Fields of every request about the model, and its turn.
 
     model: None or "" is the first one; an adapter's name is its model with it.  lora: an adapter of the model.
     priority: as vLLM has it, lower goes first.
@@ -168,18 +155,47 @@ class ModelFields(Body):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
-class SamplingFields(ModelFields, FormatFields):
+def _row_fields() -> dict[str, Any]:
+    """Type and default of each row as a field; None is the model's recommendation where its makers may give one."""
+    fields: dict[str, Any] = {}
+    for row in _ROWS:
+        kind: Any = type(row.neutral)
+        default = row.neutral
+        if row.name in _RECOMMENDED:
+            kind, default = kind | None, None
+        if row.sent_low is not None:
+            kind = Annotated[kind, Field(ge=row.sent_low)]
+        fields[row.http_name] = (kind, default)
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class RowFields(ModelFields):
+        """A field for each row; here those that are read by name."""
+
+        temperature: float | None
+        min_temp: float
+        max_temp: float
+        repetition_penalty: float | None
+        repetition_range: int
+        cfg_scale: float
+
+else:
+    RowFields = create_model("RowFields", __base__=ModelFields, __module__=__name__, **_row_fields())
+
+
+class SamplingFields(RowFields, FormatFields):
     """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
 
-    best_of: how many answers are made, of which n are given.  top_k: 0 and -1 are off.
+    best_of: how many answers are made, of which n are given.
     stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
-    repetition_range, dry_range: 0 and -1 are everything.
     dynamic_temperature: False turns it off whatever its range.
     dry_sequence_breakers: strings over which no repeat reaches, an array or its JSON as text.
     negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
     stopping_strings: more of stop.  seed, sampler_seed: one seed under two names; -1 is none, as vLLM has it.
     dynatemp_range: how far a dynamic temperature lies around `temperature`, where no bounds are given.
-    ban_eos_token: whether end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
+    ban_eos_token: end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
     sampler_order, sampler_priority: the order of samplers, where it comes to the one here (docs/sampling.md).
     cache_salt: the prefix cache is shared with requests that send the same one alone; make it hard to guess.
     rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
@@ -193,37 +209,11 @@ class SamplingFields(ModelFields, FormatFields):
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_N)] = None
     stream: bool = False
-    temperature: float | None = None
-    top_k: Annotated[int | None, Field(ge=TOP_K_OFF)] = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_a: float = 0.0
-    tfs: float = 1.0
     dynamic_temperature: bool | None = None
-    min_temp: float = 0.0
-    max_temp: float = 0.0
     dynatemp_range: Annotated[float, Field(ge=0)] = 0.0
-    temp_exponent: float = 1.0
-    smoothing_factor: float = 0.0
-    temperature_last: bool = False
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
     mirostat_mode: Annotated[int, WithJsonSchema({"enum": [0, 2]})] = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    repetition_penalty: float | None = None
-    repetition_range: Annotated[int, Field(ge=-1)] = 0
-    repetition_decay: int = 0
     rep_pen_slope: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: Annotated[int, Field(ge=-1)] = 0
     dry_sequence_breakers: object = None
-    cfg_scale: float = 1.0
     negative_prompt: str = ""
     banned_strings: Annotated[list[str], Field(default_factory=list), BANNED_STRINGS]
     bad_words: Annotated[list[str], Field(default_factory=list), BANNED_STRINGS]
@@ -234,14 +224,14 @@ class SamplingFields(ModelFields, FormatFields):
     sampler_priority: Annotated[object, SAMPLERS] = None
     seed: int | None = None
     sampler_seed: int | None = None
-    min_tokens: int = 0
     stop: Annotated[object, STOPS] = ()
     stopping_strings: Annotated[list[str], Field(default_factory=list), STOP_STRINGS]
     stop_token_ids: Annotated[list[int], Field(default_factory=list), TOKEN_IDS]
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] = ""
+
+    @classmethod
+    def _docs(cls) -> list[str]:
+        return [*super()._docs(), "\n".join(f"{row.http_name}: {row.meaning}." for row in _ROWS)]
 
     @property
     def answers_each(self) -> int:
@@ -270,11 +260,11 @@ def sampling_params(
     fewest_tokens: int = 1,
     ranks: bool = False,
 ) -> SamplingParams:
-    """What the engine is told, with the model's recommendations for what the client left open.
+    """Return the engine's parameters, with the model's recommendations for what the client left open.
 
     negative_prompt_ids: what the dialect makes of negative_prompt where cfg_scale asks for it.
-    fewest_tokens: 0 where the dialect has a use for a prompt without an answer.  ranks: whether it gives the n best of
-    best_of answers.
+    fewest_tokens: 0 where the dialect has a use for a prompt without an answer.  ranks: True if it gives the n best
+    of best_of answers.
     Raises InvalidRequest naming the field.
     """
     _check_best_of(fields, ranks)
@@ -283,62 +273,38 @@ def sampling_params(
             f"max_tokens is {format_number(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
-    params = msgspec.structs.replace(
-        _draw(fields, model),
-        negative_prompt_ids=tuple(negative_prompt_ids),
-        banned_strings=tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
-        max_tokens=max_tokens,
-        min_tokens=fields.min_tokens,
-        stop=tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
-        stop_token_ids=tuple(fields.stop_token_ids),
-        ignore_eos=fields.ignore_eos,
-        include_stop=fields.include_stop_str_in_output,
-        skip_special_tokens=fields.skip_special_tokens,
-        logprobs=0 if logprobs is None and fields.answers_each > fields.n else logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=fields.format(MAX_GRAMMAR_BYTES),
-    ).validate()
-    return _as_ordered(params, fields)
-
-
-def _draw(fields: SamplingFields, model: ServedModel) -> SamplingParams:
-    """How each next token is chosen."""
-    defaults = model.tokenizer.generation_defaults
-    temperature = _first(fields.temperature, defaults.temperature, 1.0)
-    min_temp, max_temp = _temperature_range(fields, temperature)
-    return SamplingParams(
-        temperature=temperature,
-        top_k=max(0, _first(fields.top_k, defaults.top_k, 0)),
-        top_p=_first(fields.top_p, defaults.top_p, 1.0),
-        min_p=_first(fields.min_p, defaults.min_p, 0.0),
-        typical_p=_first(fields.typical_p, defaults.typical_p, 1.0),
-        top_a=fields.top_a,
-        tfs=fields.tfs,
-        min_temp=min_temp,
-        max_temp=max_temp,
-        temp_exponent=fields.temp_exponent,
-        smoothing_factor=fields.smoothing_factor,
-        temperature_last=fields.temperature_last,
-        xtc_probability=fields.xtc_probability,
-        xtc_threshold=fields.xtc_threshold,
-        mirostat=fields.mirostat_mode,
-        mirostat_tau=fields.mirostat_tau,
-        mirostat_eta=fields.mirostat_eta,
-        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty, 1.0),
-        repetition_range=max(0, fields.repetition_range),
-        repetition_decay=fields.repetition_decay,
-        frequency_penalty=fields.frequency_penalty,
-        presence_penalty=fields.presence_penalty,
-        dry_multiplier=fields.dry_multiplier,
-        dry_base=fields.dry_base,
-        dry_allowed_length=fields.dry_allowed_length,
-        dry_range=max(0, fields.dry_range),
-        dry_breaker_ids=breaker_ids(fields.dry_sequence_breakers, model) if fields.dry_multiplier else (),
-        cfg_scale=fields.cfg_scale,
-        logit_bias=read_logit_bias(fields.logit_bias, model)
+    values = _values(fields, model.tokenizer.generation_defaults)
+    min_temp, max_temp = _temperature_range(fields, values["temperature"])
+    values |= {
+        "min_temp": min_temp,
+        "max_temp": max_temp,
+        "dry_breaker_ids": breaker_ids(fields.dry_sequence_breakers, model) if values["dry_multiplier"] else (),
+        "logit_bias": read_logit_bias(fields.logit_bias, model)
         | read_token_bans(fields.custom_token_bans, model, end_tokens=fields.ban_eos_token),
-        seed=_seed(fields),
-    )
+        "seed": _seed(fields),
+        "negative_prompt_ids": tuple(negative_prompt_ids),
+        "banned_strings": tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
+        "max_tokens": max_tokens,
+        "stop": tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
+        "stop_token_ids": tuple(fields.stop_token_ids),
+        "logprobs": 0 if logprobs is None and fields.answers_each > fields.n else logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "grammar": fields.format(MAX_GRAMMAR_BYTES),
+    }
+    return _as_ordered(SamplingParams(**values).validate(), fields)
+
+
+def _values(fields: SamplingFields, recommended: GenerationDefaults) -> dict[str, Any]:
+    """Return the parameters that have a row, by the engine's names; one left open is as the model recommends."""
+    values: dict[str, Any] = {}
+    for row in _ROWS:
+        value = getattr(fields, row.http_name)
+        if value is None:
+            value = getattr(recommended, row.name, None)
+        if value is None:
+            value = row.neutral
+        values[row.name] = value if row.sent_low is None else max(row.low, value)
+    return values
 
 
 def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
@@ -389,13 +355,6 @@ def _seed(fields: SamplingFields) -> int | None:
     if len(given) > 1:
         raise InvalidRequest("sampler_seed and seed differ; send one of them", param="sampler_seed")
     return next(iter(given), None)
-
-
-def _first(asked: T | None, recommended: T | None, neutral: T) -> T:
-    """The first that is given."""
-    if asked is not None:
-        return asked
-    return neutral if recommended is None else recommended
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -19,7 +19,7 @@ from console.chats import ChatSettings, ChatStore, Preset
 from console.chats.presets import all_presets, applied, described
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.widgets.glyphs import fitted
-from engine.config import SamplingParams
+from engine.config import PARAMETERS, Parameter, SamplingParams
 from engine.errors import InvalidRequest
 
 # Presets: system prompts and sampling under names, to choose from.
@@ -109,32 +109,17 @@ class PresetsScreen(ModalScreen[Preset | None]):
         return fitted(self.app, Content.assemble(name, (described(preset.settings), "$muted")))
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    label: str
-    kind: type[int] | type[float]
+_ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if name in PARAMETERS)
+"""Rows of the parameters that can be set here."""
 
-
-_FIELDS = (
-    _Field("temperature", "Temperature", float),
-    _Field("top_p", "top_p", float),
-    _Field("top_k", "top_k", int),
-    _Field("min_p", "min_p", float),
-    _Field("max_tokens", "Max tokens", int),
-    _Field("seed", "Seed", int),
-)
 IN_VIEW = "the model in view"
 
 
 def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with what the settings say instead. Raises InvalidRequest naming a value out of range."""
-    values = {name: getattr(defaults, name) for name in SamplingParams.__struct_fields__}
-    for field in _FIELDS:
-        chosen = getattr(settings, field.name)
-        if chosen is not None:
-            values[field.name] = chosen
-    return SamplingParams(**values).validate()
+    """Return `defaults` with the values of the settings. Raises InvalidRequest naming a value out of range."""
+    values = {row.name: getattr(settings, row.name) for row in _ROWS}
+    changed = {name: value for name, value in values.items() if value is not None}
+    return msgspec.structs.replace(defaults, **changed).validate()
 
 
 class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
@@ -181,9 +166,9 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
             yield Label("System prompt")
             yield TextArea(self._settings.system_prompt, id="system", compact=True, placeholder="None")
             with Grid():
-                for field in _FIELDS:
-                    yield Label(field.label)
-                    yield Input(id=field.name, compact=True, placeholder=self._placeholder(field))
+                for row in _ROWS:
+                    yield Label(row.label)
+                    yield Input(id=row.name, compact=True, placeholder=self._placeholder(row))
             yield Label("", id="problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Use (ctrl+s)", variant="primary", id="save", compact=True)
@@ -228,12 +213,12 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         select: Select[str] = self.query_one(Select)
         if settings.model in ("", *self._models, self._settings.model):
             select.value = settings.model
-        for field in _FIELDS:
-            value = getattr(settings, field.name)
-            self.query_one(f"#{field.name}", Input).value = "" if value is None else str(value)
+        for row in _ROWS:
+            value = getattr(settings, row.name)
+            self.query_one(f"#{row.name}", Input).value = "" if value is None else str(value)
 
-    def _placeholder(self, field: _Field) -> str:
-        value = getattr(self._defaults, field.name)
+    def _placeholder(self, row: Parameter) -> str:
+        value = getattr(self._defaults, row.name)
         return "model's own" if value is None else f"{value:g}"
 
     def _checked(self) -> ChatSettings | None:
@@ -247,19 +232,20 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         return settings
 
     def _read(self) -> ChatSettings:
-        values = {field.name: self._number(field) for field in _FIELDS}
+        values = {row.name: self._number(row) for row in _ROWS}
         return ChatSettings(
             model=str(self.query_one(Select).value),
             system_prompt=self.query_one("#system", TextArea).text.strip(),
             **values,  # type: ignore[arg-type]
         )
 
-    def _number(self, field: _Field) -> int | float | None:
-        text = self.query_one(f"#{field.name}", Input).value.strip()
+    def _number(self, row: Parameter) -> int | float | None:
+        text = self.query_one(f"#{row.name}", Input).value.strip()
         if not text:
             return None
+        kind = float if isinstance(row.low, float) else int
         try:
-            return field.kind(text)
+            return kind(text)
         except ValueError:
-            kind = "whole number" if field.kind is int else "number"
-            raise InvalidRequest(f"{field.label} is {text!r}; it must be a {kind}", param=field.name) from None
+            noun = "whole number" if kind is int else "number"
+            raise InvalidRequest(f"{row.label} is {text!r}; it must be a {noun}", param=row.name) from None

@@ -115,7 +115,7 @@ class BatchSampler:
 
     def apply(self, values: Tensor) -> Tensor:
         """Return `values` with the rows that use the sampler as it leaves them."""
-        changed = self.sampler.apply(values, *(column.to(values.dtype) for column in self.columns))
+        changed: Tensor = self.sampler.apply(values, *(column.to(values.dtype) for column in self.columns))
         return changed if self.used is None else changed.where(self.used > 0, values)
 
     def select(self, rows: Tensor) -> BatchSampler:
