@@ -38,8 +38,8 @@ _ALLOCATION = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one rendering may take: processor time, memory and bytes of text, the latter two beyond what the size of its
-    messages explains, and time on the clock, which is for a machine that has no processor to spare."""
+    """Limits of one rendering: processor time, memory and bytes of text, the latter two beyond what the size of its
+    messages explains, and time on the clock, for a machine that has no processor to spare."""
 
     cpu_s: float = 1.0
     memory_bytes: int = 64 * 2**20
@@ -135,7 +135,7 @@ class ChatTemplate:
         return answer
 
     def _answer_next(self) -> None:
-        """Do the next job that waits, unless nobody waits for its answer any more."""
+        """Do the next job that waits, unless its answer was cancelled."""
         job, answer = self._waiting.take()
         try:
             if answer.set_running_or_notify_cancel():
@@ -278,14 +278,14 @@ class _Process:
         return data
 
     def _failure(self, error: Exception) -> _Failed:
-        """Why there is no answer."""
+        """Return why there is no answer."""
         limits, status = self._limits, self._child.returncode
         if isinstance(error, TimeoutError):
             return _Lost(f"it was not done after {limits.wait_s:g} s")
         if status == -signal.SIGPROF:
             return _Failed(f"it takes longer than {limits.cpu_s:g} s of processor time")
         if status == OUT_OF_MEMORY:
-            return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory beside them")
+            return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory besides them")
         return _Lost(f"its process ended with status {status}")
 
 

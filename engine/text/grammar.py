@@ -1,4 +1,4 @@
-"""What holds an answer to a grammar, by llguidance: which tokens may come next, however the tokenizer cuts the text.
+"""Answers constrained by a grammar, with llguidance: which tokens may come next, however the tokenizer cuts the text.
 
 A grammar is compiled in a thread whose stack is as deep as its definitions refer to one another: the library follows
 those by recursion, and where a stack ends it takes the process with it. What nests without them it bounds by itself,
@@ -51,7 +51,7 @@ _BYTES_PER_LEVEL = 3 * 2**12
 _BYTES_PER_KEY = 2**9
 """Of stack, more than were measured: for an object or a definition that refers to others, for a key of an object."""
 
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 _WORD = re.compile(r"\w+")
 _DEFINES = re.compile(r"\s*[?!]*\w+[^:\"/]*:")
 _BEFORE_COLON = re.compile(r"\s+:")
@@ -108,7 +108,7 @@ def without(grammar: Grammar, banned: Sequence[str]) -> Grammar:
 
 
 def in_deep_thread(work: Callable[[], T], grammar: Grammar) -> Future[T]:
-    """What comes of `work`, done in a thread of its own, with the stack that compiling `grammar` may take.
+    """Do `work` in a thread of its own, with the stack that compiling `grammar` may take.
 
     Raises InvalidRequest where that is more than any grammar gets, or than there is.
     """
@@ -160,7 +160,7 @@ def _referring_objects(schema: str) -> tuple[int, int]:
         return value is True or (isinstance(value, list) and any(map(refers, value)))
 
     def visit(pairs: list[tuple[str, object]]) -> bool:
-        """Whether an object holds a reference, which stands for it in what is around it."""
+        """Return whether an object holds a reference, which stands for it in what is around it."""
         nonlocal levels, keys
         found = any("ref" in key.lower() or refers(value) for key, value in pairs)
         levels, keys = levels + found, keys + len(pairs)
@@ -183,26 +183,26 @@ def _referring_definitions(source: str) -> int:
     for line in lines:
         defines = _DEFINES.match(line)
         if mixed or not named.isdisjoint(_WORD.findall(line, defines.end() if defines else 0)):
-            goes_on = line.lstrip().startswith("|")
-            levels += sum(map(line.count, "([{")) + max(line.count(":"), not goes_on)
+            continues = line.lstrip().startswith("|")
+            levels += sum(map(line.count, "([{")) + max(line.count(":"), not continues)
     return levels
 
 
 def unusable(grammar: Grammar, why: str) -> InvalidRequest:
-    """The error of a grammar that nothing can be held to."""
+    """Return the error of a grammar that cannot constrain an answer."""
     return InvalidRequest(f"{grammar.param} is not {_KINDS[grammar.kind]}: {_reason(why)}", param=grammar.param)
 
 
 def _reason(message: str) -> str:
-    """What is wrong, in one line: of a regular expression's parser the last one, of all others the first."""
+    """Return the error in one line: of a regular expression's parser the last one, of all others the first."""
     lines = message.strip().splitlines() or ["it cannot be read"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
-    return line.removeprefix("error: ").removeprefix("at 1(8): ")[:_LONGEST_REASON]
+    return line.removeprefix("error: ").removeprefix("at 1(8): ")[:_MAX_REASON]
 
 
 # The masks of one model's answers: what their grammars allow to come next, in the model's own tokens.
 
-COMPILED_KEPT = 64
+MAX_COMPILED = 64
 _WORD_BITS = 32
 _DEAD_END = "NoExtensionBias"
 
@@ -211,37 +211,43 @@ class GrammarMask:
     """The TokenMask of one request (see `engine.backends.base`).
 
     matcher: at the start of the answer; this mask's own.  ends: ids that end the answer where the grammar may end.
-    fewest: while fewer tokens are there, none of `ends` may come as long as anything else may.
+    min_tokens: while fewer tokens are there, none of `ends` may come as long as anything else may.
     barred: the model's end tokens that are not among `ends`; they come only where nothing else may.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, *, ends: Sequence[int], fewest: int, barred: Sequence[int], size_bytes: int
+        self,
+        matcher: llguidance.LLMatcher,
+        *,
+        ends: Sequence[int],
+        min_tokens: int,
+        barred: Sequence[int],
+        size_bytes: int,
     ) -> None:
         self._matcher = matcher
         self._ends = tuple(ends)
         self._barred = tuple(barred)
-        self._fewest = fewest
+        self._min_tokens = min_tokens
         self._size_bytes = size_bytes
         self._tokens: list[int] = []
 
     @property
     def ended(self) -> bool:
-        """Whether the grammar allows nothing more but the answer's end."""
+        """True if the grammar allows nothing but the answer's end."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str:
-        """Why nothing is allowed any more; "" while anything is."""
+        """Reason why nothing is allowed; "" while anything is."""
         return _why_stuck(self._matcher)
 
     def allowed(self) -> bytes:
-        """The tokens that may come now; none after an error."""
+        """Return the tokens that may come next; none after an error."""
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             return bytes(self._size_bytes)
         bits = found[: self._size_bytes].ljust(self._size_bytes, b"\0")
-        unwanted = (*self._barred, *self._ends) if len(self._tokens) < self._fewest else self._barred
+        unwanted = (*self._barred, *self._ends) if len(self._tokens) < self._min_tokens else self._barred
         if unwanted and not self.ended:
             fewer = bytearray(bits)
             for token_id in unwanted:
@@ -256,17 +262,17 @@ class GrammarMask:
         return self._matcher.compute_ff_bytes() if at_place else b""
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token; one that is not allowed is an error."""
+        """Advance by a token; one that is not allowed is an error."""
         self._tokens.append(token_id)
         self._matcher.consume_token(token_id)
 
     def restart(self, generated: Sequence[int]) -> None:
-        """Be where the answer is after these tokens."""
-        known = self._tokens
-        same = next((i for i, pair in enumerate(zip(known, generated, strict=False)) if pair[0] != pair[1]), None)
-        same = min(len(known), len(generated)) if same is None else same
-        if same < len(known):
-            self._matcher.rollback(len(known) - same)
+        """Move to where the answer is after these tokens."""
+        before = self._tokens
+        same = next((i for i, pair in enumerate(zip(before, generated, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(before), len(generated)) if same is None else same
+        if same < len(before):
+            self._matcher.rollback(len(before) - same)
         self._tokens = list(generated)
         self._matcher.consume_tokens(list(generated[same:]))
 
@@ -288,7 +294,7 @@ class GrammarMasks:
         """The mask of a request that has a grammar, done at once where that was compiled lately. It raises
         InvalidRequest where the model cannot write what the grammar wants."""
         params = request.params
-        assert params.grammar is not None, f"request {request.id} is held to nothing"
+        assert params.grammar is not None, f"request {request.id} has no grammar"
         grammar = params.grammar if params.stop else without(params.grammar, params.banned_strings)
         start = self._compiled.get((grammar.kind, grammar.source))
         if start is None:
@@ -304,7 +310,7 @@ class GrammarMasks:
             if key not in self._compiled:
                 self._compiled[key] = self._compile(grammar)
             start = self._compiled[key]
-            if len(self._compiled) > COMPILED_KEPT:
+            if len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
         return start
 
@@ -320,7 +326,7 @@ class GrammarMasks:
             start.deep_copy(),
             ends=[token_id for token_id in request.end_token_ids if token_id < self._vocab_size],
             barred=self._own_ends if request.params.ignore_eos else (),
-            fewest=request.params.min_tokens,
+            min_tokens=request.params.min_tokens,
             size_bytes=-(-self._vocab_size // _WORD_BITS) * _WORD_BITS // 8,
         )
         mask.restart(request.generated)
@@ -349,7 +355,7 @@ def _why_stuck(matcher: llguidance.LLMatcher) -> str:
 
 
 class _Pieces:
-    """What the library asks of a tokenizer: the bytes of every token, and the tokens of a text.
+    """A tokenizer for the library: the bytes of every token, and the tokens of a text.
 
     tokens: control tokens by their names, as no text is made of them; ids without a token have no bytes.
     """
@@ -385,7 +391,7 @@ class _Pieces:
         return self._greedily(wanted)
 
     def _bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text; nothing where the model or the text has no such token."""
+        """Return the bytes that a token adds to a text; none where the model or the text has no such token."""
         if token_id in self._special or token_id >= len(self.tokens):
             return b""
         return self.tokens[token_id]

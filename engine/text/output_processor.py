@@ -1,4 +1,4 @@
-"""The text side of one request inside a worker: ids in; visible text and the reason to end out."""
+"""From the tokens of an answer to its text: detokenizing, stop strings, banned strings, limits, finish reasons."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._longest = max(map(len, stops), default=0)
-        self._held = ""
+        self._held_back = ""
         self.found = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take more text: what is visible now, and whether a stop string was found (all later text is dropped)."""
+        """Take more text; return what is visible now, and whether a stop string was found (all later text is
+        dropped)."""
         if not self._stops:
             return text, False
         if self.found:
             return "", True
-        text = self._held + text
+        text = self._held_back + text
         match = min(self._matches(text), default=None)
         if match is not None:
             end, start = match
-            self._held, self.found = "", text[start:end]
+            self._held_back, self.found = "", text[start:end]
             return text[: end if self._include_stop else start], True
         visible = len(text) - self._possible_start(text)
-        self._held = text[visible:]
+        self._held_back = text[visible:]
         return text[:visible], False
 
     def flush(self) -> str:
-        """The held text, when no more comes and it is no stop string after all."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text held back, when no more comes and it is no stop string after all."""
+        text, self._held_back = self._held_back, ""
+        return text
 
     def _matches(self, text: str) -> list[tuple[int, int]]:
         """(end, start) of each stop string's first occurrence."""
@@ -68,8 +69,8 @@ class StopMatcher:
 
 # Banned strings in streamed text, whatever their case.
 
-_BEGUN = 0
-_AUTOMATA_KEPT = 16
+_START = 0
+_MAX_AUTOMATA = 16
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class _State:
 
     depth: int
     next: dict[str, int] = field(default_factory=dict)
-    fallback: int = _BEGUN
+    fallback: int = _START
     ends: int = 0
 
 
@@ -97,9 +98,9 @@ class Automaton:
     def step(self, state: int, character: str) -> int:
         """The state after one more folded character; 0 is where no string is under way."""
         states = self._states
-        while (found := states[state].next.get(character)) is None and state != _BEGUN:
+        while (found := states[state].next.get(character)) is None and state != _START:
             state = states[state].fallback
-        return _BEGUN if found is None else found
+        return _START if found is None else found
 
     def depth(self, state: int) -> int:
         """Folded characters at the text's end that a string begins with."""
@@ -110,7 +111,7 @@ class Automaton:
         return self._states[state].ends
 
     def _add(self, folded: str) -> None:
-        state = _BEGUN
+        state = _START
         for depth, character in enumerate(folded, start=1):
             following = self._states[state].next
             if character not in following:
@@ -122,14 +123,14 @@ class Automaton:
     def _link(self) -> None:
         """Give each state its fallback, the longest of its proper ends that is a state: shorter ones come first."""
         for state, character, reached in self._breadth_first():
-            if state == _BEGUN:
+            if state == _START:
                 continue
             target = self._states[reached]
             target.fallback = self.step(self._states[state].fallback, character)
             target.ends = max(target.ends, self._states[target.fallback].ends)
 
     def _breadth_first(self) -> Iterator[tuple[int, str, int]]:
-        waiting = deque([_BEGUN])
+        waiting = deque([_START])
         while waiting:
             state = waiting.popleft()
             for character, reached in self._states[state].next.items():
@@ -140,22 +141,22 @@ class Automaton:
 class BannedStrings:
     """Watches the text of one answer for strings that it must not contain.
 
-    Every character comes from a token; `push` tells the token in which the first banned string begins.
+    Every character comes from a token; `push` returns the token in which the first banned string begins.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._automaton = automaton(tuple(strings))
-        self._state = _BEGUN
+        self._state = _START
         self._tokens: deque[int] = deque()
 
     @property
     def clear(self) -> bool:
-        """Whether no banned string has begun: nothing of the text so far can become part of one."""
-        return self._state == _BEGUN
+        """True if no banned string has begun: nothing of the text so far can become part of one."""
+        return self._state == _START
 
     def push(self, text: str, token: int) -> int | None:
-        """Take more text, which comes from token number `token`. The number of the token in which a banned string
-        began that is complete now, else None; of several, the first to be complete, and of those the longest."""
+        """Take more text, of token number `token`; return the number of the token in which a banned string began that
+        is complete now, else None. Of several, it is the first to be complete, and of those the longest."""
         for character in text.casefold():
             self._state = self._automaton.step(self._state, character)
             self._tokens.append(token)
@@ -175,18 +176,18 @@ class BannedStrings:
         return False
 
 
-@lru_cache(_AUTOMATA_KEPT)
+@lru_cache(_MAX_AUTOMATA)
 def automaton(strings: tuple[str, ...]) -> Automaton:
-    """The automaton of these strings, kept for the requests of one client, which ban the same."""
+    """Return the automaton of these strings, cached for the requests of one client, which ban the same."""
     return Automaton(strings)
 
 
 class TextOutput(msgspec.Struct, frozen=True):
-    """What one token brought: text that is visible now, and why the answer ends with it, if it does.
+    """Result of one token: text that is visible now, and the finish reason if the answer ends with it.
 
     settled: whether this token and all before it stay. Tokens that are not settled bring no text: it comes with the
     one that settles them.  banned_from: number (from 0) of the token in which a banned string begins, complete now;
-    the answer must go another way from there, and this stage is of no more use.
+    the answer has to be resumed before it, with a new OutputProcessor.
     """
 
     text: str = ""
@@ -196,12 +197,12 @@ class TextOutput(msgspec.Struct, frozen=True):
 
 
 class OutputProcessor:
-    """Detokenises one answer, ends it at end tokens, stop strings and max_tokens, and holds nothing back then.
+    """Detokenises one answer and ends it at end tokens, stop strings and max_tokens.
 
     An end token makes no text. Before min_tokens an end token neither ends the answer nor is shown (backends mask it,
     so it should not come), and text is not searched for stop strings: they are looked for from token number
-    min_tokens on, and in JSON that the answer is held to nowhere. What is emitted depends on the ids alone, so a
-    request that lost its worker goes on seamlessly: `request.generated` is replayed silently, and what had been held
+    min_tokens on, and not in JSON that a grammar demands. What is emitted depends on the ids alone, so a
+    request that lost its worker continues seamlessly: `request.generated` is replayed silently, and what had been held
     back is held back again.
 
     Where strings are banned, tokens settle only when none of those has begun: only then can nothing that was emitted
@@ -240,12 +241,12 @@ class OutputProcessor:
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the answer ended, None while it goes on (set after the constructor if the replayed ids end it)."""
+        """Finish reason, None before the end (set after the constructor if the replayed ids end it)."""
         return self._finish
 
-    def pass_on(self, token_id: int) -> str | None:
-        """The text of the next token where nothing in it can end the answer or be held back for a string, which is
-        how nearly all are; else None, and `push` is to be asked."""
+    def push_plain(self, token_id: int) -> str | None:
+        """Return the text of the next token where nothing in it can end the answer or be held back for a string, as in
+        nearly all; else None, and `push` has to take it."""
         tokens = self._tokens + 1
         if (
             not self._plain
@@ -258,7 +259,7 @@ class OutputProcessor:
         return self._detokenizer.push(token_id)
 
     def push(self, token_id: int) -> TextOutput:
-        """Take the next token; after the end, nothing changes any more."""
+        """Take the next token; after the end, nothing changes."""
         if self._finish is not None:
             return TextOutput(finish=self._finish)
         if self._banned is not None and not self._detokenizer.unfinished:
@@ -288,7 +289,7 @@ class OutputProcessor:
         return self._banned.completes(self._detokenizer.ahead(forced))
 
     def flush(self) -> str:
-        """All text still held back, for an answer that its backend had to end here."""
+        """Return all text still held back, for an answer that its backend had to end here."""
         text, self._unsettled = self._unsettled, ""
         rest = self._rest()
         return text if self._banned_from is not None else text + rest
@@ -302,7 +303,7 @@ class OutputProcessor:
         return self._banned is None or (self._banned.clear and not self._detokenizer.unfinished)
 
     def _rest(self) -> str:
-        """What detokenizer and stop matcher hold back."""
+        """Return the text that detokenizer and stop matcher hold back."""
         text, _ = self._visible(self._detokenizer.flush())
         return text + self._stops.flush()
 
@@ -313,7 +314,7 @@ class OutputProcessor:
         return text, stopped
 
     def _watch(self, raw: str, text: str, stopped: bool) -> None:
-        """Look for banned strings in what came, `raw`; after a stop string, in what of it became visible, `text`."""
+        """Look for banned strings in the new text, `raw`; after a stop string, in its visible part, `text`."""
         assert self._banned is not None
         shown = max(0, len(text) - self._withheld) if stopped else len(raw)
         self._withheld += len(raw) - len(text)

@@ -62,14 +62,14 @@ _QUOTED_CHARACTERS = 100
 
 
 def format_number(number: float) -> str:
-    """A number that was asked for, exactly; the start of one so long that nobody would read it."""
+    """Return a number that was asked for, exactly; only the start of a very long one."""
     digits = str(number)
     return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
 
 
 def quote_value(value: object, max_characters: int = _QUOTED_CHARACTERS) -> str:
-    """A value from a file that anybody may have written, for a message: on one line, its start alone where it is long,
-    and nothing in it that a terminal would obey."""
+    """Return an untrusted value for a message: on one line, only the start of a long one, without control characters of
+    a terminal."""
     text = value if isinstance(value, str) else reprlib.repr(value)
     line = printable(text[: max_characters + 1])
     if not line.isprintable():  # nothing that is not seen, either

@@ -1,4 +1,4 @@
-"""What a chat template's renderer and its user say to each other, in frames: a length, then that many bytes.
+"""Messages between a chat template's renderer and its user, in frames: a length, then that many bytes.
 
 A job is marshalled: it comes from our own process, and marshal has all that JSON has. An answer is one of `Answer` and
 text in UTF-8, lone surrogates included, which our own process has no reason to trust.
@@ -16,8 +16,8 @@ OUT_OF_MEMORY = 3
 
 
 class Answer(IntEnum):
-    """What the text of an answer is: the prompt, or nothing where a template was compiled; the template's own complaint
-    about the messages; why there is no prompt."""
+    """Kind of an answer, by its text: the prompt, or nothing where a template was compiled; the template's own
+    complaint about the messages; why there is no prompt."""
 
     DONE = 0
     REFUSED = 1

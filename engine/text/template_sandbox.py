@@ -34,7 +34,7 @@ _MAX_SENTENCE = 2000
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """What templates of models are written for, as transformers has it: nothing that loads files."""
+    """The environment that templates of models are written for, as in transformers; nothing loads files."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationBlock])
@@ -139,11 +139,11 @@ def _wrap_arguments(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def main(cpu_s: float, memory_bytes: int) -> None:
-    """Serve jobs until stdin ends. A job that takes more than `cpu_s` of processor time, or `memory_bytes` beside what
+    """Serve jobs until stdin ends. A job that takes more than `cpu_s` of processor time, or `memory_bytes` besides what
     its own size explains, ends the process."""
     ignore_stop_signals()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # whoever started it may have had it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # the parent may have had it blocked
     _read_ahead()
     own_bytes, [_, max_possible] = _address_space_bytes(), resource.getrlimit(resource.RLIMIT_AS)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
@@ -182,7 +182,8 @@ def _read_ahead() -> None:
 
 
 def _address_space_bytes() -> int:
-    """What this process has mapped; 0 where the system does not say (and has no limit for it)."""
+    """Return the bytes that this process has mapped; 0 where the system does not report it (and has no limit for
+    it)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

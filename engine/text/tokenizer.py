@@ -28,33 +28,33 @@ from engine.text.tokenizer_file import (
     refusing_panics,
 )
 
-# Calls of native code that nobody can interrupt, and that may take hours: they are left to themselves in time.
+# Calls of native code that cannot be interrupted and may take hours: they are abandoned in time.
 
 _LOOK_S = 0.02
-_MAX_LEFT = 2
+_MAX_ABANDONED = 2
 
 T = TypeVar("T")
 
 
 class BoundedCalls:
-    """Calls that take so much processor time at most. After _MAX_LEFT that took more and have not ended yet, no other
-    begins: each has a processor to itself."""
+    """Calls with a limit of processor time. While _MAX_ABANDONED that took more have not ended, no other begins: each
+    occupies a processor."""
 
     def __init__(self) -> None:
-        self._left: list[threading.Thread] = []
+        self._abandoned: list[threading.Thread] = []
 
     def run(self, work: Callable[[], T], limit_s: float) -> T:
         """The result of `work`, which is done in a thread. Raises what it raises, or TimeoutError."""
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        if len(self._left) >= _MAX_LEFT:
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        if len(self._abandoned) >= _MAX_ABANDONED:
             raise TimeoutError
         call = _Call(work)
         thread = threading.Thread(target=call.run, name="bounded-call", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(_LOOK_S)
-            if thread.is_alive() and call.taken_s() > limit_s:
-                self._left.append(thread)
+            if thread.is_alive() and call.spent_s() > limit_s:
+                self._abandoned.append(thread)
                 raise TimeoutError
         return call.result()
 
@@ -75,7 +75,7 @@ class _Call(Generic[T]):
         except BaseException as error:
             self._error = error
 
-    def taken_s(self) -> float:
+    def spent_s(self) -> float:
         """Processor time so far; 0 once it has ended."""
         try:
             return time.clock_gettime(self._clock) - self._began_s
@@ -124,8 +124,8 @@ class TokenPieces:
         """Ids of control tokens, which `skip_special_tokens` leaves out."""
         return self._special
 
-    def knows(self, token_id: int) -> bool:
-        """Whether there is such a token; ids beyond the vocabulary (padding of the head) are none."""
+    def has(self, token_id: int) -> bool:
+        """Return whether there is such a token; ids beyond the vocabulary (padding of the head) are none."""
         return self._tokenizer.id_to_token(token_id) is not None
 
     def first(self, token_id: int) -> bytes:
@@ -227,7 +227,7 @@ class TokenSpan(NamedTuple):
 class Tokenizer:
     """The tokenizer of one model; safe to use from several threads.
 
-    vocab_size: ids that the tokenizer knows (a model's embedding may have a few rows more).
+    vocab_size: ids that the tokenizer has (a model's embedding may have a few rows more).
     eos_token_ids: every end token that the folder names; bos_token_id: None where the model has none.
     special_ids: control tokens, which skip_special_tokens leaves out of text.  is_quick: whether it looks for nothing
     in a text that could take it long.
@@ -286,8 +286,8 @@ class Tokenizer:
         return spans[1:] if twice else spans
 
     def cut(self, text: str, tokens: int, *, end: bool = False) -> tuple[str, int]:
-        """The beginning, or the end, of a text that has so many tokens, or all of it, and how many it has. Other
-        threads run meanwhile."""
+        """Return the first, or last, `tokens` tokens of a text, or all of it, and how many it has. Other threads run
+        meanwhile."""
         [encoding] = self._tokenized([text], lambda: self._backend.encode_batch([text], add_special_tokens=False))
         count = len(encoding)
         place = encoding.token_to_chars(count - tokens if end else tokens) if count > tokens else None
@@ -296,8 +296,8 @@ class Tokenizer:
         return text[place[0] :] if end else text[: place[0]], tokens
 
     def _tokenized(self, texts: Sequence[str], work: Callable[[], T]) -> T:
-        """What the library makes of these texts. Raises InvalidRequest where it cannot, or takes too long: anybody may
-        have written the tokenizer, and some take hours of what others take a millisecond of."""
+        """Return the library's tokens of these texts. Raises InvalidRequest where it fails, or takes too long: a
+        tokenizer of unknown origin may take hours for what others do in a millisecond."""
         characters = sum(map(len, texts))
         with refusing_panics(NO_TOKENS):
             if self.is_quick and characters < _SHORT_TEXT:
@@ -320,15 +320,15 @@ class Tokenizer:
     def opens_text(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether what comes after these tokens begins a text: there is no text in them, or they end with a
         control token and the tokenizer starts over behind those, as SentencePiece's do with a space of their own."""
-        known = (token_id for token_id in reversed(prompt_ids) if self.pieces.knows(token_id))
-        last = next(known, None)
+        tokens = (token_id for token_id in reversed(prompt_ids) if self.pieces.has(token_id))
+        last = next(tokens, None)
         if last is None or last not in self.special_ids:
             return last is None
-        return self._restarts_after_special or all(token_id in self.special_ids for token_id in known)
+        return self._restarts_after_special or all(token_id in self.special_ids for token_id in tokens)
 
     @cached_property
     def _restarts_after_special(self) -> bool:
-        """Whether a text behind a control token has the tokens that it has on its own."""
+        """True if a text after a control token has the same tokens as on its own."""
         control = self.id_to_token(min(self.special_ids))
         alone, behind = self.encode_all(["a", f"{control}a"], add_special_tokens=False)
         return behind[1:] == alone
@@ -342,12 +342,12 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, in bytes; one token may be a part of a character."""
+        """Return the bytes that a token adds to a text; one token may be a part of a character."""
         return self.pieces.inner(token_id)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how a chat becomes a prompt."""
+        """True if the model has a template that makes a prompt of a chat."""
         return bool(self._templates)
 
     async def apply_chat_template(
@@ -361,7 +361,7 @@ class Tokenizer:
         **kwargs: object,
     ) -> str:
         """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made. client:
-        who asks, for the clients of a template take turns."""
+        the clients of a template take turns."""
         template = self.tool_template if tools else self._chat_template
         if template is None:
             raise InvalidRequest(
@@ -380,7 +380,7 @@ class Tokenizer:
     async def close(self) -> None:
         """End the chat templates' processes. A rendering that takes long is not waited for; its process ends after it.
 
-        What is still asked for works, but is slow.
+        Later renderings work, but are slow.
         """
         ending = [template.close() for template in self._used_templates]
         await asyncio.to_thread(futures.wait, ending, _CLOSE_S)
@@ -401,7 +401,7 @@ class Tokenizer:
 
 
 def _regexes(backend: tokenizers.Tokenizer) -> list[str]:
-    """All that a tokenizer looks for in a text."""
+    """Return the regular expressions that a tokenizer searches a text for."""
     steps = [step for step in (backend.normalizer, backend.pre_tokenizer) if step is not None]
     return [found for step in steps for found in pattern_strings(json.loads(step.__getstate__()))]
 
@@ -436,7 +436,7 @@ class IncrementalDetokenizer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the bytes of a character are held back."""
+        """True if the bytes of a character are held back."""
         return bool(self._characters.getstate()[0])
 
     def push(self, token_id: int) -> str:
@@ -444,7 +444,7 @@ class IncrementalDetokenizer:
         if token_id in self._skipped:
             return ""
         raw = self.bytes_of(token_id)
-        self._at_start = self._at_start and not self._pieces.knows(token_id)
+        self._at_start = self._at_start and not self._pieces.has(token_id)
         return self._characters.decode(raw)
 
     def ahead(self, raw: bytes) -> str:

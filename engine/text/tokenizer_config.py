@@ -1,4 +1,4 @@
-"""What the files beside tokenizer.json say: end tokens, special tokens, chat templates, sampling defaults."""
+"""The files next to tokenizer.json: end tokens, special tokens, chat templates, sampling defaults."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MAX_TEMPLATES = 100
 
 
 _MAX_TOKEN_BYTES = 2**16
-"""Of a special token and what is said of it."""
+"""Of a special token and its description."""
 
 _MAX_IDS = 1000
 """Of end tokens, say. Models have a handful."""
 
 
 class _TokenizerConfig(msgspec.Struct):
-    """What is read of tokenizer_config.json, as it stands there."""
+    """The fields of tokenizer_config.json that are read, not decoded yet."""
 
     bos_token: msgspec.Raw = msgspec.Raw()
     eos_token: msgspec.Raw = msgspec.Raw()
@@ -192,15 +192,15 @@ def _ids(value: object) -> list[int]:
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31]
 
 
-# Whether two models mean the same by a token id.
+# Comparison of two models' vocabularies.
 
 
 def refuse_other_vocabulary(main: Path, draft: Path) -> None:
     """Raise UnsupportedModel where the token ids of the folder `draft` mean other texts than those of `main`. Folders
-    neither of which has a tokenizer are not told apart."""
+    neither of which has a tokenizer count as the same."""
     if _vocabulary(main) != _vocabulary(draft):
         raise UnsupportedModel(
-            f"the draft model {draft.name} has another vocabulary than {main.name}, so it cannot guess for it"
+            f"the draft model {draft.name} has another vocabulary than {main.name}, so it cannot draft for it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Reading tokenizer.json, which anybody may have written, into the library that uses it.
+"""Reading tokenizer.json, which is untrusted, into the library that uses it.
 
 The library, tokenizers, takes what it is given: a normalizer that doubles a text forty times, a pattern of 100,000
 characters, a vocabulary whose tries fill the memory. So the file is looked at first. It also panics where it does not
@@ -22,7 +22,7 @@ from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
 
-# Regular expressions of a tokenizer.json, which anybody may have written: which of them are surely quick.
+# Regular expressions of an untrusted tokenizer.json: which of them are surely quick.
 #
 # The library matches them by backtracking. One of twenty characters can take the fourth power of a text's length.
 
@@ -40,8 +40,8 @@ and one alone where something comes behind it that may fail."""
 
 
 def is_linear_pattern(pattern: str) -> bool:
-    """Whether a search for it takes no more than the square of a text's length; False where that is not seen at once.
-    Those of published models are quick."""
+    """Return whether a search for it surely takes no more than the square of a text's length. Those of published models
+    are quick."""
     return all(_QUICK.fullmatch(each) for each in _alternatives(pattern))
 
 
@@ -81,7 +81,7 @@ _MAX_VALUES = 3_000_000
 """A vocabulary of 262,000 tokens and 514,000 merges, as Gemma's, has 2,100,000."""
 
 _MAX_STEP_BYTES = 2 * 2**20
-"""Of the normalizer, and of each step beside the model. SentencePiece's table of characters has some hundred KiB."""
+"""Of the normalizer, and of each step besides the model. SentencePiece's table of characters has some hundred KiB."""
 
 _MAX_PATTERN = 4096
 """Characters of all regular expressions together. Those of a tokenizer have some hundred."""

@@ -161,7 +161,7 @@ class RequestState:
         return request
 
     def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
-        if not self._unsettled and (text := self._output.pass_on(token_id)) is not None:
+        if not self._unsettled and (text := self._output.push_plain(token_id)) is not None:
             output.text += text
             self._append(event, token_id, output)
             self._begin(output)

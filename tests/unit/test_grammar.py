@@ -22,7 +22,7 @@ from engine.backends.base import BackendRequest
 from engine.backends.torch.sampling.sampler import SampleRow, apply_masks, sample
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.grammar import COMPILED_KEPT, GrammarMask, GrammarMasks, check, stack_bytes
+from engine.text.grammar import MAX_COMPILED, GrammarMask, GrammarMasks, check, stack_bytes
 from engine.text.tokenizer import Tokenizer
 from tests.fakes import tiny_tokenizers
 
@@ -225,9 +225,9 @@ def test_a_tokenizer_that_cannot_write_it_is_said(tmp_path: Path) -> None:
 
 
 def test_grammars_are_compiled_once_and_kept_within_bounds(masks: GrammarMasks) -> None:
-    for length in range(COMPILED_KEPT + 5):
+    for length in range(MAX_COMPILED + 5):
         mask_of(masks, Grammar(kind="regex", source=f"a{{{length}}}"))
-    assert len(masks._compiled) <= COMPILED_KEPT
+    assert len(masks._compiled) <= MAX_COMPILED
     request = BackendRequest(
         id="a", prompt_ids=[5], params=SamplingParams(grammar=Grammar(kind="regex", source="a{3}"))
     )

@@ -291,7 +291,7 @@ def refuse_other_vocabulary(main: ModelFolder, draft: ModelFolder, main_size: in
     """Raise UnsupportedModel where a draft model's token ids mean other texts than the main model's."""
     if draft_size > main_size:
         raise UnsupportedModel(
-            f"the draft model {draft.path.name} has another vocabulary than {main.path.name}, so it cannot guess for it"
+            f"the draft model {draft.path.name} has another vocabulary than {main.path.name}, so it cannot draft for it"
         )
     refuse_other_tokens(main.path, draft.path)
 
