@@ -27,7 +27,6 @@ def local_time(at: float, pattern: str = "%H:%M:%S") -> str:
 _KIB = 1024
 _PHASES = {
     "download": "downloading",
-    "make": "making",
     "inspect": "inspecting",
     "kernels": "compiling kernels",
     "wait": "waiting for another worker",
@@ -173,5 +172,5 @@ def places_name(workers: Iterable[Sequence[str]]) -> str:
 
 
 def simulated(snapshot: Snapshot) -> bool:
-    """Whether any of the devices is only simulated."""
+    """Return whether any of the devices is only simulated."""
     return any(device.kind == "simulated" for device in snapshot.devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,14 +17,13 @@ from console.settings.schema import Settings
 from console.settings.sources import changed
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
 from engine.models.inspect import inspect
-from engine.models.resolve import is_synthetic, resolve_local
+from engine.models.resolve import resolve_local
 
 # How far a load is, in words: what is done now, and how much of that.
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _DOING: Mapping[LoadPhase, str] = {
     "download": "downloading",
-    "make": "making the weights",
     "inspect": "inspecting",
     "kernels": "compiling kernels",
     "wait": "waiting for another worker",
@@ -54,15 +52,11 @@ _LOOK_S = 0.2
 
 @asynccontextmanager
 async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[EngineTarget]:
-    """An engine with the model of the settings, loaded as they say, without API; a synthetic model is made for it, and
-    removed afterwards if it was, also where this is cancelled meanwhile. Raises EngineError."""
+    """An engine with the model of the settings, loaded as they say, without API. Raises EngineError."""
     name = settings.model
-    made = is_synthetic(name) and resolve_local(name, ()) is None
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ericllm-bench-")))
-        if made:
-            stack.callback(_remove, name)
         runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder)
         stack.enter_context(logging_to(runtime.engine.log, None))
         stack.push_async_callback(runtime.close, drain_s=0)
@@ -111,10 +105,3 @@ def known_context(settings: Settings) -> int | None:
         return None
     found = inspect(folder)
     return None if found.problem else found.context_tokens or None
-
-
-def _remove(name: str) -> None:
-    """What was made for the bench alone."""
-    path = resolve_local(name, ())
-    if path is not None:
-        shutil.rmtree(path, ignore_errors=True)

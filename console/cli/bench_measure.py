@@ -176,7 +176,7 @@ def _describe(parser: argparse.ArgumentParser, plan: type[Plan]) -> None:
 def _add_own(parser: argparse.ArgumentParser) -> None:
     """What every bench takes."""
     add = parser.add_argument
-    add("model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, demo, synthetic:7b-4.0bpw")
+    add("model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, or demo")
     add("--model", default="", metavar="NAME", help="the same; with --url the name that the server knows it by")
     add("--url", default="", help="measure this server in place of an engine in this process")
     add("--dialect", default="openai", choices=DIALECTS, help="how --url is asked (default openai)")

@@ -43,7 +43,7 @@ _EPILOG = (
     "'ericllm config sample' prints a commented config.toml, 'ericllm config path' where it belongs; "
     "'ericllm keys' prints every key of the console; 'ericllm api-keys' makes and revokes keys of the API; "
     "'ericllm doctor' says what this machine has and lacks; 'ericllm estimate' what a model would take; "
-    "'ericllm quantize' makes a smaller EXL2 model; 'ericllm bench' measures a model here or any server; "
+    "'ericllm bench' measures a model here or any server; "
     "'ericllm autotune' finds the best settings for a model here; "
     "'ericllm plan' simulates a cluster: how many cards, what when a node dies; "
     "'ericllm attach URL' opens the console on a running instance, 'ericllm top' says in a line how one is; "
@@ -186,7 +186,6 @@ COMMANDS: Mapping[str, Command] = {
     "keys": _keys,
     "doctor": _doctor,
     "estimate": _estimate,
-    "quantize": _of("console.cli.quantize", "quantize"),
     "bench": _of("console.cli.bench", "bench"),
     "autotune": _autotune,
     "plan": _of("console.cli.plan", "plan"),

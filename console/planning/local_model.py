@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from console.runtime.loading import model_spec
+from console.runtime.loading import local_folder, model_spec
 from console.settings.sources import load_settings
 from engine.config import ModelSpec
 from engine.devices import usable_cores
-from engine.errors import ModelNotFound, UnsupportedModel
+from engine.errors import UnsupportedModel
 from engine.models.files import read_json_object
-from engine.models.resolve import is_hub_id, resolve, resolve_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,7 @@ def local_model(name: str, *, threads: int | None, changes: Mapping[str, Any] = 
     Raises ModelNotFound, UnsupportedModel or another EngineError.
     """
     settings = load_settings({"model": name, **changes})
-    path = resolve_local(name, settings.models_dir)
-    if path is None:
-        if is_hub_id(name):
-            raise ModelNotFound(f"{name} is not on this machine; 'ericllm --model {name}' downloads it", model=name)
-        path = resolve(name, settings.models_dir)
+    path = local_folder(settings)
     spec = model_spec(settings, name, path)
     vocab_size = read_json_object(path / "config.json").get("vocab_size")
     if not isinstance(vocab_size, int):

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from console.runtime.loading import backend_for, engine_config, refuse_unloadable, requested_spec
-from console.settings.schema import APP_NAME, Settings, state_dir
+from console.runtime.loading import backend_for, engine_config, local_folder, refuse_unloadable, requested_spec
+from console.settings.schema import Settings, state_dir
 from engine.backends.common.torch_load_settings import refuse_settings
 from engine.config import BackendKind, ModelSpec
 from engine.devices import computable, new_probe, usable_cores
-from engine.errors import EngineError, ModelNotFound
+from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
-from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local, sketched
 from engine.placement.estimate import DeviceEstimate, Estimate, estimate
 from engine.placement.facts import read_facts
 from engine.placement.load_history import LoadHistoryFile
@@ -51,13 +48,7 @@ def estimate_for(
 
     Raises ModelNotFound, or a ModelLoadFailed for a folder of which nothing can be told.
     """
-    with _folder(settings) as path:
-        return _estimate(settings, path, devices, later)
-
-
-def _estimate(
-    settings: Settings, path: Path, devices: Sequence[DeviceReading] | None, later: Sequence[DeviceReading]
-) -> Estimate:
+    path = local_folder(settings)
     entry = inspect(path, partial(backend_for, settings))
     spec = requested_spec(settings, settings.model, path, entry.backend)
     config = engine_config(settings, None)
@@ -102,26 +93,6 @@ def as_json(found: Estimate) -> str:
     """The estimate for programs, with its verdict."""
     value = {"can_load": found.can_load, **msgspec.to_builtins(found)}
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-
-
-@contextmanager
-def _folder(settings: Settings) -> Iterator[Path]:
-    """The model's folder; of a synthetic model that was not made yet one that is there only meanwhile."""
-    path = resolve_local(settings.model, settings.models_dir)
-    if path is None and is_synthetic(settings.model):
-        with sketched(settings.model) as sketch:
-            yield sketch
-        return
-    yield _found(settings) if path is None else path
-
-
-def _found(settings: Settings) -> Path:
-    if is_hub_id(settings.model):
-        raise ModelNotFound(
-            f"{settings.model} is not on this machine; '{APP_NAME} --model {settings.model}' downloads it",
-            model=settings.model,
-        )
-    return resolve(settings.model, settings.models_dir)
 
 
 def _problem(settings: Settings, spec: ModelSpec, entry: ModelEntry, device: DeviceReading) -> str:

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from console.settings.load_options import load_options
-from console.settings.schema import Settings, fields
+from console.settings.schema import APP_NAME, Settings, fields
 from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
 from engine.config import BackendKind, EngineConfig, ModelSpec
 from engine.devices import parse_devices
-from engine.errors import InvalidRequest, UnsupportedModel
+from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
 from engine.models.inspect import inspect
-from engine.models.resolve import is_hub_id, is_synthetic, resolve, resolve_local
+from engine.models.resolve import is_hub_id, resolve, resolve_local
 from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
@@ -57,8 +57,7 @@ class ModelLookup:
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """A model that was asked for. spec is None for a hub id that may have to be downloaded first, or a
-    synthetic model that is still to be made."""
+    """A model that was asked for. spec is None for a hub id that may have to be downloaded first."""
 
     name: str
     spec: ModelSpec | None
@@ -73,9 +72,18 @@ def choose_model(settings: Settings) -> ModelChoice:
     path = resolve_local(settings.model, settings.models_dir)
     if path is not None:
         return ModelChoice(settings.model, model_spec(settings, settings.model, path))
-    if not (is_hub_id(settings.model) or is_synthetic(settings.model)):
+    if not is_hub_id(settings.model):
         resolve(settings.model, settings.models_dir)
     return ModelChoice(settings.model, None)
+
+
+def local_folder(settings: Settings) -> Path:
+    """Return the folder of the model that the settings name. Raises ModelNotFound where it is not on this machine."""
+    name = settings.model
+    path = resolve_local(name, settings.models_dir)
+    if path is None and is_hub_id(name):
+        raise ModelNotFound(f"{name} is not on this machine; '{APP_NAME} --model {name}' downloads it", model=name)
+    return path or resolve(name, settings.models_dir)
 
 
 def find_model(

@@ -13,7 +13,7 @@ import msgspec
 from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-LoadPhase = Literal["download", "make", "inspect", "kernels", "wait", "weights", "kv_cache", "warm_up"]
+LoadPhase = Literal["download", "inspect", "kernels", "wait", "weights", "kv_cache", "warm_up"]
 
 
 class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):

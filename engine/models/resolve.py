@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import platformdirs
 
 from engine.backends.base import LoadProgress
 from engine.config import quote_value
@@ -20,32 +14,9 @@ from engine.models.discover import DEMO, demo_path, find_models
 from engine.models.files import home_expanded, is_file, is_folder
 from engine.models.hub_cache import is_commit, is_complete, repo_folder, snapshot_of
 
-# What is left of models whose making was ended half-way: gigabytes that nothing uses.
-
-
-@contextmanager
-def exclusive_making(root: Path) -> Iterator[None]:
-    """Around the making of a model in a folder of `root`: folders there that were never finished are removed first,
-    unless a process makes a model there now. Raises OSError where `root` cannot be written."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while another holds it shared
-            _remove_unfinished(root)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # the kernel lets go of it when its holder dies
-        yield
-
-
-def _remove_unfinished(root: Path) -> None:
-    for folder in root.iterdir():
-        if folder.is_dir() and not (folder / "config.json").is_file():  # config.json is written last
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _PATH_STARTS = ("/", "./", "../", "~")
 _LISTED = 8
-_SYNTHETIC = "synthetic:"
 
 
 def resolve(
@@ -57,18 +28,14 @@ def resolve(
 ) -> Path:
     """The folder of the model called `name`, downloaded where it must be (this blocks).
 
-    name: "demo"; a folder (also ~/...); a name as `discover` lists it; a hub id org/name[@revision]; "synthetic:SHAPE",
-    which is made where it is not there (engine.models.synthetic).
+    name: "demo"; a folder (also ~/...); a name as `discover` lists it; a hub id org/name[@revision].
     A hub id that is in the hub cache is taken from there; a branch or tag after @ asks the hub for its newest state.
-    report: bytes over all files, phase "download", or of all weights, phase "make".  Both callbacks are called in the
-    calling thread.
+    report: bytes over all files, phase "download".  Both callbacks are called in the calling thread.
     Raises ModelNotFound with what there is, LoadCancelled, or ModelLoadFailed where a download cannot be done.
     """
     path = resolve_local(name, folders)
     if path is not None:
         return path
-    if is_synthetic(name):
-        return _made(name, report, cancelled)
     if not is_hub_id(name):
         raise _not_found(name, folders)
     from engine.models.hub_download import download
@@ -80,14 +47,10 @@ def resolve(
 def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
     """The folder of the model called `name` where it is on this machine already, else None.
 
-    Raises ModelLoadFailed where the demo model is missing from the installation, InvalidRequest for a synthetic shape
-    that there is not.
+    Raises ModelLoadFailed where the demo model is missing from the installation.
     """
     if name == DEMO:
         return _demo()
-    if is_synthetic(name):
-        folder = _synthetic_folder(name)
-        return folder if (folder / "config.json").is_file() else None
     path = home_expanded(name)
     if is_folder(path) and (name.startswith(_PATH_STARTS) or is_file(path / "config.json")):
         return path
@@ -98,52 +61,8 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form of a hub id, org/name or org/name@revision, and is no folder here."""
+    """Return whether `name` has the form of a hub id, org/name or org/name@revision, and is no folder here."""
     return _HUB_ID.fullmatch(name) is not None and not is_folder(Path(name))
-
-
-def is_synthetic(name: str) -> bool:
-    """Whether `name` asks for a model of a known shape with random weights: synthetic:SHAPE."""
-    return name.startswith(_SYNTHETIC)
-
-
-@contextmanager
-def sketched(name: str) -> Iterator[Path]:
-    """A folder that tells of a synthetic model what the made one would, its weights a hole in a file; removed
-    afterwards. Raises InvalidRequest where there is no such shape, ModelLoadFailed where the disk refuses."""
-    from engine.models.synthetic import sketch_synthetic
-
-    with TemporaryDirectory(prefix="ericllm-sketch-") as folder:
-        try:
-            path = sketch_synthetic(name.removeprefix(_SYNTHETIC), Path(folder))
-        except OSError as error:
-            raise ModelLoadFailed(
-                f"{name} cannot be sketched in {folder}: {error.strerror or error}", model=name
-            ) from error
-        yield path
-
-
-def _synthetic_folder(name: str) -> Path:
-    """Where a synthetic model is kept. Raises InvalidRequest where there is no such shape."""
-    from engine.models.synthetic import synthetic_config  # it imports torch
-
-    shape = name.removeprefix(_SYNTHETIC)
-    synthetic_config(shape)
-    return Path(platformdirs.user_cache_dir("ericllm")) / "synthetic" / shape
-
-
-def _made(name: str, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Path:
-    from engine.models.synthetic import make_synthetic
-
-    folder = _synthetic_folder(name)
-    try:
-        with exclusive_making(folder.parent):
-            return make_synthetic(name.removeprefix(_SYNTHETIC), folder, report=report, cancelled=cancelled)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise ModelLoadFailed(f"{name} cannot be made in {folder}: {error.strerror or error}", model=name) from error
 
 
 def _demo() -> Path:

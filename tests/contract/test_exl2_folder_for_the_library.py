@@ -1,4 +1,4 @@
-"""Folders that `ericllm quantize` makes, as the real exllamav2 package sees them: its own Python, no kernels."""
+"""EXL2 folders of our writer, as the real exllamav2 package sees them: its own Python, no kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.torch.quant.quantize import quantize_folder
 from tests.fakes.exllamav2_wheel import wheel_folder
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
+from tools.exl2_writer.quantize import quantize_folder
 
 pytestmark = pytest.mark.long
 

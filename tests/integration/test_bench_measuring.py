@@ -101,26 +101,6 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
     assert 1 <= len(result.rows[0].values["response_s"]) < 1000
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_ctrl_c_while_a_model_is_made_ends_the_making_and_leaves_nothing_of_it(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "console", "bench", "latency", "synthetic:0.5b-4.0bpw", "--devices", "sim:8"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    async with asyncio.timeout(PATIENCE_S):
-        while b"making the weights" not in await process.stderr.readline():
-            assert not process.stderr.at_eof()
-        process.send_signal(signal.SIGINT)
-        said, errors = await process.communicate()
-    assert (process.returncode, said) == (130, b""), errors.decode()
-    assert errors.splitlines()[-1] == b"ericllm: ended before anything was measured" and b"Traceback" not in errors
-    assert not [file for file in (tmp_path / "cache").rglob("*") if "0.5b" in str(file)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -151,7 +131,6 @@ def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
         (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is about loading a model here"),
         (["--url", "http://127.0.0.1:9"], "nobody listens there"),
         (["--promts", "3"], "there is no --promts"),
-        (["synthetic:9b"], "there is no synthetic shape"),
         (["no-such-model"], "no model is called no-such-model"),
     ],
 )

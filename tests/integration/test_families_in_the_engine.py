@@ -14,7 +14,6 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import AttentionFacts, Choice
 from engine.backends.paged_attention.probe import probe
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.quant.quantize import open_source
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.placement.facts import read_facts
@@ -24,6 +23,7 @@ from tests.fakes.families import FAMILIES, make_family
 from tests.fakes.oracle import Driver, ignore_progress, load_runner, never
 from tests.integration.test_lora import assert_equals_merged
 from tests.unit.test_torch_split import answers, assert_equal, shares
+from tools.exl2_writer.quantize import open_source
 
 PAGES, PAGE_TOKENS = 200, 16
 

@@ -125,8 +125,8 @@ def test_a_signal_while_the_engine_is_opened_ends_it_in_one_line(
         (None, ("loading demo", "")),
         (LoadProgress(phase="download", done=0, total=0), ("loading demo: downloading", "")),
         (
-            LoadProgress(phase="make", done=3 << 29, total=4 << 30),
-            ("loading demo: making the weights", "1.5 of 4.0 GiB"),
+            LoadProgress(phase="download", done=3 << 29, total=4 << 30),
+            ("loading demo: downloading", "1.5 of 4.0 GiB"),
         ),
         (
             LoadProgress(phase="weights", done=1 << 20, total=10 << 20),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.synthetic import synthetic_config, tensor_shapes
 from tools.benchmarks.convert.llama_tensors import (
     as_float32,
     bfloat16_tensors,
@@ -18,6 +17,7 @@ from tools.benchmarks.convert.llama_tensors import (
     permuted,
 )
 from tools.benchmarks.rows import AMX, ROWS, chosen
+from tools.synthetic_models import synthetic_config, tensor_shapes
 
 
 def test_every_tensor_of_a_llama_has_a_name_of_its_own_there() -> None:

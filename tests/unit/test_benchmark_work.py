@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.synthetic import SHAPES
 from tools.benchmarks.driver import Plan, all_turns
 from tools.benchmarks.pace import Pace
 from tools.benchmarks.protocol import Given, Work
 from tools.benchmarks.rows import ROWS, Row, chosen
 from tools.benchmarks.work import FIRST_ID, VOCABULARY, work_of
+from tools.synthetic_models import SHAPES
 
 ROUNDS = Plan(
     rows=(Row("a", "A", "bf16"), Row("b", "B", "bf16", clients=(8,))), shapes=("135m",), clients=(1, 8), rounds=2

@@ -194,15 +194,6 @@ def test_every_hostile_folder_is_told_of_in_a_line_and_never_a_traceback(
         assert "cannot be loaded: " in said.out or said.err.count("\n") == 1, name
 
 
-def test_a_synthetic_model_is_estimated_without_being_made(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    result = run("synthetic:7b", "--devices", "sim:24", "--json", state=tmp_path, XDG_CACHE_HOME=str(cache))
-    found = json.loads(result.stdout)
-    assert (found["problem"], found["devices"][0]["id"], found["devices"][0]["short_bytes"]) == ("", "sim:0", 0)
-    assert found["weights_bytes"] > 12e9
-    assert not list(cache.rglob("*.safetensors"))
-
-
 def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(tmp_path: Path) -> None:
     settings = Settings(model="demo", weights="int4", dtype="float16")
     devices = [device for device in HostProbe().read() if device.kind == "cpu"]

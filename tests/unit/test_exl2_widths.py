@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.torch.quant.bit_allocation import (
+from tools.exl2_writer.bit_allocation import (
     GROUP_SIZES,
     WIDTHS,
     MatrixErrors,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.quant.bit_allocation import WIDTHS, MatrixShape
-from engine.backends.torch.quant.exl2_packing import measure_linear, pack_linear, round_groups, row_order, stored_shapes
 from tests.fakes import exl2_tensors
+from tools.exl2_writer.bit_allocation import WIDTHS, MatrixShape
+from tools.exl2_writer.exl2_packing import measure_linear, pack_linear, round_groups, row_order, stored_shapes
 
 MIXES = {
     **{f"{width} bits": (width,) * 3 for width in WIDTHS},

@@ -16,7 +16,7 @@ Report, Cancelled = Callable[[LoadProgress], None], Callable[[], bool]
 
 
 async def test_what_is_found_is_given_and_how_far_it_is_told() -> None:
-    finding, progress = ModelLookup("demo"), LoadProgress(phase="make", done=1, total=2)
+    finding, progress = ModelLookup("demo"), LoadProgress(phase="download", done=1, total=2)
 
     def find(report: Report, cancelled: Cancelled) -> str:
         report(progress)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.base import LoadProgress
-from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed, ModelNotFound
-from engine.models.resolve import exclusive_making, is_hub_id, resolve, resolve_local
+from engine.errors import ModelLoadFailed, ModelNotFound
+from engine.models.resolve import is_hub_id, resolve, resolve_local
 from tests.fakes.model_folders import write_model
 
 COMMIT = "a" * 40
@@ -33,43 +32,6 @@ def test_demo_is_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_installation_without_demo_says_so() -> None:
     with pytest.raises(ModelLoadFailed, match="demo model is missing"):
         resolve("demo", [])
-
-
-def test_a_synthetic_model_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr("engine.models.synthetic.make_synthetic", lambda shape, folder, **watch: write_model(folder))
-    assert resolve_local("synthetic:135m", []) is None
-    folder = resolve("synthetic:135m", [])
-    assert folder.is_relative_to(tmp_path / "own") and folder.name == "135m"
-    assert resolve_local("synthetic:135m", []) == folder
-
-
-def test_a_synthetic_model_of_no_known_shape_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidRequest, match='no synthetic shape "9b"; there are 135m'):
-        resolve("synthetic:9b", [])
-
-
-def test_a_synthetic_model_that_does_not_fit_the_disk_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(shape: str, folder: Path, **watch: object) -> Path:
-        folder.mkdir(parents=True)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    monkeypatch.setattr("engine.models.synthetic.make_synthetic", full)
-    with pytest.raises(ModelLoadFailed, match=r"synthetic:7b cannot be made in .*: No space left"):
-        resolve("synthetic:7b", [])
-    assert not (tmp_path / "own" / "ericllm" / "synthetic" / "7b").exists()
-
-
-def test_a_synthetic_model_that_is_given_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    told: list[LoadProgress] = []
-    with pytest.raises(LoadCancelled, match="shape 135m was cancelled"):
-        resolve("synthetic:135m", [], report=told.append, cancelled=lambda: bool(told))
-    assert [(each.phase, 0 < each.done < each.total) for each in told] == [("make", True)]
-    assert not (tmp_path / "own" / "ericllm" / "synthetic" / "135m").exists()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -166,15 +128,3 @@ def test_a_folder_of_a_hub_ids_form_that_is_no_model_is_said_to_be_none(tmp_path
     assert resolve_local("a/b", []) is None and not is_hub_id("a/b")
     with pytest.raises(ModelNotFound, match=r"a/b has no config\.json"):
         resolve("a/b", [])
-
-
-def test_what_was_left_unfinished_is_removed_when_the_next_one_is_made(tmp_path: Path) -> None:
-    cut = tmp_path / "7b"
-    cut.mkdir()
-    (cut / ".tmpAbC").write_bytes(b"weights")
-    whole = write_model(tmp_path / "135m")
-    with exclusive_making(tmp_path):
-        assert (cut.exists(), whole.exists()) == (False, True)
-        (cut / "begun").mkdir(parents=True)
-        with exclusive_making(tmp_path):
-            assert (cut / "begun").exists(), "another is being made there now"

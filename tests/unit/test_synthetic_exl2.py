@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.torch.quant.bit_allocation import MatrixShape
 from engine.backends.torch_common.exl2 import PARTS, Exl2Linear
 from engine.errors import InvalidRequest
-from engine.models import synthetic
 from engine.models.inspect import inspect
-from engine.models.synthetic import group_widths, random_linear
+from tools import synthetic_models as synthetic
+from tools.exl2_writer.bit_allocation import MatrixShape
+from tools.synthetic_models import group_widths, random_linear
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

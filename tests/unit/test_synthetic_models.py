@@ -11,13 +11,12 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine.backends.base import LoadProgress
 from engine.errors import InvalidRequest
-from engine.models import synthetic
 from engine.models.files import read_json_object
 from engine.models.headers import read_header
 from engine.models.inspect import inspect
-from engine.models.synthetic import sketch_synthetic
+from tools import synthetic_models as synthetic
+from tools.synthetic_models import sketch_synthetic
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -101,11 +100,11 @@ def test_a_folder_is_made_once_and_again_for_another_seed(small: str, tmp_path: 
 
 
 def test_the_bytes_made_are_told_to_the_last(small: str, tmp_path: Path) -> None:
-    told: list[LoadProgress] = []
-    folder = synthetic.make_synthetic("small-4.0bpw", tmp_path, report=told.append)
+    reports: list[tuple[int, int]] = []
+    folder = synthetic.make_synthetic("small-4.0bpw", tmp_path, report=lambda *each: reports.append(each))
     stored = sum(tensor.nbytes for tensor in weights(folder).values())
-    assert (told[-1].done, told[-1].total, told[-1].phase) == (stored, stored, "make")
-    assert [each.done for each in told] == sorted({each.done for each in told})
+    assert reports[-1] == (stored, stored)
+    assert [done for done, _ in reports] == sorted({done for done, _ in reports})
 
 
 def test_every_id_is_a_token_with_text_and_text_comes_back(small: str, tmp_path: Path) -> None:
@@ -114,6 +113,17 @@ def test_every_id_is_a_token_with_text_and_text_comes_back(small: str, tmp_path:
     assert all(tokenizer.decode([number]) for number in range(3, 600))
     for text in ("The quick brown fox, 42!", "Grüße, 世界"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_command_makes_a_model_or_a_sketch_of_it(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert synthetic.main([small, str(tmp_path / "made")]) == 0
+    assert "100% of small" in capsys.readouterr().err
+    assert synthetic.main([small, str(tmp_path / "sketch"), "--sketch"]) == 0
+    assert _told(tmp_path / "sketch") == _told(tmp_path / "made")
+    assert synthetic.main(["2b", str(tmp_path / "none")]) == 2
+    assert "no synthetic shape" in capsys.readouterr().err
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import TypeVar
 import msgspec
 import platformdirs
 
-from engine.models.synthetic import SHAPES as KNOWN_SHAPES
 from tools.benchmarks.complete import CLIENTS, ROUNDS, SHAPES
 from tools.benchmarks.driver import Plan
 from tools.benchmarks.publish import GOAL_ROWS, GOALS, PEERS, TITLES
 from tools.benchmarks.results import Results, read_results
 from tools.benchmarks.rows import Row, chosen
+from tools.synthetic_models import SHAPES as KNOWN_SHAPES
 
 QUICK_CLIENTS = (1, 8)
 

@@ -19,7 +19,6 @@ import torch
 from engine.config import SamplingParams
 from engine.devices.measure import product_flops_per_s
 from engine.engine import Engine, GenerateRequest
-from engine.models.synthetic import synthetic_config, tensor_shapes
 from tools.benchmarks.engine_process import EngineFailed
 from tools.benchmarks.machine import usable_cores
 from tools.benchmarks.places import ROOT, Places, environment, last_words
@@ -28,6 +27,7 @@ from tools.benchmarks.results import Goal, Spread
 from tools.benchmarks.rows import ROWS
 from tools.benchmarks.runners.ours import load
 from tools.benchmarks.work import FIRST_ID, VOCABULARY
+from tools.synthetic_models import synthetic_config, tensor_shapes
 
 PREFILL_TOKENS, PREFIX_TOKENS, TAIL_TOKENS = 2048, 1024, 16
 _PRODUCT_SIDE = 2048

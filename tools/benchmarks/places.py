@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from engine.models.synthetic import make_synthetic
 from tools.benchmarks.rows import OURS, REPAIRED, Row
+from tools.synthetic_models import make_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("peers")

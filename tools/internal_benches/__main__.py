@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from console.bench.progress import Progress, Show
-from console.runtime.output import say, write
-from engine.errors import EngineError
+from console.runtime.output import write
+from tools.command import exit_code
 from tools.internal_benches.api_overhead import HttpReport, http_text, measure_http
 from tools.internal_benches.console_latency import ScreenReport, measure_screen, screen_text
 from tools.internal_benches.engine_overhead import OverheadReport, measure_overhead, overhead_text
@@ -25,25 +25,23 @@ BENCHES = {
     "http": "throughput of the API on one core with a backend that costs nothing, and the latency it adds",
 }
 _DESCRIPTION = "Measure what the parts cost on this machine, which should be quiet; each bench takes a few minutes."
-USAGE_ERROR = 2
-FAILURE = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one bench and print its report; return 0, 1 after a failure, or 2 for a wrong value."""
+    """Run one bench and print its report; return the exit code."""
     arguments = _parse(argv)
+    return exit_code(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> None:
     progress = Progress(sys.stderr)
     try:
         report, text = asyncio.run(_measure(arguments, progress.show))
-    except EngineError as error:
-        say(error.message)
-        return USAGE_ERROR if error.http_status < 500 else FAILURE
     finally:
         progress.end()
     if arguments.as_json:
         text = msgspec.json.format(msgspec.json.encode(report)).decode()
     write(text, as_json=arguments.as_json)
-    return 0
 
 
 async def _measure(

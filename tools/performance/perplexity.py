@@ -5,7 +5,7 @@ The demo model answers conversations that no training saw. Each answer token is 
 answers are generated; printed are the answers' perplexity, the mean KL divergence of the next token to that of 16 bits,
 how often the likeliest token is another one, and what a token's keys and values or the weights take. Of quantised
 weights it also says what they cost alone, with rows that are not rounded to 8 bits. --exl2 makes an EXL2
-folder for each of these bits per weight, as `ericllm quantize` does.
+folder for each of these bits per weight, as `python -m tools.exl2_writer` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from engine.backends.common.packed_weights import Bits
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.linear import Linear, LinearFactory, PlainLinear
 from engine.backends.torch.native.library import Rows, joined, shape_of
-from engine.backends.torch.quant.quantize import quantize_folder
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights.store import OwnWeights, WeightStore
@@ -36,6 +35,7 @@ from engine.config import CacheBits, DtypeName, ModelSpec, WeightsName
 from engine.demo import model_path
 from tools.demo_model.corpus import make_corpus
 from tools.demo_model.examples import Example, encode
+from tools.exl2_writer.quantize import quantize_folder
 
 SEED = 977
 PAGE_TOKENS = 16

@@ -28,9 +28,9 @@ from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
 from engine.config import ModelSpec, SamplingParams
 from engine.demo import model_path
-from engine.models.synthetic import SHAPES, make_synthetic
 from tools.demo_model.corpus import make_corpus
 from tools.demo_model.examples import encode
+from tools.synthetic_models import SHAPES, make_synthetic
 
 KEPT_LAYERS, DAMPED, SEED = 2, 0.02, 977
 LENGTHS = 3

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
 from engine.config import AttentionName, CacheBits, DtypeName, ModelSpec, WeightsName
-from engine.models.synthetic import make_synthetic
 from tests.fakes.oracle import ignore_progress, never
+from tools.synthetic_models import make_synthetic
 
 PAGE_TOKENS, FIRST_TOKENS, WARM_UPS = 16, 112, 4
 

@@ -23,7 +23,7 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from engine.config import AttentionName, EngineConfig, ModelSpec, SamplingParams, WeightsName
 from engine.engine import Engine, GenerateRequest
-from engine.models.synthetic import make_synthetic
+from tools.synthetic_models import make_synthetic
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 SHAPES = ("135m", "0.5b")

@@ -21,7 +21,6 @@ from engine.snapshot import WorkerReading
 _BAR_CELLS = 12
 _PHASES: tuple[tuple[LoadPhase, str], ...] = (
     ("download", "Download"),
-    ("make", "Make weights"),
     ("inspect", "Inspect"),
     ("kernels", "Compile kernels"),
     ("wait", "Wait for worker"),
@@ -29,7 +28,7 @@ _PHASES: tuple[tuple[LoadPhase, str], ...] = (
     ("kv_cache", "Allocate KV pages"),
     ("warm_up", "Warm up"),
 )
-_RARE = {"download", "make", "kernels", "wait"}
+_RARE = {"download", "kernels", "wait"}
 
 
 def phase_lines(progress: LoadProgress | None, pace: Pace | None = None) -> list[Content]:

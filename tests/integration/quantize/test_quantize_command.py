@@ -1,4 +1,4 @@
-"""`ericllm quantize`: what it makes."""
+"""`python -m tools.exl2_writer`: what it makes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from console.cli.main import main
-from engine.backends.torch.quant.quantize import QuantizeProgress, quantize_folder
 from engine.models.inspect import inspect
 from tests.fakes import exl2_tensors
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model
 from tests.integration.quantize.written import TENSORS, nothing_but, stored_bits, weights
+from tools.exl2_writer.__main__ import main
+from tools.exl2_writer.quantize import QuantizeProgress, quantize_folder
 
 
 @pytest.mark.parametrize("bits", [4.65, 8.0])
@@ -22,7 +22,7 @@ def test_the_demo_model_is_made_at_the_bits_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: float
 ) -> None:
     target = tmp_path / "demo-exl2"
-    assert main(["quantize", "demo", str(target), "--bits", str(bits)]) == 0
+    assert main(["demo", str(target), "--bits", str(bits)]) == 0
     tensors = weights(target)
     assert bits - 0.02 <= stored_bits(tensors) <= bits
     assert nothing_but(

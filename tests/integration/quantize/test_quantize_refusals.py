@@ -1,4 +1,4 @@
-"""`ericllm quantize`: what it refuses, and what is left where it is cancelled or fails: nothing."""
+"""`python -m tools.exl2_writer`: what it refuses, and what is left where it is cancelled or fails: nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from console.cli.main import main
-from engine.backends.torch.quant.quantize import QuantizeProgress, quantize_folder
 from engine.demo import model_path
 from engine.errors import EngineError, LoadCancelled, UnsupportedModel
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.quantize.written import nothing_but
+from tools.exl2_writer.__main__ import main
+from tools.exl2_writer.quantize import QuantizeProgress, quantize_folder
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from tests.integration.quantize.written import nothing_but
         (("demo", "OUT", "--bits", "1.99"), "bits must be between 2 and 8, not 1.99"),
         (("demo", "OUT", "--bits", "nan"), "bits must be between 2 and 8, not nan"),
         (("demo", "OUT", "--bits", "2"), "2 bits per weight are too few"),
-        (("demo", "OUT", "--bits", "4", "--head_bits", "7"), "head_bits must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),
+        (("demo", "OUT", "--bits", "4", "--head-bits", "7"), "head_bits must be one of 2, 3, 4, 5, 6, 8, 16, not 7"),
         (("demo", "OUT", "--bits", "4", "--group-size", "48"), "group_size must be one of 32, 64, 128, not 48"),
         (("demo", "OUT/deep", "--bits", "4"), "there is no folder"),
         (("no-such-model", "OUT", "--bits", "4"), "no model is called no-such-model"),
@@ -36,14 +36,14 @@ from tests.integration.quantize.written import nothing_but
 def test_a_bad_value_is_named_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
 ) -> None:
-    assert main(["quantize", *(value.replace("OUT", str(tmp_path / "out")) for value in argv)]) == 2
+    assert main([*(value.replace("OUT", str(tmp_path / "out")) for value in argv)]) == 2
     assert said in capsys.readouterr().err
     assert nothing_but(tmp_path)
 
 
 def test_arguments_that_are_missing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["quantize", "demo"])
+        main(["demo"])
     assert ended.value.code == 2
     assert "DST, --bits" in capsys.readouterr().err
 
@@ -160,9 +160,9 @@ def test_a_signal_ends_the_command_with_130_and_leaves_nothing(
         if progress.phase == "write":
             signal.raise_signal(kind)
 
-    monkeypatch.setattr("console.cli.quantize.ProgressLine.show", strike)
+    monkeypatch.setattr("tools.exl2_writer.__main__.ProgressLine.show", strike)
     before = signal.getsignal(kind)
-    assert main(["quantize", str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 130
+    assert main([str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 130
     assert nothing_but(tmp_path, "tiny")
     assert signal.getsignal(kind) is before
 
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_with_1_and_leaves_nothing(
     def full(self: object, name: str, tensor: Tensor) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.backends.torch.quant.safetensors_writer.ShardedWriter.write", full)
-    assert main(["quantize", str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 1
+    monkeypatch.setattr("tools.exl2_writer.safetensors_writer.ShardedWriter.write", full)
+    assert main([str(tiny), str(tmp_path / "out"), "--bits", "4"]) == 1
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert nothing_but(tmp_path, "tiny")

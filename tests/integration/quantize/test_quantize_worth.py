@@ -17,12 +17,12 @@ from torch import Tensor
 from engine.backends.base import BackendRequest
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.quant.quantize import quantize_folder
 from engine.config import ModelSpec, SamplingParams
 from engine.demo import model_path
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.oracle import PAGE_TOKENS, ignore_progress, load_runner, never
 from tools.demo_model.corpus import make_corpus
+from tools.exl2_writer.quantize import quantize_folder
 
 QUESTIONS = Path(__file__).resolve().parents[2] / "data" / "demo_questions.toml"
 HELD_OUT_SEED = 987_654_321

@@ -1,4 +1,4 @@
-"""What `ericllm quantize` wrote, read again."""
+"""What `python -m tools.exl2_writer` wrote, read again."""
 
 from __future__ import annotations
 

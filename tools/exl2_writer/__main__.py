@@ -1,4 +1,4 @@
-"""`ericllm quantize SRC DST --bits 4.65`: an EXL2 folder from a plain one, on any machine."""
+"""`python -m tools.exl2_writer SRC DST --bits 4.65`: an EXL2 model from an unquantised one, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from console.runtime.loading import local_folder
 from console.runtime.output import write
 from console.settings.schema import APP_NAME
 from console.settings.sources import load_settings
-from engine.errors import ModelNotFound
 from engine.models.files import home_expanded
-from engine.models.resolve import is_hub_id, resolve, resolve_local
-
-if TYPE_CHECKING:
-    from engine.backends.torch.quant.quantize import QuantizeProgress, QuantizeSummary
+from tools.command import exit_code
+from tools.exl2_writer.quantize import QuantizeProgress, QuantizeSummary, quantize_folder
 
 NOT_CALIBRATED = (
     "Every weight was rounded to nearest. Nothing was calibrated on text, so below about 4 bits per weight "
@@ -35,31 +33,33 @@ _REDRAW_S = 0.2
 _LINE_EVERY_PERCENT = 10
 
 
-def quantize(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run the command; returns 0. Raises EngineError for what cannot be done, KeyboardInterrupt when stopped."""
-    given = _parse(argv, parser)
-    source, target = _source(given.source), home_expanded(given.target)
-    from engine.backends.torch.quant.quantize import quantize_folder
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    arguments = _parse(argv)
+    return exit_code(lambda: _quantize(arguments))
 
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    source = local_folder(load_settings({"model": arguments.source}))
+    target = home_expanded(arguments.target)
     progress = ProgressLine(sys.stderr)
     with _stopped_by_signals():
         try:
             summary = quantize_folder(
                 source,
                 target,
-                bits=given.bits,
-                head_bits=given.head_bits,
-                group_size=given.group_size,
+                bits=arguments.bits,
+                head_bits=arguments.head_bits,
+                group_size=arguments.group_size,
                 report=progress.show,
             )
         finally:
             progress.end()
-    write(summary_text(target, given.head_bits, summary).rstrip("\n"))
-    return 0
+    write(summary_text(target, arguments.head_bits, summary).rstrip("\n"))
 
 
 class ProgressLine:
-    """How far it is: one line redrawn on a terminal, elsewhere a line every tenth."""
+    """Progress: one line that is redrawn on a terminal, elsewhere a line every ten percent."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -68,7 +68,7 @@ class ProgressLine:
         self._drawn_s = float("-inf")
 
     def show(self, progress: QuantizeProgress) -> None:
-        """Draw it, unless it has hardly changed."""
+        """Draw progress, unless it is nearly unchanged."""
         percent = 100 * progress.done // progress.total
         if self._redraws:
             now_s = self._clock()
@@ -83,14 +83,14 @@ class ProgressLine:
         self._stream.flush()
 
     def end(self) -> None:
-        """Leave the line behind."""
+        """End the line."""
         if self._redraws and self._shown[0]:
             self._stream.write("\n")
             self._stream.flush()
 
 
 def summary_text(target: Path, head_bits: int, summary: QuantizeSummary) -> str:
-    """What was made, for a person."""
+    """The result as text."""
     total = sum(summary.width_weights.values())
     rows = [
         f"  {width:3} bits  {_count(weights):>8} weights  {weights / total:6.1%}"
@@ -109,8 +109,8 @@ def summary_text(target: Path, head_bits: int, summary: QuantizeSummary) -> str:
     )
 
 
-def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    parser.description = _DESCRIPTION
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.exl2_writer", description=_DESCRIPTION)
     parser.add_argument("source", metavar="SRC", help="model to quantise: a folder, or a name as --model takes it")
     parser.add_argument("target", metavar="DST", help="folder to make; it must not exist, or be empty")
     parser.add_argument("--bits", type=float, required=True, help="average bits per weight, 2.0 to 8.0, all counted")
@@ -121,20 +121,9 @@ def _parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Nam
     return parser.parse_args(argv)
 
 
-def _source(name: str) -> Path:
-    """The folder of the model. Raises ModelNotFound."""
-    folders = load_settings({}).models_dir
-    path = resolve_local(name, folders)
-    if path is not None:
-        return path
-    if is_hub_id(name):
-        raise ModelNotFound(f"{name} is not on this machine; '{APP_NAME} --model {name}' downloads it", model=name)
-    return resolve(name, folders)
-
-
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the work as ctrl-c does, so that they leave nothing half made either."""
+    """Handle SIGTERM and SIGHUP as Ctrl+C, so that they leave no partial model either."""
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
     try:
@@ -149,3 +138,7 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,11 @@ from torch import Tensor
 from engine.backends.common.config_values import positive
 from engine.backends.common.families import architectures
 from engine.backends.common.families.base import Architecture, TensorNames
-from engine.backends.torch.quant.bit_allocation import (
+from engine.config import quote_value
+from engine.errors import EngineError, InvalidRequest, LoadCancelled, UnsupportedModel
+from engine.models.files import is_folder, open_file, read_json_object, refuse_links
+from engine.models.headers import TensorHeader, read_header, weight_files
+from tools.exl2_writer.bit_allocation import (
     GROUP_SIZES,
     ROW_STEP,
     WIDTHS,
@@ -32,12 +36,8 @@ from engine.backends.torch.quant.bit_allocation import (
     least_bits,
     plan_widths,
 )
-from engine.backends.torch.quant.exl2_packing import RoundingError, measure_linear, pack_linear, stored_shapes
-from engine.backends.torch.quant.safetensors_writer import SHARD_BYTES, ShardedWriter, TensorSpec
-from engine.config import quote_value
-from engine.errors import EngineError, InvalidRequest, LoadCancelled, UnsupportedModel
-from engine.models.files import is_folder, open_file, read_json_object, refuse_links
-from engine.models.headers import TensorHeader, read_header, weight_files
+from tools.exl2_writer.exl2_packing import RoundingError, measure_linear, pack_linear, stored_shapes
+from tools.exl2_writer.safetensors_writer import SHARD_BYTES, ShardedWriter, TensorSpec
 
 # A plain model folder as the quantiser sees it: which tensors are linear layers, which stay as they are. No torch.
 

@@ -1,4 +1,6 @@
-"""Models of a known shape with random weights: what hardware and engines are measured with when nothing is downloaded.
+"""Models of a known shape with random weights, to measure hardware and engines without a download.
+
+`python -m tools.synthetic_models 7b-4.0bpw FOLDER` makes one.
 
 They are ordinary folders (config.json, safetensors, tokenizer.json) that every engine reads. Every id of the vocabulary
 is a token with text, so that answers cost as much to detokenize and to send as real ones do; what they say is noise.
@@ -6,10 +8,12 @@ is a token with text, so that answers cost as much to detokenize and to send as 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice, product
 from pathlib import Path
@@ -21,9 +25,12 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.backends.base import LoadProgress
-from engine.backends.torch.quant.bit_allocation import WIDTHS, MatrixShape
-from engine.errors import InvalidRequest, LoadCancelled
+from console.bench.progress import Progress
+from engine.errors import InvalidRequest
+from tools.command import exit_code
+from tools.exl2_writer.bit_allocation import WIDTHS, MatrixShape
+
+_DESCRIPTION = "Make a model folder of a known shape with random weights: what it says is noise, its speed is real."
 
 # Random EXL2 matrices, packed without quantising anything: every int32 is a valid word of every bit width.
 
@@ -220,15 +227,13 @@ def make_synthetic(
     folder: Path,
     *,
     seed: int = 0,
-    report: Callable[[LoadProgress], None] = lambda progress: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write a model of `shape` to `folder` (made if missing) and return it: in bfloat16, or "7b-4.0bpw" in EXL2.
 
     A folder that holds that shape and seed already is left as it is. Memory: one shard (2 GiB) at a time.
-    report: bytes of weights made, phase "make".  cancelled: asked before each weight.
-    Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses, LoadCancelled; what is there
-    by then is the caller's to remove.
+    report: bytes of weights made, and of all weights.
+    Raises InvalidRequest where the name is none of SHAPES, OSError where the disk refuses.
     """
     config = synthetic_config(shape, seed=seed)
     text = json.dumps(config, indent=2)
@@ -240,7 +245,7 @@ def make_synthetic(
     for stale in (*folder.glob("model*.safetensors*"), *folder.glob(".tmp*")):  # safetensors writes to .tmp* first
         stale.unlink()
     draw = _drawing(_parts(shape)[1], torch.Generator().manual_seed(seed))
-    _write_weights(folder, tensor_shapes(config), _Watched(shape, draw, report, cancelled))
+    _write_weights(folder, tensor_shapes(config), _reporting(shape, draw, report))
     write_tokenizer(folder, vocab_size=_number(config, "vocab_size"))
     endings = {"eos_token_id": list(EOS_TOKEN_IDS), "pad_token_id": PAD_TOKEN_ID}
     (folder / "generation_config.json").write_text(json.dumps(endings, indent=2), encoding="utf-8")
@@ -368,24 +373,19 @@ def _drawing(bits: float | None, generator: torch.Generator) -> _Draw:
     return draw
 
 
-class _Watched:
-    """Makes stored tensors and tells how far it is after each weight; raises LoadCancelled where no more is wanted."""
+def _reporting(shape: str, draw: _Draw, report: Callable[[int, int], None]) -> _Draw:
+    """Report the bytes made so far, and all of them, after each weight."""
+    total = sum(math.prod(size) * ITEM_BYTES[dtype] for dtype, size in stored_shapes(shape).values())
+    done = 0
 
-    def __init__(
-        self, shape: str, draw: _Draw, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
-    ) -> None:
-        self._shape, self._draw, self._report, self._cancelled = shape, draw, report, cancelled
-        self._done = 0
-        self._total = sum(math.prod(size) * ITEM_BYTES[dtype] for dtype, size in stored_shapes(shape).values())
+    def reported(name: str, size: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        nonlocal done
+        tensors = draw(name, size)
+        done += sum(tensor.nbytes for tensor in tensors.values())
+        report(done, total)
+        return tensors
 
-    def __call__(self, name: str, size: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """The stored tensors of a weight."""
-        if self._cancelled():
-            raise LoadCancelled(f"making a model of the shape {self._shape} was cancelled", model=self._shape)
-        made = self._draw(name, size)
-        self._done += sum(tensor.nbytes for tensor in made.values())
-        self._report(LoadProgress(phase="make", done=self._done, total=self._total))
-        return made
+    return reported
 
 
 def _bits_of(name: str, bits: float) -> float:
@@ -433,9 +433,37 @@ def sketch_synthetic(shape: str, folder: Path) -> Path:
         start, end = end, end + math.prod(size) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": size, "data_offsets": (start, end)}
     encoded = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         file.truncate(file.tell() + end)
     write_tokenizer(folder, vocab_size=vocab_size)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.synthetic_models", description=_DESCRIPTION)
+    parser.add_argument("shape", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or one in EXL2, as 7b-4.0bpw")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--sketch", action="store_true", help="without weights: enough for 'ericllm estimate'")
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: _make(arguments.shape, arguments.folder, sketch=arguments.sketch))
+
+
+def _make(shape: str, folder: Path, *, sketch: bool) -> None:
+    progress = Progress(sys.stderr)
+    try:
+        if sketch:
+            sketch_synthetic(shape, folder)
+        else:
+            make_synthetic(shape, folder, report=lambda done, all_: progress.show(f"{100 * done // all_}% of {shape}"))
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be written: {error.strerror or error}", param="folder") from error
+    finally:
+        progress.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
