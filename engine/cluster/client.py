@@ -36,7 +36,7 @@ class DriverClient:
     """One driver process. on_news, on_lost: called on a thread of its own; on_lost once, unless it was closed."""
 
     def __init__(
-        self, on_news: Callable[[messages.Said | messages.Ended], None], on_lost: Callable[[str], None]
+        self, on_news: Callable[[messages.OutputLines | messages.Ended], None], on_lost: Callable[[str], None]
     ) -> None:
         """Start the process. Raises ClusterUnavailable."""
         self._on_news = on_news
@@ -63,21 +63,21 @@ class DriverClient:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has gone away."""
+        """True if the process has gone away."""
         return self._lost
 
     def call(self, request: messages.Request, patience_s: float) -> Result:
-        """Have it done and wait. Raises what went wrong as an EngineError; ClusterUnavailable if nothing came of it."""
+        """Send a request and wait for its result. Raises an EngineError; ClusterUnavailable without an answer."""
         future = self.call_soon(request)
         try:
             return future.result(patience_s)
         except TimeoutError:
             name = type(request).__name__.lower()
-            said = f"; Ray says: {self._tail[-1]}" if self._tail else ""
-            raise ClusterUnavailable(f"the cluster did not answer ({name}) within {patience_s:g} s{said}") from None
+            hint = f"; Ray says: {self._tail[-1]}" if self._tail else ""
+            raise ClusterUnavailable(f"the cluster did not answer ({name}) within {patience_s:g} s{hint}") from None
 
     def call_soon(self, request: messages.Request) -> Future[Result]:
-        """Have it done."""
+        """Send a request; return the future of its result."""
         future: Future[Result] = Future()
         with self._lock:
             self._last_id += 1
@@ -156,7 +156,7 @@ class DriverClient:
         return f"exited with code {code}" + (f": {error}" if error else "")
 
     def _log_output(self, stream: IO[bytes]) -> None:
-        """What Ray writes belongs into the log, not onto the screen."""
+        """Log the output of Ray, which would otherwise reach the screen."""
         for line in stream:
             text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
             if text and "[state-dump]" not in text:

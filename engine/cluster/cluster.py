@@ -25,11 +25,11 @@ from engine.snapshot import DeviceReading
 
 
 class LookingCluster(Protocol):
-    """What the probe needs of the cluster."""
+    """The cluster as the probe uses it."""
 
     @property
     def has_this_machine(self) -> bool:
-        """Whether workers can run on the engine's own machine."""
+        """True if workers can run on the engine's own machine."""
 
     def look(self) -> tuple[DeviceReading, ...]:
         """Every node's devices, in the engine's names, but for this machine's."""
@@ -115,7 +115,7 @@ class Cluster:
         """A host for a worker where placement put it: on the devices of spec.shares, else on spec.device.
 
         It fails to start with NodeGone when their node is not there, and with NodeFull when other jobs of the cluster
-        have reserved it: the worker must be placed anew then.
+        have reserved it: the worker must be placed again then.
         """
         return RayHost(worker_id, spec, self)
 
@@ -138,7 +138,7 @@ class Cluster:
 
     @property
     def has_this_machine(self) -> bool:
-        """Whether this machine is a node."""
+        """True if this machine is a node."""
         with self._lock:
             return any(sight.here for sight in self._nodes.values())
 
@@ -188,7 +188,7 @@ class Cluster:
         return started
 
     def _start_of(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Start:
-        """What the driver is told; raises NodeGone."""
+        """Return the request to start a worker; raises NodeGone."""
         with self._lock:
             node_id = next((id_ for id_, name in self._names.items() if name == host.node), "")
             node = self._nodes.get(node_id)
@@ -222,7 +222,7 @@ class Cluster:
         self._driver.call_soon(messages.Discard(key=key))
 
     def lives(self, node_id: str) -> bool:
-        """Whether the node is there, as far as is known."""
+        """Return whether the node was there at the last look."""
         with self._lock:
             return node_id in self._nodes
 
@@ -252,8 +252,8 @@ class Cluster:
         with self._lock:
             before = dict(self._names)
             self._nodes = {node.id: node for node in sight.nodes}
-            known = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
-            self._names = name_nodes(sight.nodes, known)
+            still_there = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
+            self._names = name_nodes(sight.nodes, still_there)
             names = dict(self._names)
             bereft = [host for host in self._hosts.values() if host.node_id not in self._nodes]
         for node_id in before.keys() - names.keys():
@@ -279,20 +279,20 @@ class Cluster:
                 for reading in node.devices
             )
 
-    def _heard(self, news: messages.Said | messages.Ended) -> None:
+    def _heard(self, news: messages.OutputLines | messages.Ended) -> None:
         with self._lock:
             host = self._hosts.get(news.key)
         if host is None:
             return
-        if isinstance(news, messages.Said):
-            host.call_soon(host.said, news.lines)
+        if isinstance(news, messages.OutputLines):
+            host.call_soon(host.log_lines, news.lines)
         else:
             host.call_soon(host.over, news)
 
     def _lost(self, reason: str) -> None:
         """The driver is gone, and every actor ends with it. Called on a thread of its own, which joins again."""
         if not self._joined.is_set():
-            return  # it went while it joined: whoever had it join knows
+            return  # it went while it joined, whose caller gets the error
         _log.error("%s; it is joined again when it answers", reason, extra={"source": "ray"})
         self._joined.clear()
         with self._lock:

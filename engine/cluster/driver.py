@@ -79,7 +79,7 @@ class Ray:
     def _join(self, wanted: str) -> None:
         """Join the cluster at `wanted`; without one, that of this machine, which is started if need be."""
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "ericllm"}
-        tighten_folder(Path.home() / ".ray")  # whoever reads Ray's token may run programs as this user
+        tighten_folder(Path.home() / ".ray")  # a reader of Ray's token may run programs as this user
         if wanted:
             _require_answer(wanted)
             self._ray.init(wanted, **settings)
@@ -88,7 +88,8 @@ class Ray:
             if _finds_only_ours():
                 self._ray.init("auto", **settings)
                 return
-        # Ray lets everybody write into its folder, and would into /tmp/ray: one that nobody else can reach holds it.
+        # Ray makes its folder writable for everybody, by default /tmp/ray: put it into one that no other user can
+        # enter.
         self._folder = tempfile.mkdtemp(prefix="ericllm-ray-", dir="/tmp")
         local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         self._ray.init("local", _temp_dir=f"{self._folder}/ray", **local, **settings)
@@ -154,7 +155,7 @@ class Ray:
         self._ray.kill(actor)
 
     def is_passing(self, error: BaseException) -> bool:
-        """Whether an actor's failure may be none: it is out of reach, but not known to be dead."""
+        """Return whether an actor's failure may pass: it is out of reach, but not known to be dead."""
         return isinstance(error, self._errors.ActorUnavailableError)
 
     # -- placement groups ---------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class _Agent:
 
     @property
     def questions(self) -> list[Any]:
-        """What it has not answered."""
+        """Requests that it has not answered."""
         return [question for question in (self.about, self.asked) if question is not None]
 
     def ask(self, pids: Sequence[int], now: float) -> None:
@@ -276,11 +277,11 @@ class Agents:
             self._meet(nodes)
             self._ask(pids, patience_s)
             self._nodes = {node_id: node for node_id, node in nodes.items() if self._agents[node_id].failed_at is None}
-            sights = tuple(self._sight(node) for node in self._nodes.values() if self._known(node.id))
+            sights = tuple(self._sight(node) for node in self._nodes.values() if self._is_described(node.id))
             return Sight(nodes=sights, unready=len(self._nodes) - len(sights))
 
     def lives(self, node_id: str) -> bool:
-        """Whether the node was there at the last look."""
+        """Return whether the node was there at the last look."""
         return node_id in self._nodes
 
     def require(self, node_id: str) -> Node:
@@ -291,7 +292,7 @@ class Agents:
             raise NodeGone("its node has left the cluster", node=node_id)
         return node
 
-    def _known(self, node_id: str) -> bool:
+    def _is_described(self, node_id: str) -> bool:
         agent = self._agents[node_id]
         return bool(agent.problem or (agent.version and (agent.devices is not None or node_id == self._own)))
 
@@ -487,24 +488,24 @@ class Driver:
         )
 
     def _follow(self, key: str) -> None:
-        """Ask a worker's actor what there is to tell, again and again until it has told the end."""
+        """Ask a worker's actor for its output, again and again until the worker's end."""
         running = self._running.get(key)
         if running is not None:
             answer = running.actor.output.remote()
-            self._require_ray().when_done(answer, lambda done: self._submit(self._heard, key, done))
+            self._require_ray().when_done(answer, lambda done: self._submit(self._take_output, key, done))
 
     def _submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Go on on a thread of ours: Ray's own must not wait for Ray."""
+        """Continue on a thread of ours: Ray's own must not wait for Ray."""
         self._threads.submit(work, *arguments)
 
-    def _heard(self, key: str, done: Future[Output]) -> None:
+    def _take_output(self, key: str, done: Future[Output]) -> None:
         error = done.exception()
         if error is not None:
             self._lost(key, error)
             return
         output = done.result()
         if output.lines:
-            self._send(messages.Said(key=key, lines=output.lines))
+            self._send(messages.OutputLines(key=key, lines=output.lines))
         if output.exit is None:
             self._follow(key)
             return
@@ -538,7 +539,7 @@ class Driver:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first; of one that Ray passed on, the cause."""
+    """Return the first line of an error; of one that Ray passed on, of its cause."""
     cause = getattr(error, "cause", None)
     lines = str(cause or error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

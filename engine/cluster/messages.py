@@ -39,9 +39,9 @@ class ModelPlace(msgspec.Struct, frozen=True, kw_only=True):
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Reserve room on a node and start a worker's actor there; answered by Started.
 
-    key: what this start is called from now on.  node, node_name: its id, and what the engine calls it.
+    key: identifies this start from now on.  node, node_name: its id, and what the engine calls it.
     gpus: the share, 0..1, of each GPU by its id on the node, in order of the layers.
-    token: what whoever connects must show.
+    token: to be shown on connecting.
     """
 
     key: str
@@ -113,14 +113,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """What became of the call of that id."""
+    """Result of the call of that id."""
 
     id: int
     result: Sight | Started | Done = Done()
     error: ErrorInfo | None = None
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
+class OutputLines(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
     """Native output of a worker."""
 
     key: str
@@ -137,7 +137,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     log_tail: str = ""
 
 
-News = Reply | Said | Ended
+News = Reply | OutputLines | Ended
 
 
 def frame_of(body: bytes) -> bytes:

@@ -14,7 +14,7 @@ from engine.models.hub_cache import is_commit, is_complete, repo_folder, repo_of
 
 
 def place_of(spec: ModelSpec) -> ModelPlace:
-    """What a node must have to load `spec`, as this machine has it. Raises ModelLoadFailed."""
+    """Return the files that a node must have to load `spec`, as this machine has them. Raises ModelLoadFailed."""
     others = [spec.draft_model, spec.lora]
     return ModelPlace(
         path=str(spec.path.absolute()),
@@ -36,7 +36,7 @@ def path_on_node(model: ModelPlace) -> Path:
 
 
 def lacks(model: ModelPlace) -> bool:
-    """Whether the model must be fetched from the hub first."""
+    """Return whether the model must be fetched from the hub first."""
     path = path_on_node(model)
     return _hub_commit(path) is not None and not is_complete(path)
 

@@ -1,4 +1,4 @@
-"""What nodes and their devices are called in the engine, and how a worker's own names translate. Pure."""
+"""Names of nodes and their devices in the engine, and the translation of a worker's own names. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def split_device(device: str) -> tuple[str, str]:
     return node, local
 
 
-def name_nodes(nodes: Iterable[NodeSight], known: Mapping[str, str]) -> dict[str, str]:
-    """A name for each node by its id: "" for the engine's machine, the name that it had before (`known`), else the one
+def name_nodes(nodes: Iterable[NodeSight], before: Mapping[str, str]) -> dict[str, str]:
+    """A name for each node by its id: "" for the engine's machine, the name that it had before (`before`), else the one
     that it was started with, or its host's; numbered where two would have the same."""
     nodes = tuple(nodes)
-    names = {node.id: known[node.id] for node in nodes if node.id in known}
+    names = {node.id: before[node.id] for node in nodes if node.id in before}
     for node in nodes:
         if node.id not in names:
             names[node.id] = "" if node.here else _unused(_plain_name(node), set(names.values()))
@@ -43,9 +43,9 @@ def _plain_name(node: NodeSight) -> str:
     return re.sub(r"[^\w.-]+", "-", name) or "node"
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _unused(name: str, used: set[str]) -> str:
     number, found = 1, name
-    while found in taken:
+    while found in used:
         number += 1
         found = f"{name}-{number}"
     return found
@@ -73,7 +73,7 @@ class Translation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def from_worker(self, model: LoadedModel) -> LoadedModel:
-        """What a load ended with, in the engine's names."""
+        """Return a loaded model in the engine's names."""
         names = {own: name for name, own in self.own.items()}
         names.setdefault("cpu", join_device(self.node, "cpu"))
         return msgspec.structs.replace(
@@ -95,12 +95,12 @@ def translation(devices: Sequence[str]) -> Translation:
 
 
 def is_gpu(local: str) -> bool:
-    """Whether the device of that name on its node is an NVIDIA GPU."""
+    """Return whether the device of that name on its node is an NVIDIA GPU."""
     return local.startswith("cuda:")
 
 
 def gpu_share(needed_bytes: int, total_bytes: int) -> float:
-    """The part of a GPU that so many bytes are, rounded up to what Ray can count; all of it where that is unknown."""
+    """Return the part of a GPU that these bytes are, in units of Ray's, rounded up; all of it where that is unknown."""
     if needed_bytes <= 0 or total_bytes <= 0:
         return 1.0
     return min(1.0, -(-needed_bytes * GPU_UNIT // total_bytes) / GPU_UNIT)

@@ -1,4 +1,4 @@
-"""What runs on a node, as Ray actors. Plain classes: they import no Ray, and neither do the workers that they start."""
+"""The Ray actors of a node. Plain classes: they import no Ray, and neither do the workers that they start."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class NodeAgent:
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has written since it was last asked, and how it ended, if it has."""
+    """Output of a worker since the last call, and how it ended, if it has."""
 
     lines: tuple[str, ...] = ()
     exit: WorkerExit | None = None
@@ -114,7 +114,7 @@ class WorkerActor:
         return Started(address=address, port=listener.port, path=path, pid=os.getpid())
 
     def output(self) -> Output:
-        """What there is to tell, as soon as there is anything."""
+        """Wait for output, or the worker's end, and return it."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._exit is not None)
             lines = tuple(self._lines)
@@ -145,18 +145,18 @@ class WorkerActor:
         try:
             await asyncio.to_thread(self._provide_model, sock)
         except EngineError as error:
-            _tell(sock, LoadFailed(error=error.info))
+            _send(sock, LoadFailed(error=error.info))
             sock.close()
             return WorkerExit(code=1, log_tail=error.message)
         return await self._run_process(sock)
 
     def _provide_model(self, sock: socket.socket) -> None:
-        """Have the model here, telling of a download as the load that it is part of. Raises EngineError."""
+        """Have the model on this node, reporting a download as part of the load. Raises EngineError."""
         if lacks(self._model):
-            _tell(sock, Hello(pid=os.getpid()))
+            _send(sock, Hello(pid=os.getpid()))
 
             def report(progress: LoadProgress) -> None:
-                _tell(sock, Progress(progress=progress))
+                _send(sock, Progress(progress=progress))
 
             fetch(self._model, report=ProgressThrottle(report).report, cancelled=self._cancelled.is_set)
         require(self._model, self._node)
@@ -189,7 +189,7 @@ class WorkerActor:
             self._changed.notify_all()
 
 
-def _tell(sock: socket.socket, event: Event) -> None:
+def _send(sock: socket.socket, event: Event) -> None:
     """Send an event before the worker itself can; an engine that is gone misses nothing."""
     with contextlib.suppress(OSError):
         sock.sendall(Codec().frame(event))

@@ -28,7 +28,7 @@ _LOOK_S = 0.25
 
 
 class HostingCluster(Protocol):
-    """What a host needs of its cluster. starting: threads that wait for workers to start."""
+    """The cluster as a host uses it. starting: threads that wait for workers to start."""
 
     starting: ThreadPoolExecutor
 
@@ -45,7 +45,7 @@ class HostingCluster(Protocol):
         """It has ended: give back what was reserved."""
 
     def lives(self, node_id: str) -> bool:
-        """Whether the node is there, as far as is known."""
+        """Return whether the node was there at the last look."""
 
     def threads(self, node_id: str) -> int:
         """CPU threads for each worker of a node."""
@@ -72,7 +72,7 @@ class RayHost(ChannelHost):
 
     @property
     def node_name(self) -> str:
-        """What a person calls the node."""
+        """Name of the node for people."""
         return self.node or "this machine"
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
@@ -127,7 +127,7 @@ class RayHost(ChannelHost):
         super().send(command)
 
     async def stop(self, timeout_s: float) -> None:
-        """Shutdown and wait, then SIGKILL; what cannot be told any more is given up. Idempotent."""
+        """Shutdown and wait, then SIGKILL; a worker out of reach is given up. Idempotent."""
         if not self._started:
             return
         self.send(Shutdown())
@@ -145,12 +145,12 @@ class RayHost(ChannelHost):
 
     # -- what is heard, on the engine's loop --------------------------------------------------------------------
 
-    def call_soon(self, heard: Callable[..., None], *arguments: object) -> None:
+    def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
         """Have one of those below called on the engine's loop, from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(heard, *arguments)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits for it
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
-    def said(self, lines: tuple[str, ...]) -> None:
+    def log_lines(self, lines: tuple[str, ...]) -> None:
         """Native output of the worker."""
         for line in lines:
             self._deliver(LogLine(level=logging.INFO, logger="native", message=line))

@@ -1,6 +1,6 @@
 """The socket between the engine and a worker on another machine: who may connect, and how its loss is noticed.
 
-Whoever connects first shows a token that only the engine and the actor know, and that is good for one connection. It
+A client shows a token first that only the engine and the actor know, and that is good for one connection. It
 travels over the network as it is, and so does everything after it: nothing here is encrypted.
 """
 
@@ -47,7 +47,7 @@ class Listener:
                     peer, _ = self._socket.accept()
                 except TimeoutError:
                     break
-                if self._knows(peer):
+                if self._has_token(peer):
                     _watch(peer)
                     return peer
                 peer.close()
@@ -59,8 +59,8 @@ class Listener:
         """Listen no more."""
         self._socket.close()
 
-    def _knows(self, peer: socket.socket) -> bool:
-        """Whether it shows the token, soon and in full."""
+    def _has_token(self, peer: socket.socket) -> bool:
+        """Return whether it shows the token, soon and in full."""
         deadline, shown = time.monotonic() + _TOKEN_PATIENCE_S, b""
         with contextlib.suppress(OSError):
             while len(shown) < TOKEN_BYTES and (left_s := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""What the machine's devices say of themselves, and whose memory on them is whose."""
+"""Readings of the machine's devices, and whose memory on them is whose."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WINDOW_S = 1.0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's workers say they hold on one device."""
+    """Memory that the engine's workers report on one device."""
 
     weights_bytes: int = 0
     kv_bytes: int = 0
@@ -34,7 +34,7 @@ def claim_of(device: str, shares: Iterable[DeviceShare]) -> Claim:
 
 
 def shares_of(model: LoadedModel) -> tuple[DeviceShare, ...]:
-    """What a loaded model holds on each device; evenly divided where its backend does not say."""
+    """Return the memory of a loaded model on each device; evenly divided where its backend does not report it."""
     number = len(model.devices)
     return model.shares or tuple(
         DeviceShare(device=device, weights_bytes=model.weights_bytes // number, kv_bytes=model.kv_bytes // number)
@@ -47,11 +47,11 @@ def account(
     shares_by_worker: Mapping[str, Sequence[DeviceShare]],
     busy: Mapping[str, float] | None = None,
 ) -> tuple[DeviceReading, ...]:
-    """`readings` with the memory of the engine's workers told apart.
+    """Return `readings` with the memory of the engine's workers apart from others'.
 
-    shares_by_worker: what each worker holds, or is about to.  busy: utilisation of simulated devices by id.
+    shares_by_worker: memory of each worker, held or promised.  busy: utilisation of simulated devices by id.
     """
-    shares = [share for held in shares_by_worker.values() for share in held]
+    shares = [share for of_worker in shares_by_worker.values() for share in of_worker]
     return tuple(
         _simulated(reading, claim_of(reading.id, shares), (busy or {}).get(reading.id, 0.0))
         if reading.kind == "simulated"

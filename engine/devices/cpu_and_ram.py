@@ -38,13 +38,13 @@ class PackagePower:
     def watts(self, now_s: float) -> float | None:
         """On average since the last call; None at the first, and where the counters cannot be read."""
         counters = [_read(zone) for zone in self._zones]
-        known = [counter for counter in counters if counter is not None]
-        last, self._last = self._last, (now_s, known) if known and len(known) == len(counters) else None
+        readable = [counter for counter in counters if counter is not None]
+        last, self._last = self._last, (now_s, readable) if readable and len(readable) == len(counters) else None
         if last is None or self._last is None or now_s <= last[0]:
             return None
         grown_uj = sum(
             (counter.energy_uj - before.energy_uj) % (counter.range_uj + 1)
-            for before, counter in zip(last[1], known, strict=True)
+            for before, counter in zip(last[1], readable, strict=True)
         )
         return grown_uj / 1e6 / (now_s - last[0])
 
@@ -115,8 +115,8 @@ def usable_cores() -> int:
 
 
 def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
-    """RAM that processes hold together; where the system tells (Linux), what they share counts once, and files on disk
-    that they have mapped not at all, which are cache and count as free.
+    """Return the RAM that processes hold together; on Linux, shared memory counts once, and mapped files on disk not at
+    all, which are cache and count as free.
 
     From counters and lists that the kernel keeps: what it would have to add up page by page (smaps) holds up a process
     that has a large model for as long as that takes.
@@ -133,8 +133,8 @@ def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
 
 
 def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
-    """What a process has in memory of its own and of memory that could be others', too; all as its own where the
-    system does not tell them apart."""
+    """Return the memory of a process that is its own and that may be shared; all is its own where the system does not
+    distinguish them."""
     try:
         lines = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

@@ -1,4 +1,4 @@
-"""The most that this machine's processor can: measured once, on demand, and kept in a file."""
+"""Peak throughput of this machine's processor: measured once, on demand, and kept in a file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = logging.getLogger("engine")
 
 
 def measure_cpu(cancelled: Callable[[], bool] = lambda: False) -> DeviceLimits:
-    """What this machine's processor does, measured on all cores in a child process. Blocks for seconds.
+    """Measure the peak throughput of this machine's processor on all cores, in a child process. Blocks for seconds.
 
-    Raises EngineError with the reason where it cannot be told.
+    Raises EngineError with the reason where it fails.
     """
     try:
         return ask(
@@ -60,7 +60,7 @@ class LimitsFile:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            _log.warning("%s cannot be read and is replaced: %s", self._file, error)
             return {}
 
 

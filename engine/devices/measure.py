@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _SIDE = 2048
-_LEAST_SIDE = 256
+_MIN_SIDE = 256
 _READ_BYTES = 512 << 20
 _ROUNDS = 5
 _ENOUGH_S = 4.0
@@ -45,7 +45,7 @@ def product_flops_per_s(dtype: torch.dtype, side: int) -> float:
 
     left, right = torch.randn(2, side, side).to(dtype)
     first_s = _time_s(lambda: left @ right)
-    if first_s > _ENOUGH_S / 2 and side > _LEAST_SIDE:
+    if first_s > _ENOUGH_S / 2 and side > _MIN_SIDE:
         return product_flops_per_s(dtype, side // 2)
     return 2.0 * side**3 / min(first_s, _best_s(lambda: left @ right))
 

@@ -51,7 +51,7 @@ def nvidia_limits(
     memory_bits: int | None,
     memory_mhz: int | None,
 ) -> DeviceLimits | None:
-    """What a GPU can at its highest clocks; None where nothing of it is known.
+    """Return the peak throughput of a GPU at its highest clocks; None where it is unknown.
 
     Memory moves two bits per wire and clock as NVML counts clocks, whatever the kind of memory.
     """
@@ -94,7 +94,7 @@ class NvmlProbe:
     laptops. One that shares the host's memory (GB10, Jetson) gives that memory. One that is lost is left out until it
     answers again, and the others keep their ids.
 
-    A process computes on one MIG slice at most, and sees no undivided GPU beside it (MIG user guide, "CUDA device
+    A process computes on one MIG slice at most, and sees no undivided GPU besides it (MIG user guide, "CUDA device
     enumeration"). So the first slice is "cuda:0"; the rest are shown as "mig:1" and on, for CUDA_VISIBLE_DEVICES to
     choose among.
     """
@@ -160,9 +160,9 @@ class NvmlProbe:
         memory = self._memory(gpu)
         if memory is None:
             return None
-        held = self._held(gpu.handle)
+        bytes_by_pid = self._bytes_by_pid(gpu.handle)
         used = memory.total_bytes - memory.free_bytes
-        work = min(used, sum(size for pid, size in held.items() if pid in ours))
+        work = min(used, sum(size for pid, size in bytes_by_pid.items() if pid in ours))
         utilisation = self._ask("nvmlDeviceGetUtilizationRates", gpu.handle)
         sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
         return DeviceReading(
@@ -177,7 +177,7 @@ class NvmlProbe:
             temperature_c=self._ask("nvmlDeviceGetTemperature", gpu.handle, sensor),
             power_w=_milli(self._ask("nvmlDeviceGetPowerUsage", gpu.handle)),
             power_limit_w=_milli(self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu.handle)),
-            others=_named({pid: size for pid, size in held.items() if pid not in ours}),
+            others=_named({pid: size for pid, size in bytes_by_pid.items() if pid not in ours}),
             limits=gpu.limits,
         )
 
@@ -208,13 +208,13 @@ class NvmlProbe:
         total = int(memory.total)
         return _Memory(total, min(total, int(memory.free)))
 
-    def _held(self, handle: Any) -> Mapping[int, int]:
+    def _bytes_by_pid(self, handle: Any) -> Mapping[int, int]:
         """Bytes by process; 0 where the driver does not say. One that computes and draws is named twice."""
-        held: dict[int, int] = {}
+        bytes_by_pid: dict[int, int] = {}
         for question in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
             for process in self._ask(question, handle) or ():
-                held[process.pid] = max(held.get(process.pid, 0), process.usedGpuMemory or 0)
-        return held
+                bytes_by_pid[process.pid] = max(bytes_by_pid.get(process.pid, 0), process.usedGpuMemory or 0)
+        return bytes_by_pid
 
     def _ask(self, question: str, *arguments: Any) -> Any:
         """NVML's answer; None where this GPU, driver or version of the library has none."""
@@ -248,9 +248,9 @@ def _slices(handles: Sequence[Any]) -> list[_Gpu]:
     return [_Gpu(f"mig:{index}" if index else "cuda:0", handle) for index, handle in enumerate(handles)]
 
 
-def _named(held: Mapping[int, int]) -> tuple[ProcessMemory, ...]:
+def _named(bytes_by_pid: Mapping[int, int]) -> tuple[ProcessMemory, ...]:
     """Processes by what they hold, most first."""
-    largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    largest = sorted(bytes_by_pid.items(), key=lambda item: (-item[1], item[0]))
     return tuple(ProcessMemory(pid=pid, name=_process_name(pid), used_bytes=size) for pid, size in largest)
 
 

@@ -18,7 +18,7 @@ _log = logging.getLogger("engine")
 class DeviceSampler:
     """Reads a probe on a thread of its own, one reading at a time. `latest` is the last one, () before the first.
 
-    cpu_limits: what the processor was found to do at most, which no probe can tell.
+    cpu_limits: the measured peak of the processor, which no probe can read.
     """
 
     def __init__(self, probe: DeviceProbe | None = None, new_probe: Callable[[], DeviceProbe] = MachineProbe) -> None:

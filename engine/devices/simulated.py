@@ -31,7 +31,7 @@ class SimulatedProbe:
 
 
 def simulated_readings(gib: Sequence[float]) -> tuple[DeviceReading, ...]:
-    """Empty simulated devices of so many GiB."""
+    """Return empty simulated devices of these sizes."""
     return tuple(
         DeviceReading(
             id=f"{_PREFIX}{index}",
@@ -64,7 +64,7 @@ def _gib(size: str, text: str) -> float:
         raise _refused(f"devices is {text!r}, where {what}; {_FORM}", text) from None
     if not (0 < gib <= MAX_GIB and int(gib * 2**30)):
         raise _refused(
-            f"devices gives a device {format_number(gib)} GiB; it must be more than 0 and at most {MAX_GIB:,.0f}", text
+            f"devices gives a device {format_number(gib)} GiB; it must be more than 0, max {MAX_GIB:,.0f}", text
         )
     return gib
 

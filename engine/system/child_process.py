@@ -61,8 +61,8 @@ sys.exit(status if status >= 0 else 128 - status)
 
 
 def tied_command(command: Sequence[str]) -> list[str]:
-    """Return what runs `command` until the pipe ends that it is given as stdin: when whoever started it closes that, or
-    dies. It and what it started are killed then. Start it in a session of its own; its status is the command's, and
+    """Return what runs `command` until the pipe ends that it is given as stdin: when the parent closes that, or dies.
+    It and what it started are killed then. Start it in a session of its own; its status is the command's, and
     128 and the number of the signal that ended that."""
     return [sys.executable, "-P", "-S", "-c", _TIED, *command]
 

@@ -46,7 +46,7 @@ def private_opener(path: str, flags: int) -> int:
 def make_private_file(file: Path) -> None:
     """Make an empty file for its owner alone where there is none, for a library that opens it by its name.
 
-    SQLite gives the files that it puts beside a database the mode of the database. Raises OSError.
+    SQLite gives the files that it puts next to a database the mode of the database. Raises OSError.
     """
     with suppress(FileExistsError):
         os.close(private_opener(str(file), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -61,7 +61,7 @@ def tighten_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, levels: int) -> None:
-    """Have a folder of a cache that nobody else can write into, nor into the `levels` folders above it.
+    """Have a folder of a cache that no other user can write into, nor into the `levels` folders above it.
 
     They are made where they are missing. Where others could write into `folder` until now, its content is not trusted
     and removed, unless it is a link: what that leads to may be anything. Raises OSError, also where one of them belongs
@@ -81,9 +81,9 @@ def claim_folder(folder: Path, levels: int) -> None:
 
 
 def distrust(path: Path) -> str:
-    """Return why what is at `path` may be somebody else's doing, as a clause; "" where only we and root could write it.
+    """Return why what is at `path` may be another user's doing, as a clause; "" where only we and root could write it.
 
-    A link of somebody else's may lead to a folder of ours, with libraries that came with a model, say. Raises OSError
+    A link of another user may lead to a folder of ours, with libraries that came with a model, say. Raises OSError
     where it is not there.
     """
     found = path.stat()

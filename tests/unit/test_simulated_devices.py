@@ -39,7 +39,7 @@ def test_devices_are_asked_for_by_their_gib(text: str, gib: tuple[float, ...]) -
         ("sim:0", "gives a device 0.0 GiB; it must be more than 0"),
         ("sim:-1", "gives a device -1.0 GiB"),
         ("sim:24,nan", "gives a device nan GiB"),
-        ("sim:inf", "at most 1,000,000"),
+        ("sim:inf", "max 1,000,000"),
         ("sim:1e-12", "more than 0"),
         ("sim:", "a size is missing"),
         ("sim:24,", "a size is missing"),
