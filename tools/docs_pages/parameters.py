@@ -216,7 +216,9 @@ class _Page:
         yield from (_INTRO, "", _BACKENDS, "", differing(), "", _SAMPLING, "", HEAD)
         yield from (row.line for row in self._sampling.values())
         yield from ("", "Refused with them, but where an endpoint honours one:", "", REFUSED_HEAD)
-        yield from refused_lines(dict(SAMPLING_REFUSED))
+        yield from refused_lines(
+            {name: why for name, why in SAMPLING_REFUSED.items() if not _honoured(SamplingFields, name)}
+        )
         for dialect in discover():
             yield from ("", f"## {dialect.title}")
             for body, places in bodies(dialect).items():
