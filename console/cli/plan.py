@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from console.bench.progress import Progress, Show
+from console.bench.text import span
 from console.planning.demand import RequestedDemand, demand_from_flags
 from console.planning.report import PlanReport, plan_text
 from console.runtime.output import write
@@ -20,15 +25,24 @@ from console.settings.schema import Settings, flag_of
 from console.settings.values import duration_s, span_s
 from engine.cluster.wire import SILENCE_S
 from engine.config import EngineConfig
+from engine.devices import usable_cores
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
+from engine.simulation.outcome import Outcome
+from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import MeasuredModel
 from engine.simulation.what_if import (
-    MOST_WORKERS,
+    FRONT_LOADS,
+    MARGINS,
+    MAX_WORKERS,
+    Case,
     DeathAnswer,
     Goal,
+    RunCases,
+    alone_summary,
     front_door_limit,
+    in_turn,
     node_death,
     workers_needed,
 )
@@ -45,7 +59,7 @@ _DESCRIPTION = (
     "Simulate a cluster from measured step costs, with the engine's own dispatcher and scheduler: how many cards it "
     "takes for so many users or requests a second within an SLO, what happens when a node dies at the peak, and where "
     "the front door saturates. Costs come from --costs FILE; without it, or with --measure, the model's steps are "
-    "measured here first, in about a minute, and kept in FILE where one is given. docs/planning.md says what is "
+    "measured here first, in about 20 seconds, and kept in FILE where one is given. docs/planning.md says what is "
     "simulated and what is not."
 )
 
@@ -70,7 +84,7 @@ def parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Name
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--costs", type=Path, metavar="FILE", help="measured step costs, read or written")
     group.add_argument("--measure", action="store_true", help="measure, whether FILE is there or not")
-    group.add_argument("--seconds", type=_positive, default=60.0, metavar="S", help="to measure for (default 60)")
+    group.add_argument("--seconds", type=_positive, default=20.0, metavar="S", help="to measure for (default 20)")
     group.add_argument("--threads", type=_count, metavar="N", help="CPU threads of the measured worker (default: all)")
     group.add_argument(
         "--speed", type=_positive, default=1.0, metavar="X", help="of the cards against the measured one (default 1)"
@@ -115,7 +129,7 @@ def _add_demand(group: argparse._ArgumentGroup) -> None:
         "--duration",
         type=_span,
         metavar="S",
-        help="for how long requests come, as 90s, 10m or 2h (default 120; of a trace: all of it)",
+        help="for how long requests come, as 90s, 10m or 2h (default 120, 60 for many requests; a trace: all of it)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default 0)")
 
@@ -157,7 +171,7 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= max(MOST_WORKERS, 10**9):
+    if not text.isdecimal() or not 1 <= int(text) <= max(MAX_WORKERS, 10**9):
         raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return int(text)
 
@@ -246,6 +260,11 @@ def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
         yield ("die_at", "detect", "restart", "workers_per_node"), "no node dies without --ask death"
 
 
+_MAX_PROCESSES = 8
+_CROWD = 2.5
+"""Times the CPU time of a request alone that one takes among others, whose steps differ more."""
+_SEARCHES = 5
+"""Times the demand that a search simulates in all: it doubles, then bisects."""
 _SETTLING = 0.5
 """Of the duration: for how long requests go on to come after a dead node is back."""
 
@@ -259,7 +278,8 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         if given.validate is not None:
             text = _validated(given, progress.show)
         else:
-            report = _answered(given, progress.show)
+            with SimulationProcesses() as processes:
+                report = _answered(given, progress.show, processes.run)
             text = _json(report) if given.as_json else plan_text(report)
     finally:
         progress.end()
@@ -278,16 +298,67 @@ def _validated(given: argparse.Namespace, show: Show) -> str:
     return f"Workers that only keep time\n\n{validation_text(kept)}\n\n{given.model}\n\n{validation_text(found)}"
 
 
-def _answered(given: argparse.Namespace, show: Show) -> PlanReport:
+class SimulationProcesses:
+    """Simulates independent cases at once, one process per core, in processes that start when they are first needed."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def __enter__(self) -> SimulationProcesses:
+        """Start nothing yet."""
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """End the processes, whatever they are at."""
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+
+    def run(self, cases: Sequence[Case]) -> Sequence[Outcome]:
+        """Return the outcomes, in the order of the cases."""
+        processes = min(usable_cores(), _MAX_PROCESSES)
+        if min(processes, len(cases)) == 1:
+            return in_turn(cases)
+        if self._pool is None:
+            self._pool = get_context("spawn").Pool(processes, _leave_interrupts_alone)
+        return self._pool.starmap(simulate, cases, chunksize=1)
+
+
+def _leave_interrupts_alone() -> None:
+    """Leave Ctrl-C to the command, which ends these processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def expected_s(asking: RequestedDemand, cluster: Cluster, goal: Goal, asked: Collection[str]) -> float:
+    """Return about how many seconds the simulations take here, from the time that a short one takes."""
+    began_s = time.perf_counter()
+    alone = alone_summary(cluster, asking.demand(1.0), goal)
+    request_s = _CROWD * (time.perf_counter() - began_s) / max(1, alone.requests)
+    requests = asking.requests(alone.e2e_s.mean)
+    offered_per_s = requests / max(asking.duration_s, 1.0)
+    output_tokens = alone.output_tokens_per_s / max(alone.requests_per_s, 1e-9)
+    front_s = cluster.front.request_s + output_tokens * cluster.front.output_s
+    repeats = {
+        "cards": _SEARCHES + sum(MARGINS) / usable_cores(),
+        "death": 4.0 / usable_cores(),
+        "front": 1 + sum(FRONT_LOADS) / max(offered_per_s * front_s, 1e-6) / usable_cores(),
+    }
+    return request_s * requests * sum(repeats[each] for each in asked)
+
+
+def _answered(given: argparse.Namespace, show: Show, run: RunCases) -> PlanReport:
     asking, asked = demand_from_flags(given), questions(given)
     goal = Goal(slo=Slo(ttft_s=given.slo_ttft, itl_s=given.slo_itl), share=given.share, window=asking.window).validate()
     death = _death(given, asking)
     measured = _measured(given, show)
     cluster = _cluster(given, measured).validate()
+    show(f"simulating, which takes about {span(expected_s(asking, cluster, goal, asked))}")
     workers, sized = None, cluster
     if given.workers is None:
         margin = "cards" in asked and not asking.traced
-        workers = workers_needed(cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show)
+        workers = workers_needed(
+            cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show, run=run
+        )
         sized = msgspec.structs.replace(cluster, workers=workers.workers or 1)
     possible = workers is None or workers.workers is not None
     return PlanReport(
@@ -299,8 +370,8 @@ def _answered(given: argparse.Namespace, show: Show) -> PlanReport:
         longer_share=asking.longer_share(measured.context_tokens),
         goal=goal,
         workers=workers,
-        death=_what_dies(sized, asking, goal, death, show) if "death" in asked and possible else None,
-        front=front_door_limit(sized, asking.demand, goal, show) if "front" in asked and possible else None,
+        death=_what_dies(sized, asking, goal, death, show, run) if "death" in asked and possible else None,
+        front=front_door_limit(sized, asking.demand, goal, show, run) if "front" in asked and possible else None,
     )
 
 
@@ -359,10 +430,12 @@ def _death(given: argparse.Namespace, asking: RequestedDemand) -> Death:
     return Death(at_s=at_s, node=0, detected_s=given.detect, restart_s=given.restart)
 
 
-def _what_dies(sized: Cluster, asking: RequestedDemand, goal: Goal, death: Death, show: Show) -> DeathAnswer:
+def _what_dies(
+    sized: Cluster, asking: RequestedDemand, goal: Goal, death: Death, show: Show, run: RunCases
+) -> DeathAnswer:
     """With requests until well after the node is back, where there can be more of them."""
     longer = asking.lasting(death.back_s + _SETTLING * asking.duration_s)
-    return node_death(sized, longer.demand, msgspec.structs.replace(goal, window=longer.window), death, show)
+    return node_death(sized, longer.demand, msgspec.structs.replace(goal, window=longer.window), death, show, run)
 
 
 def _json(value: object) -> str:

@@ -14,9 +14,13 @@ from engine.simulation.lengths import Length
 from engine.simulation.outcome import WHOLE, Window
 
 _USERS = 100
-_DURATION_S = 120.0
-_WARM_UP = 0.25
-"""Of the duration: users come, workers fill, and nothing counts yet."""
+_DURATION_S, _SHORT_DURATION_S = 120.0, 60.0
+_MANY = 2000
+"""Requests within the short duration that make it long enough."""
+_WARM_UP, _DEFAULT_WARM_UP_S = 0.25, 30.0
+"""Share of a given duration, and seconds of a default one, in which workers fill and nothing counts yet."""
+_RAMP = 2 / 3
+"""Of the warm-up: users begin in it."""
 _LOOKED_AT = 10_000
 """Requests that are enough to know their lengths by."""
 
@@ -25,13 +29,15 @@ _LOOKED_AT = 10_000
 class RequestedDemand:
     """Who asks.
 
-    of: the demand, so many times as strong, with requests for so many seconds.  duration_s: for how long they come.
-    window: which of them count.  traced: they are as they came once, neither more nor for longer.
+    of: the demand, multiplied by a factor, with requests for a number of seconds.  duration_s: for how long they come.
+    window: which of them count.  requests: about how many they are if each takes that many seconds.
+    traced: they are as they came once, neither more nor for longer.
     """
 
     of: Callable[[float, float], Demand]
     duration_s: float
     window: Window
+    requests: Callable[[float], float]
     words: str
     traced: bool = False
 
@@ -60,14 +66,30 @@ def demand_from_flags(given: argparse.Namespace) -> RequestedDemand:
         raise InvalidRequest("--duration is 0 s; it must be above 0", param="duration")
     if given.trace is not None:
         return _by_trace(given)
-    duration_s = _DURATION_S if given.duration is None else given.duration
-    window = Window(since_s=_WARM_UP * duration_s, until_s=duration_s)
+    duration_s = _duration_s(given)
+    window = Window(since_s=_warm_up_s(given), until_s=duration_s)
     mix = _mix(given)
     tokens = f"prompts of {mix.prompt.expected:g} and answers of {mix.output.expected:g} tokens{_prefixed(mix)}"
-    found = _by_users(given, mix, duration_s) if given.rate is None else _by_rate(given, mix, window)
-    asking = RequestedDemand(found, duration_s, window, f"{_whom(given)}, {tokens}")
+    found = _by_users(given, mix) if given.rate is None else _by_rate(given, mix, window)
+    asking = RequestedDemand(found, duration_s, window, _expected(given, duration_s), f"{_whom(given)}, {tokens}")
     asking.demand(1.0)  # what is wrong with it is said before anything is measured
     return asking
+
+
+def _duration_s(given: argparse.Namespace) -> float:
+    if given.duration is not None:
+        return float(given.duration)
+    return _SHORT_DURATION_S if _expected(given, _SHORT_DURATION_S)(0.0) >= _MANY else _DURATION_S
+
+
+def _warm_up_s(given: argparse.Namespace) -> float:
+    return _DEFAULT_WARM_UP_S if given.duration is None else _WARM_UP * given.duration
+
+
+def _expected(given: argparse.Namespace, duration_s: float) -> Callable[[float], float]:
+    if given.rate is not None:
+        return lambda request_s: given.rate * duration_s
+    return lambda request_s: (given.users or _USERS) * duration_s / max(given.think + request_s, 1e-3)
 
 
 def _whom(given: argparse.Namespace) -> str:
@@ -109,8 +131,8 @@ def _by_rate(given: argparse.Namespace, mix: Mix, window: Window) -> Callable[[f
     return demand
 
 
-def _by_users(given: argparse.Namespace, mix: Mix, duration_s: float) -> Callable[[float, float], Demand]:
-    users, ramp_s = given.users or _USERS, _WARM_UP * duration_s
+def _by_users(given: argparse.Namespace, mix: Mix) -> Callable[[float, float], Demand]:
+    users, ramp_s = given.users or _USERS, _RAMP * _warm_up_s(given)
 
     def demand(strength: float, duration_s: float) -> Demand:
         return ClosedDemand(
@@ -135,4 +157,6 @@ def _by_trace(given: argparse.Namespace) -> RequestedDemand:
             f"the first {given.duration:g} s of {given.trace}, {len(trace)} of its {len(whole)} requests: "
             f"--duration leaves out the others, until {whole.last_s:g} s"
         )
-    return RequestedDemand(lambda strength, duration_s: trace, trace.last_s, WHOLE, words, traced=True)
+    return RequestedDemand(
+        lambda strength, duration_s: trace, trace.last_s, WHOLE, lambda request_s: len(trace), words, traced=True
+    )

@@ -187,7 +187,7 @@ def _death_text(answer: DeathAnswer, report: PlanReport) -> str:
     ]
     if answer.last_s < answer.back_s:
         sentences.append(f"The last request comes after {answer.last_s:g} s, so the time after that is not seen.")
-    if report.workers is None and not report.goal.met(calm):
+    if report.workers is None and not report.goal.is_met(calm):
         missed = misses_text(calm, report.cluster, slo)
         sentences.append(f"Even in the calm the goal is not met. {missed}")
     elif died_missed := misses_text(answer.died, report.cluster, slo):

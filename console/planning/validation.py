@@ -23,8 +23,7 @@ from engine.errors import WorkerFailed
 from engine.requests.request import GenerateRequest
 from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Ask, Mix, OpenDemand, TraceDemand
-from engine.simulation.fit import fit_steps
-from engine.simulation.least_squares import solve
+from engine.simulation.fit import fit_steps, solve
 from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate

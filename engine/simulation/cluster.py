@@ -1,4 +1,4 @@
-"""What is simulated: workers, nodes, the front door, and what breaks."""
+"""The simulated cluster: workers, nodes, the front door, and deaths."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.simulation.step_costs import StepCosts
 class FrontDoor(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds that the one loop with the API and the engine spends (defaults as measured in docs/performance.md).
 
-    request_s: a request, HTTP and admission included.  output_s: what a worker tells of one request at once, passed on
-    as one event of a stream.  message_s: a worker's message, whatever is in it.  slot_s: for each worker that a request
+    request_s: a request, HTTP and admission included.  output_s: new tokens of one request in a message, passed on as
+    one event of a stream.  message_s: a worker's message, whatever is in it.  slot_s: for each worker that a request
     might go to, when it is placed.
     shared: the share of its CPU time by which steps of workers on the same cores get longer; 0 has cores of its own.
     """
@@ -40,11 +40,10 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """N workers of the same kind, numbered, so many to a node. The other names are those of EngineConfig.
+    """N workers of the same kind, numbered, workers_per_node to a node. The other names are those of EngineConfig.
 
     kv_tokens: what the KV pages of one worker hold.  hop_s: from the engine's loop to a worker or back.
-    course: how the speed of a worker goes up and down, see engine.simulation.speed_drift; empty where it stays the
-    same.
+    course: the speed drift of a worker, see engine.simulation.step_costs; empty where its speed is constant.
     """
 
     costs: StepCosts

@@ -1,4 +1,4 @@
-"""Who asks for what, and when: arrival processes, lengths, shared prefixes. Seeded, so the same in every run."""
+"""Demand: arrival processes, lengths, shared prefixes. Seeded, so the same in every run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from engine.simulation.lengths import Length
 
 _SHORTEST_S = 1e-3
-"""Between two requests of a user: whoever is refused at once does not ask again in the same moment."""
+"""Between two requests of a user: one that is refused at once is not sent again in the same moment."""
 _COLUMNS = ("at_s", "prompt_tokens", "output_tokens")
 
 
@@ -30,7 +30,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request as its client sends it: when, and how long it and its answer are.
 
     group: requests of the same group begin with the same `shared_tokens` tokens; -1 is no group.
-    client: who shares the queue fairly with others.
+    client: the unit of fair shares in the queue.
     """
 
     at_s: float
@@ -42,7 +42,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests are like. shared: the share of them that begin with one of `groups` prefixes of `shared_tokens`."""
+    """Lengths of requests. shared: the share of them that begin with one of `groups` prefixes of `shared_tokens`."""
 
     prompt: Length
     output: Length
@@ -67,13 +67,13 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(Protocol):
-    """Whoever asks."""
+    """The clients of the cluster."""
 
     def first(self) -> Iterator[Ask]:
-        """What is asked whatever is answered, in order of time."""
+        """Return the requests that come whatever is answered, in order of time."""
 
     def answered(self, ask: Ask, now: float) -> Ask | None:
-        """What its client asks next, now that `ask` has ended."""
+        """Return the next request of its client, now that `ask` has ended."""
 
 
 class OpenDemand:

@@ -12,9 +12,9 @@ import msgspec
 from engine.errors import InvalidRequest
 
 MAX_TOKENS = 1_000_000
-_MOST_DEVIATIONS = 3
-_MOST_MEANS = 20
-_MOST_CV = 10.0
+_MAX_DEVIATIONS = 3
+_MAX_MEANS = 20
+_MAX_CV = 10.0
 _FIXED = re.compile(r"\d{1,7}")
 _UNIFORM = re.compile(r"(\d{1,7})-(\d{1,7})")
 _NORMAL = re.compile(r"normal:(\d{1,7}):(\d{1,7})")
@@ -44,13 +44,13 @@ class Length(msgspec.Struct, frozen=True):
             forms = f"{_FORMS}, trace" if traced else _FORMS
             raise InvalidRequest(f"{named}{text or 'nothing'} is no length; there are {forms}", param=param or "length")
         if not 1 <= length.first <= MAX_TOKENS or length.second > MAX_TOKENS:
-            said = f"{named}{text}: a length is between 1 and {MAX_TOKENS} tokens"
-            raise InvalidRequest(said, param=param or "length")
+            message = f"{named}{text}: a length is between 1 and {MAX_TOKENS} tokens"
+            raise InvalidRequest(message, param=param or "length")
         if length.kind == "uniform" and length.second < length.first:
             raise InvalidRequest(f"{named}{text}: the most is less than the least", param=param or "length")
-        if length.kind == "log-normal" and not 0 < length.cv <= _MOST_CV:
-            said = f"{named}{text}: a coefficient of variation is more than 0 and at most {_MOST_CV:g}"
-            raise InvalidRequest(said, param=param or "length")
+        if length.kind == "log-normal" and not 0 < length.cv <= _MAX_CV:
+            message = f"{named}{text}: a coefficient of variation is more than 0, max {_MAX_CV:g}"
+            raise InvalidRequest(message, param=param or "length")
         return length
 
     def __str__(self) -> str:
@@ -75,9 +75,9 @@ class Length(msgspec.Struct, frozen=True):
             case "uniform":
                 return self.second
             case "normal":
-                return self.first + _MOST_DEVIATIONS * self.second
+                return self.first + _MAX_DEVIATIONS * self.second
             case "log-normal":
-                return _MOST_MEANS * self.first
+                return _MAX_MEANS * self.first
         return None
 
     @property
@@ -94,12 +94,12 @@ class Length(msgspec.Struct, frozen=True):
             case "uniform":
                 return rng.randint(self.first, self.second)
             case "normal":
-                least, most = (self.first + sign * _MOST_DEVIATIONS * self.second for sign in (-1, 1))
+                least, most = (self.first + sign * _MAX_DEVIATIONS * self.second for sign in (-1, 1))
                 return max(1, least, min(round(rng.gauss(self.first, self.second)), most))
             case "log-normal":
                 variance = math.log1p(self.cv**2)
                 drawn = rng.lognormvariate(math.log(self.first) - variance / 2, math.sqrt(variance))
-                return max(1, min(round(drawn), _MOST_MEANS * self.first))
+                return max(1, min(round(drawn), _MAX_MEANS * self.first))
         raise AssertionError("a trace says itself how long its prompts are")
 
 
@@ -122,7 +122,7 @@ TRACE = Length("trace", 1)
 
 
 def fixed(tokens: int) -> Length:
-    """Always so many."""
+    """Return a constant length."""
     return Length("fixed", tokens)
 
 

@@ -1,4 +1,4 @@
-"""What a simulation found: each request's fate, and the numbers that tell of all of them."""
+"""The outcome of a simulation: the fate of each request, and the numbers of all of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Served:
         return (self.last_s - self.first_s) / (self.output_tokens - 1)
 
     def keeps(self, slo: Slo) -> bool:
-        """Whether it was answered within the SLO."""
+        """Return whether it was answered within the SLO."""
         return self.misses(slo) is None
 
     def misses(self, slo: Slo) -> Miss | None:
@@ -71,8 +71,8 @@ class Served:
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a simulation is counted: from since_s on, when it has found its pace, until until_s, when nobody comes
-    any more. Requests that came within it are asked how they fared; those that ended within it make rates."""
+    """The part of a simulation that counts: from since_s on, when it is in its steady state, until until_s, when
+    arrivals end. Requests that came within it give latencies and shares; those that ended within it give rates."""
 
     since_s: float = 0.0
     until_s: float = math.inf
@@ -159,7 +159,7 @@ class Outcome:
         ended = [each for each in self.served if since_s <= each.ended_s <= until_s]
         answered = [each for each in asked if each.fate == "answered"]
         misses = Counter(each.misses(slo or Slo()) for each in asked)
-        kept = misses.pop(None, 0)
+        within = misses.pop(None, 0)
         last_s = max((each.ask.at_s for each in asked), default=since_s)
         return Summary(
             requests=len(asked),
@@ -173,8 +173,8 @@ class Outcome:
             tpot_s=Percentiles.of(each.tpot_s for each in asked if each.tpot_s is not None),
             itl_s=Percentiles.of_sketch(self.gaps),
             e2e_s=Percentiles.of(each.e2e_s for each in answered),
-            kept_share=kept / len(asked) if asked else 0.0,
-            goodput_per_s=kept / seconds,
+            kept_share=within / len(asked) if asked else 0.0,
+            goodput_per_s=within / seconds,
             most_queued=max((each.queued for each in self.moments), default=0),
             preemptions=self.preemptions,
             busiest=max(self.utilisation, default=0.0),

@@ -1,23 +1,65 @@
-"""What a step of a worker costs in seconds, as a function of what it computes."""
+"""The cost of a worker's step in seconds, as a function of its work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from engine.backends.scheduler.sequences import Plan
+from engine.backends.scheduler.sequences import BatchPlan
 from engine.errors import InvalidRequest
 
+# A machine that others use too is faster now and slower then. How its speed went is measured with the steps, and
+# played back: steps are slow in bursts, which noise of each step alone would even out within an answer.
+
+DRIFT_STRETCH_S = 0.1
+"""For as long the speed stays as it is."""
+
+
+def measured_drift(costs: StepCosts, samples: Sequence[StepSample]) -> tuple[float, ...]:
+    """How much slower than `costs` say the steps were, taken one after the other, in stretches of about STRETCH_S. So
+    that the costs stay what they are in all, the harmonic mean is 1: a stretch does the less the slower it is."""
+    found: list[float] = []
+    took_s = predicted_s = 0.0
+    for sample in samples:
+        took_s += sample.seconds
+        predicted_s += costs.seconds(sample.shape)
+        if took_s >= DRIFT_STRETCH_S:
+            found.append(took_s / predicted_s)
+            took_s = predicted_s = 0.0
+    mean = len(found) / sum(1 / each for each in found) if found else 1.0
+    return tuple(each / mean for each in found)
+
+
+class SpeedDrift:
+    """The course of one worker, which begins somewhere else in it than that of others. Seconds are those simulated."""
+
+    __slots__ = ("_factors", "_offset")
+
+    def __init__(self, factors: Sequence[float], worker_id: str) -> None:
+        self._factors = factors
+        self._offset = zlib.crc32(worker_id.encode())
+
+    def slower(self, now: float) -> float:
+        """Return the factor of all prices now."""
+        return self._factors[(int(now / DRIFT_STRETCH_S) + self._offset) % len(self._factors)] if self._factors else 1.0
+
+    def left_s(self, now: float) -> float:
+        """For how long."""
+        return DRIFT_STRETCH_S - now % DRIFT_STRETCH_S if self._factors else math.inf
+
+
 FEW_ROWS = 8
-"""So many rows are the first ones, whose cost is another than that of those which follow."""
+"""The first rows of a step, whose cost differs from that of the rows after them."""
 FEW_TOKENS = 64
 """The same of prompt tokens."""
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step computes.
+    """The work of a step.
 
     decodes: answers that it goes on with, each with one token.  context_tokens: tokens that those attend to, together.
     chunks: prompts that it works on.  prompt_tokens: tokens of those that it computes.  prompt_pairs: how many tokens
@@ -48,13 +90,13 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> StepShape:
+    def of_plan(cls, plan: BatchPlan) -> StepShape:
         """Of a step of the torch backend."""
         return cls.of((chunk.start, len(chunk.token_ids)) for chunk in plan.chunks)
 
     @property
     def features(self) -> tuple[float, ...]:
-        """What each price of StepCosts is for, in their order."""
+        """Quantities that the prices of StepCosts multiply, in their order."""
         return (
             1.0,
             self.decodes,
@@ -86,7 +128,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_pair_s: float = 0.0
 
     def seconds(self, shape: StepShape) -> float:
-        """What a step takes."""
+        """Return the time of a step."""
         return (
             self.fixed_s
             + self.decode_s * shape.decodes
@@ -120,12 +162,12 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Prices found in measured steps, and how well they tell those.
+    """Prices found in measured steps, and how well they predict those.
 
     error_median, error_p95: how far a step is from what the prices say, as a share of it.  bias: seconds of all steps
     together against what the prices say, as a share.  explained: the share of the steps' variance (R squared) that
     they explain.  outliers: steps so far off that they counted little.  course: how the speed of the machine
-    went meanwhile, see engine.simulation.speed_drift; empty where that was not kept.
+    went meanwhile, see engine.simulation.step_costs; empty where that was not kept.
     """
 
     costs: StepCosts
@@ -178,7 +220,7 @@ class MeasuredModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> MeasuredModel:
-        """What `write` wrote. Raises InvalidRequest, naming what is wrong."""
+        """Read a file of `write`. Raises InvalidRequest, naming what is wrong."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:

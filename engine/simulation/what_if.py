@@ -1,9 +1,10 @@
-"""What is asked of the simulator: how many workers, what when a node dies, where the front door saturates."""
+"""Questions to the simulator: how many workers it takes, a node's death, where the front door saturates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,32 +13,79 @@ from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death
 from engine.simulation.demand import Demand, SeriesDemand
-from engine.simulation.outcome import Outcome, Summary, Window
-from engine.simulation.recovery import more_of, recovered_s
+from engine.simulation.outcome import Outcome, Served, Summary, Window
 from engine.simulation.simulation import simulate
 
+# What a death did to requests: how many more fared badly than in the calm, and until when.
+
+_NEARLY_ALL = 0.95
+_LAST = 0.25
+"""Of the time from the death to the last request: what is looked at to say whether requests fare as before."""
+_SETTLED = 0.05
+"""The share of them that is late may be larger than in the calm by so much."""
+
+
+def more_of(calm: Outcome, died: Outcome, of: Callable[[Served], bool]) -> int:
+    """Return how many more of such requests there are with the death than without. By number, as users who wait longer
+    ask later, and so not the same."""
+    return max(0, sum(map(of, died.served)) - sum(map(of, calm.served)))
+
+
+def recovered_s(calm: Outcome, died: Outcome, slo: Slo, died_s: float) -> float | None:
+    """Seconds from the death until nearly all of those had come that are beyond the SLO more than in the calm; 0 where
+    there are none, None where such requests still come at the end."""
+    last_s = max((each.ask.at_s for each in died.served), default=died_s)
+    late_s = last_s - _LAST * (last_s - died_s)
+    if _late_share(died, slo, late_s, last_s) > _late_share(calm, slo, late_s, last_s) + _SETTLED:
+        return None
+    changes: Counter[float] = Counter()
+    for outcome, sign in ((died, +1), (calm, -1)):
+        for each in outcome.served:
+            changes[each.ask.at_s] += sign * (not each.keeps(slo))
+    excess, total = [], 0
+    for at_s in sorted(changes):
+        total += changes[at_s]
+        excess.append((total, at_s))
+    if total <= 0:
+        return 0.0
+    most = max(each for each, _ in excess)
+    reached_s = next(at_s for total, at_s in excess if total >= _NEARLY_ALL * most)
+    return max(0.0, reached_s - died_s)
+
+
+def _late_share(outcome: Outcome, slo: Slo, since_s: float, until_s: float) -> float:
+    within = [each.keeps(slo) for each in outcome.served if since_s <= each.ask.at_s <= until_s]
+    return 1 - sum(within) / len(within) if within else 0.0
+
+
 DemandOf = Callable[[float], Demand]
-"""The demand, so many times as strong."""
+"""The demand, multiplied by a factor."""
+
+Case = tuple[Cluster, Demand, Window]
+"""Arguments of `simulate`."""
+RunCases = Callable[[Sequence[Case]], Sequence[Outcome]]
+"""Simulates cases that do not depend on each other."""
 
 Show = Callable[[str], None]
 
-MOST_WORKERS = 100_000
-_MARGIN_STEPS = 4
-_MOST_MARGIN = 2.0
-_FRONT_LOADS = (0.5, 0.8, 0.95, 1.1)
+MAX_WORKERS = 100_000
+MARGINS = (1.1, 1.25, 1.5, 2.0)
+"""Times the demand that are tried on the workers that were found."""
+FRONT_LOADS = (0.9, 1.1)
+"""Loads of the front door that are simulated, as shares of what it can do."""
 _ALONE = 300
 """Requests that are looked at one by one, and up to twice as many."""
 _DEVIATIONS = 3.0
 _FULL = 0.99
 """A front door that is busy for such a share of the time is full."""
-_MOST_GROWTH = 64
+_MAX_GROWTH = 64
 
 Why = Literal["requests", "front", "most"]
 """Why no number of workers meets a goal: requests miss it even alone, the front door is full, all were tried."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What counts as served: a share of all requests within the SLO. window: of the simulation, what counts."""
+    """A share of all requests within the SLO. window: the part of the simulation that counts."""
 
     slo: Slo = Slo()
     share: float = 0.95
@@ -49,16 +97,16 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and not value > 0:
                 raise InvalidRequest(f"{param} is {value:g} s; it must be above 0", param=param)
         if not 0 < self.share <= 1:
-            raise InvalidRequest(f"share is {self.share:g}; it must be above 0, and 1 at most", param="share")
+            raise InvalidRequest(f"share is {self.share:g}; it must be above 0, max 1", param="share")
         return self
 
-    def met(self, summary: Summary) -> bool:
-        """Whether it was."""
+    def is_met(self, summary: Summary) -> bool:
+        """Return whether it was met."""
         return summary.requests > 0 and summary.kept_share >= self.share
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A simulation: of so many workers, under so many times the demand."""
+    """A simulation of `workers` workers under `demand` times the demand."""
 
     workers: int
     demand: float
@@ -70,8 +118,9 @@ class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     why: what the matter is where none are.  alone: some requests of this demand one by one, which no cluster
     does better.
-    margin: how much more demand they carry within the goal, as a share: 0.12 is 12%, found to a sixteenth; 1.0 is twice
-    the demand or more; None where that was not asked.  trials: all that were simulated, by workers and demand.
+    margin: how much more demand they carry within the goal, as a share: the largest of MARGINS that they do, less 1;
+    1.0 is twice the demand or more; None where that was not asked.  trials: all that were simulated, by workers and
+    demand.
     """
 
     workers: int | None
@@ -83,7 +132,7 @@ class WorkersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeathAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the death of a node does: `calm` is the same without it.
+    """Effects of a node's death: `calm` is the same without it.
 
     back_s: when its workers are there again.  last_s: when the last request comes.
     lost_workers: of it.  resumed: requests that went on elsewhere.  late, not_answered: requests beyond the SLO, and
@@ -120,41 +169,61 @@ class FrontAnswer(msgspec.Struct, frozen=True, kw_only=True):
     trials: tuple[Trial, ...]
 
 
+def in_turn(cases: Sequence[Case]) -> Sequence[Outcome]:
+    """Simulate the cases one after the other, in this process."""
+    return [simulate(*case) for case in cases]
+
+
 def workers_needed(
-    cluster: Cluster, demand: DemandOf, goal: Goal, *, most: int, margin: bool = True, show: Show
+    cluster: Cluster,
+    demand: DemandOf,
+    goal: Goal,
+    *,
+    most: int,
+    margin: bool = True,
+    show: Show,
+    run: RunCases = in_turn,
 ) -> WorkersAnswer:
     """The fewest workers that meet the goal: doubled from an estimate until they do, then by bisection, as more
     workers never serve worse. The search ends early where more of them cannot help. Raises InvalidRequest."""
-    trials: dict[tuple[int, float], Trial] = {}
+    trials: list[Trial] = []
     show("simulating requests one by one")
-    alone = _alone(cluster, demand(1.0), goal)
+    alone = alone_summary(cluster, demand(1.0), goal)
 
     def none(why: Why) -> WorkersAnswer:
         return WorkersAnswer(workers=None, most=most, margin=None, trials=_sorted(trials), why=why, alone=alone)
 
-    def met(workers: int, strength: float = 1.0) -> bool:
-        key = workers, strength
-        if key not in trials:
-            show(f"simulating {_counting(workers)}{f' under {strength:g} times the demand' if strength != 1 else ''}")
-            sized = msgspec.structs.replace(cluster, workers=workers)
-            summary = _counted(simulate(sized, demand(strength), goal.window), goal)
-            trials[key] = Trial(workers=workers, demand=strength, summary=summary)
-        return goal.met(trials[key].summary)
+    def tried(workers: int, *strengths: float) -> list[Trial]:
+        sized = msgspec.structs.replace(cluster, workers=workers)
+        outcomes = run([(sized, demand(strength), goal.window) for strength in strengths])
+        found = [
+            Trial(workers=workers, demand=strength, summary=_counted(outcome, goal))
+            for strength, outcome in zip(strengths, outcomes, strict=True)
+        ]
+        trials.extend(found)
+        return found
+
+    def meets_goal(workers: int) -> bool:
+        show(f"simulating {_counting(workers)}")
+        return goal.is_met(tried(workers, 1.0)[0].summary)
 
     if _surely_below(goal.share, alone):
         return none("requests")
     enough, short = min(most, 1), 0
-    while not met(enough):
+    while not meets_goal(enough):
         short = enough
-        if trials[enough, 1.0].summary.front_busy >= _FULL:
+        if trials[-1].summary.front_busy >= _FULL:
             return none("front")
         if enough >= most:
             return none("most")
-        enough = min(most, max(2 * enough, _estimate(trials[enough, 1.0])))
+        enough = min(most, max(2 * enough, _estimate(trials[-1])))
     while enough - short > 1:
         middle = (enough + short) // 2
-        enough, short = (middle, short) if met(middle) else (enough, middle)
-    carried = _carried(lambda strength: met(enough, strength)) if margin else None
+        enough, short = (middle, short) if meets_goal(middle) else (enough, middle)
+    carried = None
+    if margin:
+        show(f"simulating {_counting(enough)} under {MARGINS[0]:g} to {MARGINS[-1]:g} times the demand")
+        carried = max((each.demand - 1 for each in tried(enough, *MARGINS) if goal.is_met(each.summary)), default=0.0)
     return WorkersAnswer(workers=enough, most=most, margin=carried, trials=_sorted(trials), alone=alone)
 
 
@@ -162,8 +231,8 @@ def _counting(workers: int) -> str:
     return f"{workers} worker{'s' if workers > 1 else ''}"
 
 
-def _alone(cluster: Cluster, demand: Demand, goal: Goal) -> Summary:
-    """How requests of a demand fare one by one, with every common prefix in the cache."""
+def alone_summary(cluster: Cluster, demand: Demand, goal: Goal) -> Summary:
+    """Return how requests of a demand fare one by one, with every common prefix in the cache."""
     asks = list(demand.first())
     some = (
         msgspec.structs.replace(ask, prompt_tokens=ask.prompt_tokens - ask.shared_tokens, group=-1, shared_tokens=0)
@@ -174,12 +243,16 @@ def _alone(cluster: Cluster, demand: Demand, goal: Goal) -> Summary:
 
 
 def _surely_below(share: float, found: Summary) -> bool:
-    """Whether requests of which these are a sample keep the SLO in less than such a share of cases (Wilson's bound)."""
+    """Return whether requests of which these are a sample keep the SLO in less than `share` of cases (Wilson)."""
     if not found.requests:
         return False
     spread = _DEVIATIONS**2 / found.requests
-    kept = found.kept_share
-    most = kept + spread / 2 + _DEVIATIONS * math.sqrt(kept * (1 - kept) / found.requests + spread / found.requests / 4)
+    within = found.kept_share
+    most = (
+        within
+        + spread / 2
+        + _DEVIATIONS * math.sqrt(within * (1 - within) / found.requests + spread / found.requests / 4)
+    )
     return most / (1 + spread) < share
 
 
@@ -201,30 +274,20 @@ def _estimate(trial: Trial) -> int:
     little less, as a search that begins too high costs more than one that begins too low."""
     summary = trial.summary
     growth = 0.8 * summary.offered_per_s / max(summary.requests_per_s, 1e-9)
-    return math.floor(trial.workers * min(growth, _MOST_GROWTH))
+    return math.floor(trial.workers * min(growth, _MAX_GROWTH))
 
 
-def _carried(met: Callable[[float], bool]) -> float:
-    """How much more demand is met, found by bisection."""
-    if met(_MOST_MARGIN):
-        return _MOST_MARGIN - 1
-    carries, fails = 1.0, _MOST_MARGIN
-    for _ in range(_MARGIN_STEPS):
-        middle = (carries + fails) / 2
-        carries, fails = (middle, fails) if met(middle) else (carries, middle)
-    return carries - 1
+def _sorted(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    return tuple(sorted(trials, key=lambda each: (each.workers, each.demand)))
 
 
-def _sorted(trials: dict[tuple[int, float], Trial]) -> tuple[Trial, ...]:
-    return tuple(trials[key] for key in sorted(trials))
-
-
-def node_death(cluster: Cluster, demand: DemandOf, goal: Goal, death: Death, show: Show) -> DeathAnswer:
+def node_death(
+    cluster: Cluster, demand: DemandOf, goal: Goal, death: Death, show: Show, run: RunCases = in_turn
+) -> DeathAnswer:
     """Simulate the cluster with and without the death. Raises InvalidRequest."""
-    show(f"simulating {_counting(cluster.workers)} in the calm")
-    calm = simulate(msgspec.structs.replace(cluster, deaths=()), demand(1.0), goal.window)
-    show(f"simulating the death of node {death.node}")
-    died = simulate(msgspec.structs.replace(cluster, deaths=(death,)), demand(1.0), goal.window)
+    show(f"simulating {_counting(cluster.workers)} with and without the death of node {death.node}")
+    variants = [msgspec.structs.replace(cluster, deaths=deaths) for deaths in ((), (death,))]
+    calm, died = run([(variant, demand(1.0), goal.window) for variant in variants])
     since = [each for each in died.served if each.ended_s >= death.at_s]
     return DeathAnswer(
         at_s=death.at_s,
@@ -243,22 +306,25 @@ def node_death(cluster: Cluster, demand: DemandOf, goal: Goal, death: Death, sho
     )
 
 
-def front_door_limit(cluster: Cluster, demand: DemandOf, goal: Goal, show: Show) -> FrontAnswer:
+def front_door_limit(
+    cluster: Cluster, demand: DemandOf, goal: Goal, show: Show, run: RunCases = in_turn
+) -> FrontAnswer:
     """Where the front door is full if the cluster grows with the demand, each worker as busy as now.
     Raises InvalidRequest."""
     show("simulating the front door")
-    today = simulate(cluster, demand(1.0), goal.window)
+    today = run([(cluster, demand(1.0), goal.window)])[0]
     summary = _counted(today, goal)
     offered = summary.requests / summary.seconds
     request_s = today.front_busy / offered
     times = _strength_of_a_full_loop(request_s * offered, cluster.front.slot_s * cluster.workers * offered)
-    trials = []
-    for load in _FRONT_LOADS:
-        workers = max(1, min(MOST_WORKERS, math.ceil(cluster.workers * times * load)))
-        show(f"simulating the front door at {load:.0%} with {workers} workers")
-        sized = msgspec.structs.replace(cluster, workers=workers, max_queue=10**6, deaths=())
-        summary = simulate(sized, demand(times * load), goal.window).summary(goal.slo)
-        trials.append(Trial(workers=workers, demand=times * load, summary=summary))
+    sizes = [max(1, min(MAX_WORKERS, math.ceil(cluster.workers * times * load))) for load in FRONT_LOADS]
+    show(f"simulating the front door close to full, with {sizes[0]} and {sizes[-1]} workers")
+    grown = [msgspec.structs.replace(cluster, workers=size, max_queue=10**6, deaths=()) for size in sizes]
+    outcomes = run([(sized, demand(times * load), goal.window) for sized, load in zip(grown, FRONT_LOADS, strict=True)])
+    trials = [
+        Trial(workers=size, demand=times * load, summary=outcome.summary(goal.slo))
+        for size, load, outcome in zip(sizes, FRONT_LOADS, outcomes, strict=True)
+    ]
     return FrontAnswer(
         request_s=1 / (times * offered),
         requests_per_s=times * offered,

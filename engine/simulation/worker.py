@@ -3,25 +3,100 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.backends.base import BackendRequest, BackendStats, SequenceStats
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
-from engine.backends.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.simulation.cluster import Cluster
-from engine.simulation.fast_forward import Pace, advance, steps_ahead
-from engine.simulation.speed_drift import Course
-from engine.simulation.step_costs import StepShape
+from engine.simulation.step_costs import SpeedDrift, StepCosts, StepShape
 from engine.worker_process.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 from engine.worker_process.protocol import StepBatch
+
+# Many steps at once, where nothing can happen in them but that each answer grows by a token a step. A leap leaves a
+# scheduler as its own plan and commit, one by one, would have: which pages a sequence holds, by number, may
+# differ; how many they are does not. What becomes findable as a prefix does so with the step after it.
+
+
+def uneventful_steps(scheduler: Scheduler, lefts: Iterable[int]) -> int:
+    """Return for how many steps no request ends, comes in or is preempted. lefts: tokens that each answer has yet to
+    get. 0 where the next step is of another kind. In the step after them no request is preempted either, as it makes
+    findable the pages they filled."""
+    running = scheduler.running
+    if not running or (scheduler.waiting and len(running) < scheduler.limits.max_running):
+        return 0
+    longest = 0
+    for sequence in running:
+        if sequence.uncomputed != 1:
+            return 0
+        longest = max(longest, sequence.num_tokens)
+    steps = min(*lefts, scheduler.max_model_len - longest) - 1
+    while steps > 0 and _pages_needed(scheduler, steps + 1) > scheduler.pool.free_pages:
+        steps //= 2
+    return max(0, steps)
+
+
+def advance_uneventful(scheduler: Scheduler, steps: int) -> None:
+    """Do `steps` steps, of which `steps_ahead` said that they are possible."""
+    pool = scheduler.pool
+    new = [0] * steps
+    for sequence in scheduler.running:
+        needed = pool.pages_for(sequence.computed + steps) - len(sequence.pages)
+        if needed > 0:
+            pages = pool.allocate(needed)
+            assert pages is not None, f"{needed} pages for {steps} steps of {sequence.id}, {pool.free_pages} are free"
+            sequence.pages += pages
+        sequence.token_ids += new
+        sequence.computed += steps
+
+
+def _pages_needed(scheduler: Scheduler, steps: int) -> int:
+    pool = scheduler.pool
+    return sum(
+        max(0, pool.pages_for(sequence.computed + steps) - len(sequence.pages)) for sequence in scheduler.running
+    )
+
+
+class Pace:
+    """How long such steps take: each answer attends to a token more in every step, so step i takes first + i * more.
+
+    slower: what prices are multiplied by.
+    """
+
+    __slots__ = ("first_s", "more_s")
+
+    def __init__(self, scheduler: Scheduler, costs: StepCosts, slower: float = 1.0) -> None:
+        running = scheduler.running
+        context = sum(sequence.num_tokens for sequence in running)
+        self.first_s = slower * costs.seconds(StepShape(decodes=len(running), context_tokens=context))
+        self.more_s = slower * len(running) * costs.context_token_s
+
+    def seconds(self, steps: int) -> float:
+        """Return the time of the first `steps` steps."""
+        return steps * self.first_s + self.more_s * steps * (steps - 1) / 2
+
+    def steps_within(self, seconds: float) -> int:
+        """Return how many steps end within `seconds`."""
+        if seconds <= 0:
+            return 0
+        linear = self.first_s - self.more_s / 2
+        root = math.sqrt(linear * linear + 2 * self.more_s * seconds)
+        steps = int(2 * seconds / (linear + root))
+        while self.seconds(steps + 1) <= seconds:
+            steps += 1
+        while steps and self.seconds(steps) > seconds:
+            steps -= 1
+        return steps
+
 
 SALT = b"simulation"
 
 
 @dataclass(slots=True)
 class _Job:
-    """A request here: its sequence, the tokens that its answer has yet to get, and whether one of them was told."""
+    """A request here: its sequence, the tokens that its answer has yet to get, and whether one of them was sent."""
 
     sequence: Sequence
     left: int
@@ -30,26 +105,26 @@ class _Job:
 
 @dataclass(slots=True)
 class Stretch:
-    """What the worker does from `began_s` until `ends_s`: a planned step, or several of nothing but answers.
+    """Work of the worker from `began_s` until `ends_s`: a planned step, or several of nothing but answers.
 
-    told_every: steps after which those are told.
+    message_steps: steps per message.
     """
 
     began_s: float
     ends_s: float
     steps: int = 1
-    plan: Plan | None = None
+    plan: BatchPlan | None = None
     pace: Pace | None = None
-    told_every: int = 1
+    message_steps: int = 1
 
     @property
     def messages(self) -> int:
-        """How often each of its answers is told of."""
-        return -(-self.steps // self.told_every)
+        """Messages about each of its answers."""
+        return -(-self.steps // self.message_steps)
 
 
 class SimulatedWorker:
-    """A worker between two deaths. Whoever drives it calls `begin` when it is idle, and `end` when the stretch is over.
+    """A worker between two deaths. Its owner calls `begin` when it is idle, and `end` when the stretch is over.
 
     busy_s: seconds in steps.
     """
@@ -66,7 +141,7 @@ class SimulatedWorker:
             max_model_len=cluster.max_model_len,
         )
         self._costs = cluster.costs
-        self._course = Course(cluster.course, worker_id)
+        self._course = SpeedDrift(cluster.course, worker_id)
         self._outbox = Outbox()
         self._jobs: dict[str, _Job] = {}
         self._inbox: list[BackendRequest] = []
@@ -74,7 +149,7 @@ class SimulatedWorker:
 
     @property
     def idle(self) -> bool:
-        """Whether it does nothing now."""
+        """True if it does nothing now."""
         return self.stretch is None
 
     def busy_until(self, now: float) -> float:
@@ -117,13 +192,13 @@ class SimulatedWorker:
         if not self._jobs:
             return None
         slower = self._course.slower(now)
-        steps = 0 if stolen_s else steps_ahead(self.scheduler, (job.left for job in self._jobs.values()))
+        steps = 0 if stolen_s else uneventful_steps(self.scheduler, (job.left for job in self._jobs.values()))
         pace = Pace(self.scheduler, self._costs, slower) if steps > 1 else None
         if pace is not None and (left_s := self._course.left_s(now)) < math.inf:
             steps = min(steps, pace.steps_within(left_s))
         if pace is not None and steps > 1:
-            told_every = steps_held(len(self.scheduler.running), pace.first_s)
-            self.stretch = Stretch(now, now + pace.seconds(steps), steps, pace=pace, told_every=told_every)
+            every = message_steps(len(self.scheduler.running), pace.first_s)
+            self.stretch = Stretch(now, now + pace.seconds(steps), steps, pace=pace, message_steps=every)
         else:
             plan = self.scheduler.plan()
             seconds = slower * self._costs.seconds(StepShape.of_plan(plan)) + stolen_s if plan.chunks else 0.0
@@ -131,7 +206,7 @@ class SimulatedWorker:
         return self.stretch
 
     def end(self) -> StepBatch | None:
-        """The stretch is over: what is told now, if anything."""
+        """End the stretch; returns the message of it, if it sends one now."""
         stretch, self.stretch = self.stretch, None
         assert stretch is not None, f"{self.id} does nothing that could end"
         self.busy_s += stretch.ends_s - stretch.began_s
@@ -143,26 +218,26 @@ class SimulatedWorker:
         return None
 
     def flush(self) -> StepBatch | None:
-        """What is held but must not be any longer: a command comes, or nothing follows. To be called before `begin`."""
-        if self._outbox.holds and (self._inbox or self._leaving or not self._jobs):
+        """Return outputs that must not wait any longer: a command comes, or nothing follows. Call it before `begin`."""
+        if self._outbox.has_delayed and (self._inbox or self._leaving or not self._jobs):
             return self._batch(everything=True)
         return None
 
     def _leapt(self, stretch: Stretch) -> StepBatch:
-        advance(self.scheduler, stretch.steps)
+        advance_uneventful(self.scheduler, stretch.steps)
         new = [0] * stretch.steps
         for request_id, job in self._jobs.items():
             if job.sequence.pages:
                 job.left -= stretch.steps
-                self._outbox.of(request_id).token_ids += new
+                self._outbox.output_of(request_id).token_ids += new
         done = self._outbox.done
         done.steps += stretch.steps
         done.seconds += stretch.ends_s - stretch.began_s
         done.answers += stretch.steps * len(self.scheduler.running)
         return self._batch(everything=True)
 
-    def _stepped(self, plan: Plan, stretch: Stretch) -> bool:
-        """Take in a planned step; whether something is to be told now."""
+    def _stepped(self, plan: BatchPlan, stretch: Stretch) -> bool:
+        """Take in a planned step; returns whether a message is due."""
         for sequence in plan.exhausted:
             self._finish(sequence)
         sampled = plan.sampled
@@ -170,7 +245,7 @@ class SimulatedWorker:
         went_on = 0
         for sequence in sampled:
             job = self._jobs[sequence.id]
-            output = self._outbox.of(sequence.id)
+            output = self._outbox.output_of(sequence.id)
             output.token_ids.append(0)
             job.left -= 1
             went_on += job.begun
@@ -183,7 +258,7 @@ class SimulatedWorker:
     def _finish(self, sequence: Sequence) -> None:
         del self._jobs[sequence.id]
         self.scheduler.remove(sequence)
-        self._outbox.of(sequence.id).finish = "length"
+        self._outbox.output_of(sequence.id).finish = "length"
 
     def _obey(self) -> None:
         for request in self._inbox:
@@ -210,9 +285,9 @@ class SimulatedWorker:
                 prompt_tokens_computed=scheduler.counters.prompt_tokens_computed,
                 preemptions=scheduler.counters.preemptions,
                 sequences=tuple(
-                    SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
+                    SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
                     for each in (*scheduler.running, *scheduler.waiting)
-                    if each.missing > 1
+                    if each.uncomputed > 1
                 ),
             ),
             steps=done.steps,
@@ -222,8 +297,8 @@ class SimulatedWorker:
         )
 
 
-def steps_held(answers: int, step_s: float) -> int:
-    """After how many steps of `step_s` the outbox tells what `answers` answers brought, one of the steps included."""
+def message_steps(answers: int, step_s: float) -> int:
+    """Return after how many steps of `step_s` the outbox sends the tokens of `answers` answers."""
     if answers < MIN_BATCHED_REQUESTS:
         return 1
     return 1 + math.floor(min(MAX_DELAY_S, answers / MESSAGES_PER_S) / step_s)

@@ -68,11 +68,11 @@ def costs(tmp_path: Path) -> str:
 def test_the_answer_is_the_fewest_workers_that_meet_the_goal() -> None:
     answer = workers_needed(CLUSTER, demand, GOAL, most=64, margin=True, show=quiet)
     assert answer.workers is not None and answer.margin is not None
-    met = {trial.workers: GOAL.met(trial.summary) for trial in answer.trials if trial.demand == 1}
+    met = {trial.workers: GOAL.is_met(trial.summary) for trial in answer.trials if trial.demand == 1}
     assert met[answer.workers] and not met[answer.workers - 1]
     assert all(met[workers] == (workers >= answer.workers) for workers in met)
     stronger = [trial for trial in answer.trials if trial.demand > 1]
-    assert all(GOAL.met(trial.summary) == (trial.demand <= 1 + answer.margin) for trial in stronger)
+    assert all(GOAL.is_met(trial.summary) == (trial.demand <= 1 + answer.margin) for trial in stronger)
 
 
 def test_too_few_workers_to_try_is_told_as_such() -> None:
@@ -141,9 +141,8 @@ def test_users_who_are_late_in_the_calm_too_are_not_counted_against_the_death() 
 def test_the_front_door_is_full_where_the_answer_says() -> None:
     slow = Cluster(costs=COSTS, workers=3, max_prompts=8, kv_tokens=8192, front=FrontDoor(request_s=12e-3, slot_s=1e-5))
     answer = front_door_limit(slow, demand, GOAL, quiet)
-    below, nearly, almost, above = answer.trials
-    assert below.summary.front_busy == pytest.approx(0.5, abs=0.1)
-    assert nearly.summary.front_busy < almost.summary.front_busy
+    below, above = answer.trials
+    assert below.summary.front_busy == pytest.approx(0.9, abs=0.1)
     assert above.summary.front_busy == pytest.approx(1.0, abs=0.02)
     assert above.summary.front_behind_s > 5 * below.summary.front_behind_s
 
@@ -216,7 +215,8 @@ def test_a_goal_that_cannot_be_met_says_why(costs: str, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "requests miss it even where each has a worker to itself" in said
     assert "have a prompt of more than the 4095 tokens that the context can take" in said
-    assert main(["plan", "--costs", costs, "--rate", "200", "--front-request", "20ms", "--slo-ttft", "1"]) == 0
+    slow = ["--front-request", "20ms", "--slo-ttft", "1"]
+    assert main(["plan", "--costs", costs, "--rate", "200", "--duration", "120", *slow]) == 0
     said = capsys.readouterr().out
     assert "the one front door is full" in said and "wait longer than 1000 ms for the first token" in said
 

@@ -12,8 +12,7 @@ from engine.simulation.cluster import Cluster
 from engine.simulation.demand import Mix, OpenDemand
 from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
-from engine.simulation.speed_drift import STRETCH_S, Course, measured_course
-from engine.simulation.step_costs import StepCosts, StepSample, StepShape
+from engine.simulation.step_costs import DRIFT_STRETCH_S, SpeedDrift, StepCosts, StepSample, StepShape, measured_drift
 
 pytestmark = pytest.mark.long
 
@@ -31,30 +30,30 @@ def demand(rate_per_s: float) -> OpenDemand:
 
 
 def test_a_machine_of_one_speed_has_a_course_of_ones() -> None:
-    assert measured_course(COSTS, steps(1.7)) == pytest.approx([1.0] * len(measured_course(COSTS, steps(1.7))))
+    assert measured_drift(COSTS, steps(1.7)) == pytest.approx([1.0] * len(measured_drift(COSTS, steps(1.7))))
 
 
 def test_a_burst_is_in_the_course_where_it_was_and_the_costs_stay_what_they_are_in_all() -> None:
-    found = measured_course(COSTS, [*steps(1.0), *steps(3.0), *steps(1.0)])
+    found = measured_drift(COSTS, [*steps(1.0), *steps(3.0), *steps(1.0)])
     slow = [place for place, factor in enumerate(found) if factor > 1.5]
     assert slow == list(range(slow[0], slow[-1] + 1)) and slow[0] > 0 and slow[-1] < len(found) - 1
     assert harmonic_mean(found) == pytest.approx(1.0)
 
 
 def test_too_few_steps_for_a_stretch_have_no_course() -> None:
-    assert measured_course(COSTS, steps(1.0, count=3)) == ()
+    assert measured_drift(COSTS, steps(1.0, count=3)) == ()
 
 
 def test_workers_begin_elsewhere_in_the_same_course() -> None:
     factors = tuple(1 + place / 100 for place in range(50))
-    assert len({Course(factors, f"w{number}").slower(0.0) for number in range(10)}) > 5
-    one = Course(factors, "w0")
-    assert one.slower(STRETCH_S / 2) == one.slower(0.0) != one.slower(1.5 * STRETCH_S)
-    assert one.left_s(0.75 * STRETCH_S) == pytest.approx(STRETCH_S / 4)
+    assert len({SpeedDrift(factors, f"w{number}").slower(0.0) for number in range(10)}) > 5
+    one = SpeedDrift(factors, "w0")
+    assert one.slower(DRIFT_STRETCH_S / 2) == one.slower(0.0) != one.slower(1.5 * DRIFT_STRETCH_S)
+    assert one.left_s(0.75 * DRIFT_STRETCH_S) == pytest.approx(DRIFT_STRETCH_S / 4)
 
 
 def test_bursts_make_first_tokens_late_and_leave_the_throughput_as_it_is() -> None:
-    bursts = measured_course(COSTS, [*steps(1.0, 2000), *steps(4.0, 200)])
+    bursts = measured_drift(COSTS, [*steps(1.0, 2000), *steps(4.0, 200)])
     steady, bursty = CLUSTER, msgspec.structs.replace(CLUSTER, course=bursts)
     busy = [simulate(each, demand(40.0)) for each in (steady, bursty)]
     late = [sorted((each.first_s or 0.0) - each.ask.at_s for each in outcome.served) for outcome in busy]

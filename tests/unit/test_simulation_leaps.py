@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import Sequence
-from engine.simulation.fast_forward import Pace, advance, steps_ahead
 from engine.simulation.step_costs import StepCosts, StepShape
-from engine.simulation.worker import steps_held
+from engine.simulation.worker import Pace, advance_uneventful, message_steps, uneventful_steps
 from engine.worker_process.outbox import Outbox
 
 COSTS = StepCosts(fixed_s=1e-3, decode_s=1e-4, context_token_s=1e-6, prompt_token_s=1e-4)
@@ -52,10 +51,10 @@ def state(made: Scheduler) -> list[tuple[str, int, int, int]]:
 @example([1, 1, 1], 20, 24)
 def test_a_leap_leaves_what_as_many_steps_leave(prompts: list[int], pages: int, left: int) -> None:
     leapt, stepped = scheduler(prompts, pages), scheduler(prompts, pages)
-    steps = steps_ahead(leapt, [left])
+    steps = uneventful_steps(leapt, [left])
     assert steps < left
     seconds = Pace(leapt, COSTS).seconds(steps)
-    advance(leapt, steps)
+    advance_uneventful(leapt, steps)
     took_s = sum(step(stepped) for _ in range(steps))
     assert state(leapt) == state(stepped)
     assert leapt.counters.preemptions == stepped.counters.preemptions
@@ -70,11 +69,11 @@ def test_a_leap_leaves_what_as_many_steps_leave(prompts: list[int], pages: int, 
 
 def test_no_leap_goes_over_a_prompt_or_an_arrival_that_could_come_in() -> None:
     made = scheduler([8, 8], 50)
-    assert steps_ahead(made, [10, 10]) == 9
+    assert uneventful_steps(made, [10, 10]) == 9
     made.submit(Sequence("new", [7] * 9, 9))
-    assert steps_ahead(made, [10, 10]) == 0
+    assert uneventful_steps(made, [10, 10]) == 0
     made.plan()
-    assert steps_ahead(made, [10, 10, 10]) == 0
+    assert uneventful_steps(made, [10, 10, 10]) == 0
 
 
 @given(st.floats(1e-4, 1e-1), st.floats(0, 1e-4), st.integers(1, 5000), st.floats(0, 0.999))
@@ -98,5 +97,9 @@ def test_steps_are_held_as_the_outbox_holds_them(answers: int, step_s: float) ->
             sent_at.append(number)
         now += step_s
     apart = {later - earlier for earlier, later in itertools.pairwise(sent_at)}
-    assert apart <= {steps_held(answers, step_s), steps_held(answers, step_s) - 1, steps_held(answers, step_s) + 1}
-    assert abs(len(sent_at) - 200 / steps_held(answers, step_s)) <= 0.02 * 200 / steps_held(answers, step_s) + 1
+    assert apart <= {
+        message_steps(answers, step_s),
+        message_steps(answers, step_s) - 1,
+        message_steps(answers, step_s) + 1,
+    }
+    assert abs(len(sent_at) - 200 / message_steps(answers, step_s)) <= 0.02 * 200 / message_steps(answers, step_s) + 1

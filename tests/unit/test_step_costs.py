@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from engine.simulation.fit import fit_steps
-from engine.simulation.least_squares import solve
+from engine.simulation.fit import fit_steps, solve
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepSample, StepShape
 
 KNOWN = StepCosts(
