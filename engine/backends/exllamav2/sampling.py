@@ -1,7 +1,7 @@
-"""From SamplingParams to the library's sampler settings, every field said. Pure.
+"""SamplingParams as settings of the library's sampler, with every field given. Pure.
 
-What the library applies to the prompt too, or in a way of its own, is not asked of it: frequency and presence
-penalties, DRY, logit_bias and masks go in as one bias per token, XTC is drawn around it (`jobs.py`).
+The library is not used for what it applies to the prompt, too, or in its own way: frequency and presence penalties,
+DRY, logit_bias and masks go in as one bias per token, and XTC is drawn around it (`jobs.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.errors import InvalidRequest
 GREEDY_BELOW = 0.01
 """Temperatures below this are greedy in the library, and so they are here in every combination."""
 
-XTC_LEAST_THRESHOLD = 0.01
+XTC_MIN_THRESHOLD = 0.01
 """Looking for all tokens above a lower threshold would mean sorting the vocabulary for each token."""
 
 _JUST_ABOVE_ZERO = 1e-30
@@ -33,12 +33,12 @@ _JUST_BELOW_ONE = 1.0 - 2.0**-24  # the float32 before 1
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the answer takes the most likely token each time."""
+    """Return whether the answer takes the most likely token each time."""
     return params.temperature < GREEDY_BELOW
 
 
 def uses_xtc(params: SamplingParams) -> bool:
-    """Whether top choices may be left out; above a threshold of a half there never are two to choose from."""
+    """Return whether top choices may be excluded; above a threshold of a half there never are two to choose from."""
     return params.xtc_probability > 0 and params.xtc_threshold <= 0.5 and not is_greedy(params)
 
 
@@ -50,15 +50,15 @@ def refuse_unsupported(params: SamplingParams) -> None:
         raise InvalidRequest(
             f"max_temp is {params.max_temp:g}; it must be more than min_temp, {params.min_temp:g}", param="max_temp"
         )
-    if uses_xtc(params) and params.xtc_threshold < XTC_LEAST_THRESHOLD:
+    if uses_xtc(params) and params.xtc_threshold < XTC_MIN_THRESHOLD:
         raise InvalidRequest(
-            f"xtc_threshold is {params.xtc_threshold:g}; this backend takes {XTC_LEAST_THRESHOLD:g} or more",
+            f"xtc_threshold is {params.xtc_threshold:g}; this backend takes {XTC_MIN_THRESHOLD:g} or more",
             param="xtc_threshold",
         )
 
 
 def settings_of(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
-    """Arguments of the library's Settings for one job; their state makes them good for that job alone."""
+    """Return arguments of the library's Settings for one job; their state makes them good for that job alone."""
     settings = _neutral() | _everywhere(params)
     if is_greedy(params):
         return settings | {"top_k": 1}
@@ -66,7 +66,7 @@ def settings_of(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
 
 
 def _neutral() -> dict[str, Any]:
-    """Every field, changing nothing: the library's defaults do change things."""
+    """Return every field at its neutral value; the library's defaults are not neutral."""
     return {
         "token_repetition_penalty": 1.0,
         "token_repetition_range": -1,
@@ -109,7 +109,7 @@ def _neutral() -> dict[str, Any]:
 
 
 def _everywhere(params: SamplingParams) -> dict[str, Any]:
-    """What shapes the logits themselves, greedy or not."""
+    """Return settings that shape the logits themselves, greedy or not."""
     return {
         "token_repetition_penalty": params.repetition_penalty,
         "token_repetition_range": params.repetition_range or -1,
@@ -119,8 +119,11 @@ def _everywhere(params: SamplingParams) -> dict[str, Any]:
 
 
 def _drawn(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
-    """What shapes the choice among them. 0 and 1 are both "off" to the library's filters, so that a bound that is
-    tiny in float32 is kept above 0, and min_p, which means most at 1, below it."""
+    """Return settings that shape the choice among them.
+
+    0 and 1 are both "off" to the library's filters, so that a bound that is tiny in float32 stays above 0, and min_p,
+    which means most at 1, below it.
+    """
     return {
         "temperature": params.temperature,
         "temperature_last": params.temperature_last,
@@ -144,10 +147,9 @@ def _drawn(params: SamplingParams, vocab_size: int) -> dict[str, Any]:
 
 
 class RandomDraws:
-    """Stands in for a job's random generator, so that a request resumed elsewhere draws what it would have drawn.
+    """Replacement of a job's random generator, so that a request resumed elsewhere draws the same tokens.
 
-    position: index in the answer of the token that is drawn now.  A position's first number decides about XTC, the
-    others are its tries.
+    A position is the index of a token in the answer. Its first number decides about XTC, the others are its tries.
     """
 
     def __init__(self, seed: int) -> None:
@@ -156,7 +158,7 @@ class RandomDraws:
         self._used = 0
 
     def move_to(self, position: int) -> float:
-        """Go to a token and return the number that decides about XTC there."""
+        """Go to a token's position and return the number that decides about XTC there."""
         self._position = position
         self._used = 0
         return self.random()
@@ -172,18 +174,18 @@ class RandomDraws:
 
 
 def masked_bias(mask: TokenMask, bias: Tensor | None, width: int) -> Tensor:
-    """`bias` (float32 [width], None is zeros) with minus infinity for every token that the mask does not allow."""
+    """Return `bias` (float32 [width], None is zeros) with minus infinity for tokens that the mask does not allow."""
     bits = np.unpackbits(np.frombuffer(mask.allowed(), dtype=np.uint8), count=width, bitorder="little")
-    held = torch.zeros(width) if bias is None else bias
-    return held.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+    bias = torch.zeros(width) if bias is None else bias
+    return bias.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
 
-# What is added to the logits of one request's next token: penalties on its output, DRY, logit_bias and masks. Pure.
+# The bias on the logits of one request's next token: penalties on its output, DRY, logit_bias and masks. Pure.
 #
-# The library adds its `token_bias` after the repetition penalty and after classifier-free guidance, which is where all
-# of these belong, so one tensor made anew for each position says them exactly, also for positions guessed ahead.
+# The library adds its `token_bias` after the repetition penalty and after classifier-free guidance, where all of these
+# belong, so that one tensor for each position, also for drafted ones, has exactly their effect.
 
-LONGEST_REPEAT = 64
+MAX_REPEAT = 64
 """Repeats are measured up to this many tokens: with any base above 1 their penalty is prohibitive long before."""
 
 _LARGEST = 1e30  # finite, so that something is left to choose from where every token would repeat
@@ -203,9 +205,9 @@ class TokenBias:
     banned_next: tuple[int, ...]
     first: int
 
-    def next(self, known: Tensor, width: int) -> Tensor | None:
-        """Float32 [width] to add for the token that follows `known` (int64 [tokens]); None where it would be zero."""
-        params, output = self.params, known[self.prompt_tokens :]
+    def next(self, token_ids: Tensor, width: int) -> Tensor | None:
+        """Return float32 [width] to add for the token after `token_ids` (int64 [tokens]); None where all is zero."""
+        params, output = self.params, token_ids[self.prompt_tokens :]
         masked = self._masked(len(output))
         counts = params.frequency_penalty != 0 or params.presence_penalty != 0
         if not (masked or params.logit_bias or params.dry_multiplier > 0 or (counts and len(output))):
@@ -216,19 +218,19 @@ class TokenBias:
         if counts and len(output):
             bias -= count_penalty(output, width, params)
         if params.dry_multiplier > 0:
-            bias -= dry_penalty(known, width, params)
+            bias -= dry_penalty(token_ids, width, params)
         if masked:
             bias[masked] = -torch.inf
         return bias
 
     def _masked(self, index: int) -> list[int]:
-        """Ids that token number `index` of the answer must not be."""
+        """Return the ids that token number `index` of the answer must not be."""
         ends: Sequence[int] = self.end_token_ids if index < self.params.min_tokens else ()
         return [*ends, *(self.banned_next if index == self.first else ())]
 
 
 def count_penalty(output: Tensor, width: int, params: SamplingParams) -> Tensor:
-    """Float32 [width]: frequency_penalty for each time a token of `output` came, presence_penalty once (OpenAI).
+    """Return float32 [width]: frequency_penalty for each use of a token in `output`, presence_penalty once (OpenAI).
 
     Both fade over repetition_decay tokens beyond the last repetition_range, as the library's own penalty does.
     """
@@ -243,37 +245,39 @@ def count_penalty(output: Tensor, width: int, params: SamplingParams) -> Tensor:
     return penalty.add_(strongest, alpha=params.presence_penalty)
 
 
-def dry_penalty(known: Tensor, width: int, params: SamplingParams) -> Tensor:
-    """Float32 [width]: for each token that would extend a repeat of the text's end, what the longest such repeat
-    costs: dry_multiplier * dry_base ** (length - dry_allowed_length), nothing below dry_allowed_length tokens.
+def dry_penalty(token_ids: Tensor, width: int, params: SamplingParams) -> Tensor:
+    """Return float32 [width]: for each token that would extend a repeat of the text's end, the cost of the longest
+    such repeat: dry_multiplier * dry_base ** (length - dry_allowed_length), nothing below dry_allowed_length tokens.
 
     "Don't repeat yourself" (p-e-w, text-generation-webui 2024).
     """
     penalty = torch.zeros(width)
-    known = known[-params.dry_range :] if params.dry_range else known
+    token_ids = token_ids[-params.dry_range :] if params.dry_range else token_ids
     breakers = torch.tensor(params.dry_breaker_ids, dtype=torch.int64)
-    ends, lengths = _repeats_of_the_end(known, breakers)
-    extending = known[ends + 1]
+    ends, lengths = _repeats_of_the_end(token_ids, breakers)
+    extending = token_ids[ends + 1]
     counted = (lengths >= params.dry_allowed_length) & ~torch.isin(extending, breakers)
     cost = params.dry_multiplier * params.dry_base ** (lengths[counted] - params.dry_allowed_length).double()
     return penalty.scatter_reduce_(0, extending[counted], cost.clamp(max=_LARGEST).float(), "amax")
 
 
-def _repeats_of_the_end(known: Tensor, breakers: Tensor) -> tuple[Tensor, Tensor]:
-    """Where earlier stretches end that equal the end of `known`, and over how many tokens they do: int64 [repeats].
-    No stretch holds a breaker."""
-    last = len(known) - 1
-    tail = known[-LONGEST_REPEAT:]
+def _repeats_of_the_end(token_ids: Tensor, breakers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where earlier stretches end that equal the end of `token_ids`, and their lengths: int64 [repeats].
+
+    No stretch has a breaker.
+    """
+    last = len(token_ids) - 1
+    tail = token_ids[-MAX_REPEAT:]
     broken = torch.isin(tail, breakers).nonzero()
     longest = len(tail) - 1 - int(broken[-1]) if len(broken) else len(tail)
-    ends = (known[:last] == known[last]).nonzero().squeeze(1)
+    ends = (token_ids[:last] == token_ids[last]).nonzero().squeeze(1)
     if longest < 1:
         ends = ends[:0]
     lengths = torch.ones_like(ends)
     alive = torch.arange(len(ends))
     for length in range(1, longest):
         alive = alive[ends[alive] >= length]
-        alive = alive[known[ends[alive] - length] == known[last - length]]
+        alive = alive[token_ids[ends[alive] - length] == token_ids[last - length]]
         if not len(alive):
             break
         lengths[alive] += 1
@@ -283,15 +287,15 @@ def _repeats_of_the_end(known: Tensor, breakers: Tensor) -> tuple[Tensor, Tensor
 # How a job of ours chooses each token: around the library's sampler, never instead of it.
 #
 # `TokenSampler` takes the place of a job's `receive_logits`, which the library calls once for every token that an
-# answer gets, also for those guessed ahead, in order. Standing there, it mends what the library gets wrong:
+# answer gets, also for drafted ones, in order. There it corrects the library:
 # * its penalties and masks write into the logits it would return: log-probabilities are read before;
-# * it holds tokens back while their text has a stray "\ufffd": tokens are taken here, and that text is emptied;
+# * it withholds tokens while their text has a stray "\ufffd": tokens are read here, and that text is emptied;
 # * logits that are not finite crash its greedy path: they end the request instead;
 # * tiny temperatures underflow to no probabilities at all: their limit, the most likely token, is taken then;
-# * its XTC compares neighbours in memory: here a left-out token is drawn again, which is the same distribution.
+# * its XTC compares neighbours in memory: here an excluded token is drawn again, which is the same distribution.
 
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor, bool]
-"""What the library's `receive_logits` returns: token [1, 1], top tokens and their probabilities [1, 1, k] or meta
+"""Return value of the library's `receive_logits`: token [1, 1], top tokens and their probabilities [1, 1, k] or meta
 tensors, the token's probability [1, 1], and whether a filter ended the answer."""
 
 
@@ -304,12 +308,12 @@ class ChosenToken:
 
 
 class TokenSampler:
-    """Chooses the tokens of one job, and keeps them until they are taken.
+    """The choice of the tokens of one job, which are stored until `take`.
 
     job: the library's; its random generator is replaced by `draws`.  tokens: how many the answer has already.
-    mask: what the tokens are held to, None for nothing.
-    failed: there is nothing to choose from.  whole: the mask allows nothing more after what was chosen. What comes
-    after either is not kept.
+    mask: of the tokens that are allowed, None for all.
+    failed: True if there is nothing to choose from.  whole: True if the mask allows nothing more. Tokens after either
+    are dropped.
     """
 
     def __init__(
@@ -340,15 +344,15 @@ class TokenSampler:
 
     @property
     def why_failed(self) -> str:
-        """Why there is nothing to choose from."""
+        """The reason why there is nothing to choose from."""
         if self._mask is not None and self._mask.error:
             return f"its grammar allows nothing more: {self._mask.error}"
         return "the model gave no finite probabilities for it"
 
     def take(self) -> list[ChosenToken]:
-        """The tokens since the last call."""
-        taken, self._chosen = self._chosen, []
-        return taken
+        """Return the tokens since the last call."""
+        chosen, self._chosen = self._chosen, []
+        return chosen
 
     def __call__(self, logits: Tensor) -> Sampled:
         """Choose from float32 logits [1, 1, vocab], or [2, 1, vocab] with guidance. Called on a sampling thread."""
@@ -369,24 +373,24 @@ class TokenSampler:
         return sampled
 
     def _sample(self, logits: Tensor) -> Sampled:
-        """Draw until a token comes that is not left out."""
+        """Draw until the token is one that XTC does not exclude."""
         settings = self._job.gen_settings
         settings.token_bias = self._next_bias(logits)
-        leave_out = self._draws.move_to(self._tokens) < self._params.xtc_probability and self._xtc
-        pristine = logits.clone() if leave_out or self._may_underflow else logits
+        excludes = self._draws.move_to(self._tokens) < self._params.xtc_probability and self._xtc
+        pristine = logits.clone() if excludes or self._may_underflow else logits
         surprise = settings.mirostat_mu
         threshold, ends = self._params.xtc_threshold, self._bias.end_token_ids
         while True:
             sampled = self._receive(logits)
             if not math.isfinite(sampled[3].item()):
                 return self._most_likely(logits.copy_(pristine))
-            if not leave_out or sampled[0].item() not in left_out(sampled, threshold, ends):
+            if not excludes or sampled[0].item() not in excluded(sampled, threshold, ends):
                 return sampled
             logits.copy_(pristine)
             settings.mirostat_mu = surprise
 
     def _next_bias(self, logits: Tensor) -> Tensor | None:
-        """What is added to the logits of the next token; where that leaves none, it has failed."""
+        """Return the bias of the next token; sets `failed` where it leaves none."""
         width = logits.shape[-1]
         bias = self._bias.next(self._job.sequences[0].sequence_ids.torch()[0], width)
         if self._mask is None:
@@ -406,15 +410,18 @@ class TokenSampler:
             settings.top_k = top_k
 
 
-def left_out(sampled: Sampled, threshold: float, ends: Sequence[int]) -> set[int]:
-    """XTC ("exclude top choices", p-e-w 2024): of the tokens at least as likely as `threshold`, all but the least
-    likely; `ends` take no part, so that an answer can end. The library's list of top tokens is sorted, best first."""
+def excluded(sampled: Sampled, threshold: float, ends: Sequence[int]) -> set[int]:
+    """Return the ids that XTC ("exclude top choices", p-e-w 2024) excludes.
+
+    Those are the tokens at least as likely as `threshold`, but for the least likely; `ends` take no part, so that an
+    answer can end. The library's list of top tokens is sorted, best first.
+    """
     likely = sampled[1][0, 0][sampled[2][0, 0] >= threshold]
     return set([token_id for token_id in likely.tolist() if token_id not in ends][:-1])
 
 
 def logprob_of(logits: Tensor, token_id: int, top: int | None) -> TokenLogprob | None:
-    """The token's log-probability under float32 logits [vocab], with the `top` most likely ones; None for None."""
+    """Return the token's log-probability under float32 logits [vocab], with the `top` most likely; None for None."""
     if top is None:
         return None
     logprobs = torch.log_softmax(logits, dim=-1)

@@ -14,7 +14,7 @@ from engine.backends.exllamav2.sampling import (
     TokenBias,
     count_penalty,
     dry_penalty,
-    left_out,
+    excluded,
     refuse_unsupported,
     settings_of,
 )
@@ -185,6 +185,6 @@ def test_draws_are_spread_evenly() -> None:
 def test_xtc_leaves_out_top_choices_but_lets_answers_end() -> None:
     token, meta = torch.zeros(1, 1), torch.zeros(1, 1)
     sampled = (token, torch.tensor([[[5, 6, 7, 8]]]), torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]), meta, False)
-    assert left_out(sampled, 0.2, ()) == {5, 6}
-    assert left_out(sampled, 0.2, (6,)) == {5}
-    assert left_out(sampled, 0.35, ()) == set()
+    assert excluded(sampled, 0.2, ()) == {5, 6}
+    assert excluded(sampled, 0.2, (6,)) == {5}
+    assert excluded(sampled, 0.35, ()) == set()
