@@ -20,24 +20,24 @@ class SteadyTime(StepTime):
         super().__init__()
         self._each_s = seconds
 
-    known = True  # type: ignore[assignment]
+    has_samples = True  # type: ignore[assignment]
     row_s = 0.0  # type: ignore[assignment]
 
     def seconds(self, rows: int) -> float:
-        """As said."""
+        """The same."""
         return self._each_s
 
-    def worth(self, rows: int, tokens: float) -> float:
-        """Every guess is."""
+    def break_even_probability(self, rows: int, tokens: float) -> float:
+        """Every draft pays."""
         return 0.0
 
 
 def eager(backend: TorchBackend, *, most: int | None = None, lookup: bool = False) -> TorchBackend:
     """Have a loaded backend guess wherever it can, as if that cost nothing: how fast the machine is decides nothing."""
     backend._speculation = Speculation(
-        lookup=lookup,
+        ngram=lookup,
         draft=backend._draft,
-        most=most,
+        max_drafts=most,
         time=SteadyTime(1.0),
         passes=SteadyTime(0.0),
         clock=lambda: 0.0,

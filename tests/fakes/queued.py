@@ -21,7 +21,7 @@ from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.cuda import decode_graphs as graphs_module
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs
-from engine.backends.torch.cuda.step_transfer import TurnStaging, Wait
+from engine.backends.torch.cuda.step_transfer import PinnedUploader, Wait
 from engine.backends.torch.native.library import Kernels
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
@@ -172,17 +172,17 @@ def _outline(tree: Any) -> Any:
             return tree
 
 
-class QueuedStaging(TurnStaging):
+class QueuedUploader(PinnedUploader):
     """Indices on their way to the device."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__(torch.device("cpu"), lambda size: torch.empty(size, dtype=torch.uint8), queue.mark)
         self._queue = queue
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        if into is None:
-            into = self._queue.resident(torch.full((len(host),), 255, dtype=torch.uint8))
-        return super().send(host, into)
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
+        if target is None:
+            target = self._queue.resident(torch.full((len(buffer),), 255, dtype=torch.uint8))
+        return super().send(buffer, target)
 
 
 class QueuedLanding:
@@ -236,7 +236,7 @@ def over_pages(monkeypatch: Any) -> None:
         return Choice("gathered", "the test wants it"), gathered.paged_attention
 
     monkeypatch.setattr(model_loader, "find_kernels", lambda *_, **__: Kernels())
-    for name in ("staging_for", "readback_for"):
+    for name in ("uploader_for", "readback_for"):
         monkeypatch.setattr(runner_module, name, lambda *_: None)
     monkeypatch.setattr(ModelRunner, "pick_attention", picked)
 
@@ -246,7 +246,7 @@ def use(monkeypatch: Any) -> tuple[type[QueuedRunner], Queue]:
     runner that notes what it is given, and the queue."""
     queue = Queue()
     over_pages(monkeypatch)
-    monkeypatch.setattr(runner_module, "staging_for", lambda device: QueuedStaging(queue))
+    monkeypatch.setattr(runner_module, "uploader_for", lambda device: QueuedUploader(queue))
     monkeypatch.setattr(runner_module, "readback_for", lambda device: QueuedLanding(queue))
 
     class QueuedGraphs(DecodeGraphs):

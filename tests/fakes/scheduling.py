@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
-from engine.backends.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
 
 
 def scheduler(
@@ -30,7 +30,7 @@ def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = Non
     return new
 
 
-def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) -> Plan:
+def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) -> BatchPlan:
     """Plan and commit one step, and see that the accounts add up."""
     plan = target.plan()
     target.commit(plan, [[token(seq)] for seq in plan.sampled])
@@ -38,6 +38,6 @@ def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) ->
     return plan
 
 
-def fed(plan: Plan) -> dict[str, int]:
+def fed(plan: BatchPlan) -> dict[str, int]:
     """How many tokens each got."""
     return {seq.id: len(chunk.token_ids) for seq, chunk in zip(plan.sequences, plan.chunks, strict=True)}

@@ -53,7 +53,7 @@ class SimulatedWorker:
         plan = self.scheduler.plan()
         sampled = plan.sampled
         fed = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        answers = sum(seq.known > seq.prompt_tokens for seq in sampled)
+        answers = sum(seq.num_tokens > seq.prompt_tokens for seq in sampled)
         self.scheduler.commit(plan, [[5]] * len(sampled))
         outputs = [self._output(sequence) for sequence in sampled]
         price, counters = self._price, self.scheduler.counters
@@ -65,7 +65,7 @@ class SimulatedWorker:
             stats=BackendStats(
                 prompt_tokens_computed=counters.prompt_tokens_computed,
                 sequences=tuple(
-                    SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
+                    SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
                     for each in live
                 ),
             ),

@@ -32,7 +32,7 @@ def alike(folder: Path, device: str, tokens: int = _TOKENS) -> list[Row]:
     """Whether greedy and seeded answers are the same, and steps were planned ahead at all."""
     backend = _loaded(folder, device, "float32", 8)
     try:
-        planned = backend._runner is not None and backend._runner.landing is not None
+        planned = backend._runner is not None and backend._runner.readback is not None
         ahead, waiting = (_answers(backend, 8, tokens, ahead=each)[0] for each in (True, False))
     finally:
         backend.unload()
@@ -75,8 +75,8 @@ def _answers(backend: TorchBackend, sequences: int, tokens: int, *, ahead: bool)
     the next one's."""
     runner = backend._runner
     assert runner is not None
-    landing = runner.landing
-    runner.landing = landing if ahead else None
+    readback = runner.readback
+    runner.readback = readback if ahead else None
     found: dict[str, list[int]] = {}
     took_s = []
     try:
@@ -94,5 +94,5 @@ def _answers(backend: TorchBackend, sequences: int, tokens: int, *, ahead: bool)
                     backend.cancel(event.request_id)
             took_s.append(time.perf_counter() - began_s)
     finally:
-        runner.landing = landing
+        runner.readback = readback
     return found, statistics.median(took_s)

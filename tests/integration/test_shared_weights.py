@@ -157,8 +157,8 @@ def test_large_pages_are_made_once_the_load_is_over(folder: Path, monkeypatch: p
     writer, reader = load(folder), load(folder)
     assert not made
     for runner in (writer, reader):
-        runner.settle()
-        runner.settle()
+        runner.enlarge_pages()
+        runner.enlarge_pages()
         assert made and all(size_bytes > 0 for size_bytes in made)
     assert len(made) == 2
     for runner in (writer, reader):

@@ -167,8 +167,8 @@ def test_recorded_decodes_take_the_ids_that_the_step_before_drew(folder: Path, m
 
 def test_a_cpu_waits_for_every_step_and_so_does_a_mixture_of_experts(tmp_path: Path, folder: Path) -> None:
     assert readback_for(torch.device("cpu")) is None
-    assert load(folder)._runner.landing is None
+    assert load(folder)._runner.readback is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_module, "readback_for", lambda device: queued.QueuedLanding(queued.Queue()))
         backend = load(make_tiny_model(tmp_path, "Qwen2MoeForCausalLM", with_tokenizer=False))
-        assert backend._runner.landing is None
+        assert backend._runner.readback is None

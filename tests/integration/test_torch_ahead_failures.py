@@ -90,7 +90,7 @@ def test_memory_that_lacks_when_a_step_is_read_takes_both_steps_back(
     failing = Failing(folder, monkeypatch)
     failing.queue.breaks = torch.OutOfMemoryError("no room")
     same(answers(failing.backend, ASKED), plainly(folder, ASKED))
-    assert caplog.text.count("prompts get 16 tokens a step") == 1
+    assert caplog.text.count("with 16 prompt tokens per step") == 1
 
 
 def test_a_step_that_fails_when_it_is_read_ends_its_requests_and_not_those_of_the_next(

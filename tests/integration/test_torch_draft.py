@@ -70,8 +70,8 @@ def test_guesses_that_hold_are_counted_by_position(folder: Path, bad: Path) -> N
     answers(backend, PROMPTS, everyone(GREEDY), TOKENS)
     stats = backend.stats()
     assert len(stats.drafts) > 1
-    assert stats.draft_tokens == sum(each.guessed for each in stats.drafts)
-    assert all(0 < each.held == each.guessed for each in stats.drafts)
+    assert stats.draft_tokens == sum(each.drafted for each in stats.drafts)
+    assert all(0 < each.accepted == each.drafted for each in stats.drafts)
     worse = guessing(folder, bad)
     answers(worse, PROMPTS, everyone(GREEDY), TOKENS)
     assert worse.stats().draft_accepted < worse.stats().draft_tokens / 10
@@ -169,7 +169,7 @@ def test_a_draft_model_that_fails_costs_no_answer(folder: Path, monkeypatch: pyt
     def fail(*arguments: Any) -> dict[str, list[int]]:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(DraftModel, "guess", fail)
+    monkeypatch.setattr(DraftModel, "draft", fail)
     assert ids(answers(backend, PROMPTS, everyone(GREEDY), TOKENS)) == plainly(folder, everyone(GREEDY))
     assert backend.stats().draft_tokens == 0
 

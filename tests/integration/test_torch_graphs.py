@@ -14,7 +14,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.torch import runner as runner_module
-from engine.backends.torch.cuda.step_transfer import PlainStaging
+from engine.backends.torch.cuda.step_transfer import BlockingUploader
 from engine.backends.torch.runner import ModelRunner
 from engine.config import SamplingParams
 from tests.fakes.drafting import answers, eager, ids, load
@@ -120,5 +120,5 @@ def test_indices_that_are_sent_as_one_give_the_same_answers(
         monkeypatch.undo()
     folder = make_tiny_model(tmp_path, "MistralForCausalLM", with_tokenizer=False, sliding_window=12)
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
-    monkeypatch.setattr(runner_module, "staging_for", PlainStaging)
+    monkeypatch.setattr(runner_module, "uploader_for", BlockingUploader)
     assert ids(answers(load(folder), PROMPTS, PARAMS, TOKENS)) == ids(expected)

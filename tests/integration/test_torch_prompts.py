@@ -151,13 +151,13 @@ def test_a_prompt_that_is_preempted_half_computed_goes_on_telling_where_it_was(l
     backend.step()
     assert backend._scheduler is not None
     (sequence,) = backend._scheduler.running
-    assert sequence.told == 16
+    assert sequence.states_read == 16
     backend._scheduler._preempt(sequence)
     events = []
     while not events:
         events += backend.step()
         backend.check()
-    assert sequence.told == len(PROMPT) - 1
+    assert sequence.states_read == len(PROMPT) - 1
     assert_as_transformers(llama, events[0].prompt_logprobs)
 
 

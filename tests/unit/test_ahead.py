@@ -12,7 +12,7 @@ from engine.backends.scheduler.async_scheduling import async_obstacle, plan_next
 from engine.backends.scheduler.batch import pending_token_id
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
-from engine.backends.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.backends.torch.cuda.step_transfer import fill_pending_ids
 
 
@@ -23,16 +23,16 @@ def scheduler(*, pages: int = 64, max_prompts: int = 8, step_tokens: int = 16, m
 
 def submit(target: Scheduler, name: str, prompt: int, *, most: int | None = None, tell: int = 0) -> Sequence:
     ids = [1000 + int.from_bytes(name.encode()), *range(1, prompt)]
-    new = Sequence(name, ids, prompt, limit=None if most is None else prompt + most, tell=tell)
+    new = Sequence(name, ids, prompt, limit=None if most is None else prompt + most, states_wanted=tell)
     target.submit(new)
     return new
 
 
-def fed(plan: Plan) -> dict[str, list[int]]:
+def fed(plan: BatchPlan) -> dict[str, list[int]]:
     return {seq.id: list(chunk.token_ids) for seq, chunk in zip(plan.sequences, plan.chunks, strict=True)}
 
 
-def commit(target: Scheduler, plan: Plan) -> None:
+def commit(target: Scheduler, plan: BatchPlan) -> None:
     target.commit(plan, [[7] for _ in plan.sampled])
     target.check()
 
@@ -41,11 +41,11 @@ def test_the_next_step_feeds_the_rows_that_this_one_draws() -> None:
     s = scheduler()
     a, b = submit(s, "a", 3), submit(s, "b", 3)
     running = s.plan()
-    assert async_obstacle(running, s, guesses=False) == ""
+    assert async_obstacle(running, s, speculates=False) == ""
     plan = plan_next_step(running, s)
     assert fed(plan) == {"a": [pending_token_id(0)], "b": [pending_token_id(1)]}
     assert [(chunk.start, chunk.sample) for chunk in plan.chunks] == [(3, True), (3, True)]
-    assert [(each.computed, each.known) for each in (a, b)] == [(0, 3), (0, 3)]  # as if nothing had been planned
+    assert [(each.computed, each.num_tokens) for each in (a, b)] == [(0, 3), (0, 3)]  # as if nothing had been planned
 
 
 def test_a_prompt_goes_on_and_others_join_behind_a_step_that_is_not_read() -> None:
@@ -83,7 +83,7 @@ def test_a_sequence_with_room_for_one_more_token_alone_takes_no_part(end: str) -
 
 def test_one_without_an_answer_takes_no_part() -> None:
     s = scheduler()
-    s.submit(Sequence("scored", [1, 2, 3], 3, answers=False))
+    s.submit(Sequence("scored", [1, 2, 3], 3, generates=False))
     assert not plan_next_step(s.plan(), s).chunks
 
 
@@ -101,22 +101,22 @@ def _no_pages(s: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "guesses", "why"),
+    ("happens", "speculates", "why"),
     [
-        (lambda s: None, True, "guessed"),
-        (_told, False, "told of a prompt"),
+        (lambda s: None, True, "draft tokens"),
+        (_told, False, "hidden states"),
         (_outgrown, False, "ends without"),
         (_no_pages, False, "preempted"),
         (lambda s: submit(s, "b", 9), False, ""),
     ],
     ids=["guesses", "a prompt is told of", "outgrown", "no page", "nothing"],
 )
-def test_what_the_next_step_waits_for(happens: Callable[[Scheduler], object], guesses: bool, why: str) -> None:
+def test_what_the_next_step_waits_for(happens: Callable[[Scheduler], object], speculates: bool, why: str) -> None:
     s = scheduler()
     submit(s, "a", 4)  # its next token takes a new page
     running = s.plan()
     happens(s)
-    found = async_obstacle(running, s, guesses=guesses)
+    found = async_obstacle(running, s, speculates=speculates)
     assert why in found and bool(why) == bool(found)
 
 
@@ -125,13 +125,13 @@ def test_pages_that_a_launched_step_writes_to_are_nobodys_until_it_is_done() -> 
     a = submit(s, "a", 6)
     running = s.plan()
     plan = plan_next_step(running, s)
-    held = s.hold_written(plan)
+    held = s.pin_written(plan)
     assert held == a.pages[1:2]
     commit(s, running)
     s.remove(a)
     s.check()
     assert s.pool.free_pages == 3
-    s.let_go(held)
+    s.unpin_written(held)
     s.check()
     assert s.pool.free_pages == 4
 
@@ -146,22 +146,22 @@ def answers(seed: int, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
         name: each.prompt_tokens + r.randrange(1, 18) if int(name) % 2 else each.limit for name, each in lives.items()
     }
     texts = dict(lives)
-    launched: tuple[Plan, list[int]] | None = None
+    launched: tuple[BatchPlan, list[int]] | None = None
     while lives:
         running, written = launched or (s.plan(), None)
         for sequence in running.exhausted:
             del lives[sequence.id]
         alive = [each for each in zip(running.sequences, running.chunks, strict=True) if each[0].pages]
-        running, launched = Plan([each for each, _ in alive], [chunk for _, chunk in alive]), None
-        if ahead and not async_obstacle(running, s, guesses=False):
+        running, launched = BatchPlan([each for each, _ in alive], [chunk for _, chunk in alive]), None
+        if ahead and not async_obstacle(running, s, speculates=False):
             plan = plan_next_step(running, s)
-            launched = (plan, s.hold_written(plan)) if plan.chunks else None
-        ended = s.commit(running, [[100 * each.known + int(each.id)] for each in running.sampled])
+            launched = (plan, s.pin_written(plan)) if plan.chunks else None
+        ended = s.commit(running, [[100 * each.num_tokens + int(each.id)] for each in running.sampled])
         for each in running.sampled:
-            if each in ended or each.known in (ends[each.id], each.limit):
+            if each in ended or each.num_tokens in (ends[each.id], each.limit):
                 s.remove(lives.pop(each.id))
         if written is not None:
-            s.let_go(written)
+            s.unpin_written(written)
         s.check()
     return {name: each.token_ids for name, each in texts.items()}, s.counters.preemptions
 

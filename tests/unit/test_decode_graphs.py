@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.backends.paged_attention import gathered
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.decode_graphs import Bucket, Buckets, DecodeGraphs, StepInputs
-from engine.backends.torch.cuda.step_transfer import PlainStaging
+from engine.backends.torch.cuda.step_transfer import BlockingUploader
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from tests.fakes.recording import FakeRecorder
 
@@ -34,7 +34,7 @@ def test_every_number_of_sequences_has_a_size_that_is_not_much_larger(sequences:
     assert list(buckets.batches) == sorted(set(buckets.batches))
     assert buckets.pages[-1] == -(-tokens // PAGE_TOKENS)
     for count in range(1, sequences + 1):
-        found = buckets.of([decode(0)] * count, PAGE_TOKENS)
+        found = buckets.smallest_for([decode(0)] * count, PAGE_TOKENS)
         assert found is not None
         assert count <= found.batch < 2 * count
         assert count < 64 or found.batch <= 1.25 * count
@@ -48,9 +48,9 @@ def test_sizes_are_few() -> None:
 
 def test_the_smallest_size_that_holds_a_step_is_taken() -> None:
     buckets = Buckets.up_to(64, 8192, PAGE_TOKENS)
-    assert buckets.of([decode(100)] * 3, PAGE_TOKENS) == Bucket(4, 128)
-    assert buckets.of([decode(2047)], PAGE_TOKENS) == Bucket(1, 128)
-    assert buckets.of([decode(2048)], PAGE_TOKENS) == Bucket(1, 256)
+    assert buckets.smallest_for([decode(100)] * 3, PAGE_TOKENS) == Bucket(4, 128)
+    assert buckets.smallest_for([decode(2047)], PAGE_TOKENS) == Bucket(1, 128)
+    assert buckets.smallest_for([decode(2048)], PAGE_TOKENS) == Bucket(1, 256)
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_the_smallest_size_that_holds_a_step_is_taken() -> None:
         {"token_ids": [1, 2]},
         {"sample": False},
         {"adapter": "a"},
-        {"guessed": 1},
-        {"told": range(1)},
+        {"num_drafts": 1},
+        {"prompt_states": range(1)},
     ],
     ids=str,
 )
 def test_a_step_with_anything_but_single_tokens_of_the_model_alone_is_none(changes: dict[str, Any]) -> None:
     buckets = Buckets.up_to(8, 512, PAGE_TOKENS)
-    assert buckets.of([decode(5), replace(decode(5), **changes)], PAGE_TOKENS) is None
+    assert buckets.smallest_for([decode(5), replace(decode(5), **changes)], PAGE_TOKENS) is None
 
 
 def test_nothing_too_many_and_too_long_is_none() -> None:
     buckets = Buckets.up_to(8, 512, PAGE_TOKENS)
-    assert buckets.of([], PAGE_TOKENS) is None
-    assert buckets.of([decode(5)] * 9, PAGE_TOKENS) is None
-    assert buckets.of([decode(512)], PAGE_TOKENS) is None
+    assert buckets.smallest_for([], PAGE_TOKENS) is None
+    assert buckets.smallest_for([decode(5)] * 9, PAGE_TOKENS) is None
+    assert buckets.smallest_for([decode(512)], PAGE_TOKENS) is None
 
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=12))
@@ -114,7 +114,7 @@ class Counting:
             attention=gathered.paged_attention,
             compute=self.compute,
             recorder=recorder,
-            staging=PlainStaging(CPU),
+            uploader=BlockingUploader(CPU),
             has_room=lambda: recorder.recorded < self.room,
         )
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.torch.speculation.draft_planner import (
-    NEAR,
+    MAX_LAG_TOKENS,
     DraftCandidate,
     DraftPlanner,
-    DraftTurn,
+    DraftTask,
     num_draft_tokens,
 )
 from engine.backends.torch.speculation.step_time import StepTime
@@ -47,24 +47,24 @@ class Machine:
         self.behind = dict.fromkeys(map(str, range(decodes)), behind)
         self.steps, self.spent_s, self.draft_s, self.tokens, self.fed = 0, 0.0, 0.0, 0, 0
 
-    def step(self) -> dict[str, DraftTurn]:
+    def step(self) -> dict[str, DraftTask]:
         candidates = [DraftCandidate(name, behind, 99) for name, behind in self.behind.items()]
         turns = self.drafting.plan(candidates, rows=self.decodes, tokens=float(self.decodes), spare=99, budget=128)
-        for ahead in range(max((max(turn.guesses, 1) for turn in turns.values()), default=0)):
-            fed = [turn.fed if ahead == 0 else 1 for turn in turns.values() if turn.guesses > ahead or ahead == 0]
+        for ahead in range(max((max(turn.num_drafts, 1) for turn in turns.values()), default=0)):
+            fed = [turn.catch_up if ahead == 0 else 1 for turn in turns.values() if turn.num_drafts > ahead or ahead == 0]
             self.draft_s += self.pass_s
-            self.drafting.passed(sum(fed), self.pass_s, max(fed) <= NEAR)
-        rows = self.decodes + sum(turn.guesses for turn in turns.values())
+            self.drafting.record_pass(sum(fed), self.pass_s, max(fed) <= MAX_LAG_TOKENS)
+        rows = self.decodes + sum(turn.num_drafts for turn in turns.values())
         seconds = STEP_S + rows * STEP_ROW_S
         self.time.observe(rows, seconds)
-        self.drafting.stepped(self.decodes, seconds)
+        self.drafting.record_step(self.decodes, seconds)
         for name in self.behind:
-            turn = turns.get(name, DraftTurn(0, 0))
-            held = min(self.holds, turn.guesses)
-            if turn.guesses:
-                self.drafting.came(name, turn.guesses, held)
-            self.fed += turn.fed
-            self.behind[name] += 1 + held - turn.fed - min(held, max(0, turn.guesses - 1))
+            turn = turns.get(name, DraftTask(0, 0))
+            held = min(self.holds, turn.num_drafts)
+            if turn.num_drafts:
+                self.drafting.record_result(name, turn.num_drafts, held)
+            self.fed += turn.catch_up
+            self.behind[name] += 1 + held - turn.catch_up - min(held, max(0, turn.num_drafts - 1))
             self.tokens += 1 + held
         self.steps += 1
         self.spent_s += seconds
@@ -167,5 +167,5 @@ def test_a_text_that_is_longer_than_a_pass_is_read_in_several() -> None:
     machine = Machine(holds=4, pass_s=0.002, behind=300)
     machine.step()
     fed = [turn for _ in range(4) for turn in machine.step().values()]
-    assert [turn.fed for turn in fed[:3]] == [128, 128, 300 + 3 - 256]
-    assert [bool(turn.guesses) for turn in fed[:3]] == [False, False, True]
+    assert [turn.catch_up for turn in fed[:3]] == [128, 128, 300 + 3 - 256]
+    assert [bool(turn.num_drafts) for turn in fed[:3]] == [False, False, True]

@@ -17,7 +17,7 @@ from engine.backends.torch.model.linear import (
     PackedLinear,
     PlainLinear,
     fits_float16,
-    kind_of,
+    linear_kind,
     sum_onto,
 )
 from engine.backends.torch.weights import model_loader
@@ -64,10 +64,10 @@ def test_products_over_halves_are_those_over_float32(shape: tuple[int, int], row
 
 def test_weights_are_kept_as_halves_where_float16_has_their_numbers(factory: LinearFactory) -> None:
     weight = weight_of(640, 512)
-    assert kind_of(factory.make(weight)) == "fbgemm float16"
-    assert kind_of(factory.make(weight, torch.zeros(640))) == "fbgemm float16"
-    assert kind_of(factory.make(weight, pack=False)) == "plain"
-    assert kind_of(factory.make(weight_of(8, 16))) == "plain"
+    assert linear_kind(factory.make(weight)) == "fbgemm float16"
+    assert linear_kind(factory.make(weight, torch.zeros(640))) == "fbgemm float16"
+    assert linear_kind(factory.make(weight, pack=False)) == "plain"
+    assert linear_kind(factory.make(weight_of(8, 16))) == "plain"
     assert isinstance(LinearFactory(CPU, torch.float32).make(weight), PackedLinear)
 
 

@@ -27,7 +27,7 @@ from engine.backends.common.native_build import (
     find_compiler,
     kept_library,
 )
-from engine.backends.torch.model.linear import LinearFactory, PackedLinear, PlainLinear, kind_of
+from engine.backends.torch.model.linear import LinearFactory, PackedLinear, PlainLinear, linear_kind
 from engine.backends.torch.native import library as kernels
 from engine.backends.torch.native import trial
 from engine.backends.torch.native.layer import NativeLinear
@@ -146,7 +146,7 @@ def test_a_row_of_the_wrong_length_or_dtype_is_refused(library: NativeLibrary) -
 
 def test_the_factory_takes_the_native_kernel_for_bfloat16(library: NativeLibrary) -> None:
     layer = LinearFactory(CPU, torch.bfloat16, library).make(random(48, 64), None)
-    assert kind_of(layer) == f"native {library.isa}"
+    assert linear_kind(layer) == f"native {library.isa}"
 
 
 def test_a_native_product_that_differs_turns_the_kernels_off_with_one_warning(

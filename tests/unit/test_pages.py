@@ -25,7 +25,7 @@ def filled(pool: PagePool, *pages_of_tokens: list[int]) -> tuple[list[int], list
     pages = pool.allocate(len(keys))
     assert pages is not None
     for page, key in zip(pages, keys, strict=True):
-        pool.remember(page, key)
+        pool.register(page, key)
     return pages, keys
 
 
@@ -51,7 +51,7 @@ def test_freed_pages_are_found_by_their_prefix() -> None:
     assert pool.cached_pages == 2
     found = pool.find(keys)
     assert found == pages
-    pool.hold(found)
+    pool.acquire(found)
     assert pool.free_pages == 2
     pool.check([found])
 
@@ -79,7 +79,7 @@ def test_pools_with_the_same_salt_name_pages_alike() -> None:
 def test_shared_pages_stay_held_until_the_last_holder_leaves() -> None:
     pool = PagePool(2, 2)
     pages, _ = filled(pool, [1, 2])
-    pool.hold(pages)
+    pool.acquire(pages)
     pool.release(pages)
     assert pool.free_pages == 1
     pool.check([pages])
@@ -187,7 +187,7 @@ class PoolWalk(RuleBasedStateMachine):
         found = self.pool.find(keys)
         for depth, page in enumerate(found):
             assert self.content[page] == tuple(prefix[: depth + 1])
-        self.pool.hold(found)
+        self.pool.acquire(found)
         fresh = self.pool.allocate(len(keys) - len(found))
         if fresh is None:
             self.pool.release(found)
@@ -195,7 +195,7 @@ class PoolWalk(RuleBasedStateMachine):
         for depth in range(len(found), len(keys)):
             page = fresh[depth - len(found)]
             self.content[page] = tuple(prefix[: depth + 1])
-            self.pool.remember(page, keys[depth])
+            self.pool.register(page, keys[depth])
         self.next_table += 1
         self.held[self.next_table] = found + fresh
         return self.next_table

@@ -11,7 +11,7 @@ import torch
 from engine.backends.common.native_build import SWITCH, find_compiler
 from engine.backends.common.torch_load_settings import refuse_settings
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.model.linear import LinearFactory, kind_of
+from engine.backends.torch.model.linear import LinearFactory, linear_kind
 from engine.backends.torch.model.mlp import MixtureMlp
 from engine.backends.torch.native import library as kernels
 from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of
@@ -90,11 +90,11 @@ def test_experts_are_quantised_and_what_routes_to_them_is_not(tmp_path: Path, we
     mixtures = [block.mlp for block in blocks if isinstance(block.mlp, MixtureMlp)]
     assert mixtures
     for mixture in mixtures:
-        assert weights not in kind_of(mixture.router)
-        assert all(weights in kind_of(part) for each in mixture.experts for part in (each.gate_up, each.down))
+        assert weights not in linear_kind(mixture.router)
+        assert all(weights in linear_kind(part) for each in mixture.experts for part in (each.gate_up, each.down))
         assert mixture.shared is not None
-        assert weights not in kind_of(mixture.shared.gate)
-        assert weights in kind_of(mixture.shared.mlp.down)
+        assert weights not in linear_kind(mixture.shared.gate)
+        assert weights in linear_kind(mixture.shared.mlp.down)
     assert divergence(runner, load(folder, "auto", dtype="float32")) < 0.3
 
 

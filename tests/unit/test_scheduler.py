@@ -15,9 +15,9 @@ def test_a_short_prompt_is_computed_in_one_step_and_then_decodes_one_by_one() ->
     s = scheduler()
     a = submit(s, "a", 5)
     assert fed(step(s)) == {"a": 5}
-    assert (a.computed, a.known) == (5, 6)
+    assert (a.computed, a.num_tokens) == (5, 6)
     assert fed(step(s)) == {"a": 1}
-    assert (a.computed, a.known) == (6, 7)
+    assert (a.computed, a.num_tokens) == (6, 7)
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_sampled_once_at_its_end() -> None:
@@ -37,7 +37,7 @@ def test_decodes_get_their_token_in_every_step_of_a_long_prompt() -> None:
     for produced in range(2, 6):
         plan = step(s)
         assert fed(plan) == {"a": 1, "b": 1, "long": 14}
-        assert a.known == b.known == 4 + produced
+        assert a.num_tokens == b.num_tokens == 4 + produced
 
 
 def test_an_older_prompt_is_finished_before_a_younger_one_gets_budget() -> None:
@@ -58,7 +58,7 @@ def test_prompts_move_on_even_where_decodes_alone_use_up_the_budget() -> None:
     plan = step(s)
     assert fed(plan) == {**dict.fromkeys("abcdef", 1), "g": 4}
     step(s)
-    assert g.known == 9
+    assert g.num_tokens == 9
 
 
 def test_no_more_than_max_prompts_run_and_the_rest_wait_in_order() -> None:
@@ -84,7 +84,7 @@ def test_lowering_max_prompts_lets_running_ones_finish() -> None:
     assert fed(step(s)) == {"c": 1}
     s.remove(c)
     assert fed(step(s)) == {"d": 3}
-    assert d.known == 4
+    assert d.num_tokens == 4
 
 
 def test_raising_max_prompts_admits_at_once() -> None:
@@ -98,7 +98,7 @@ def test_raising_max_prompts_admits_at_once() -> None:
 
 def test_a_prompt_that_can_never_fit_the_pages_is_refused_with_numbers() -> None:
     s = scheduler(pages=4, page_tokens=4)
-    with pytest.raises(ContextLengthExceeded, match="17 tokens, more than the 16") as refused:
+    with pytest.raises(ContextLengthExceeded, match="17 tokens, more than the limit of 16") as refused:
         submit(s, "a", 17)
     assert refused.value.details == {"prompt_tokens": 17, "limit": 16, "max_model_len": 200, "pool_tokens": 16}
     submit(s, "b", 16)
@@ -107,7 +107,7 @@ def test_a_prompt_that_can_never_fit_the_pages_is_refused_with_numbers() -> None
 
 def test_a_prompt_that_fills_the_context_is_refused_with_numbers() -> None:
     s = scheduler(max_model_len=20)
-    with pytest.raises(ContextLengthExceeded, match="20 tokens, more than the 19"):
+    with pytest.raises(ContextLengthExceeded, match="20 tokens, more than the limit of 19"):
         submit(s, "a", 20)
     submit(s, "b", 19)
 
@@ -123,7 +123,7 @@ def test_the_only_running_sequence_that_runs_out_of_pages_ends() -> None:
     a = submit(s, "a", 6)
     plans = [step(s) for _ in range(4)]
     assert [plan.exhausted for plan in plans] == [[], [], [], [a]]
-    assert a.known == 9  # eight computed in two pages, and the one sampled from the last of them
+    assert a.num_tokens == 9  # eight computed in two pages, and the one sampled from the last of them
     assert not s.running
     assert s.pool.free_pages == 2
 
@@ -134,7 +134,7 @@ def test_a_sequence_ends_where_the_context_ends() -> None:
     step(s)
     plan = s.plan()
     assert s.commit(plan, [[7]]) == [a]
-    assert a.known == 8
+    assert a.num_tokens == 8
     assert not s.running
     s.check()
 
@@ -158,7 +158,7 @@ def test_the_youngest_is_preempted_and_goes_on_later_from_all_it_had() -> None:
     s.remove(a)
     step(s)
     assert b.token_ids[: len(had)] == had
-    assert b.known == len(had) + 1
+    assert b.num_tokens == len(had) + 1
 
 
 def test_a_preempted_sequence_is_ahead_of_those_that_came_later() -> None:

@@ -42,7 +42,7 @@ def test_a_finished_answer_is_a_prefix_for_the_next_turn() -> None:
     a = submit(s, "a", 6)
     for _ in range(7):
         step(s)
-    turn = Sequence("b", [*a.token_ids, 99, 98], a.known + 2)
+    turn = Sequence("b", [*a.token_ids, 99, 98], a.num_tokens + 2)
     s.remove(a)
     s.submit(turn)
     assert fed(step(s)) == {"b": 3}
@@ -74,7 +74,7 @@ def test_an_answer_is_a_prefix_for_its_own_scope_alone() -> None:
     s.remove(first)
     found = {}
     for scope in ("bob", "alice"):
-        turn = Sequence(scope, [*first.token_ids, 99, 98], first.known + 2, cache_scope=scope, shared_tokens=6)
+        turn = Sequence(scope, [*first.token_ids, 99, 98], first.num_tokens + 2, cache_scope=scope, shared_tokens=6)
         s.submit(turn)
         step(s)
         found[scope] = turn.cached_tokens
@@ -104,7 +104,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     while not s.counters.preemptions:
         step(s)
     s.remove(a)
-    known = b.known
+    known = b.num_tokens
     plan = step(s)
     assert fed(plan)["b"] < known
     assert b.cached_tokens == 0  # what was cached when it first came in

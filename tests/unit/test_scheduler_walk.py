@@ -76,14 +76,14 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     def one_step(self, draw: random.Random) -> None:
         running = len(self.scheduler.running)
-        decodes = {seq.id for seq in self.scheduler.running if seq.missing == 1}
+        decodes = {seq.id for seq in self.scheduler.running if seq.uncomputed == 1}
         preemptions = self.scheduler.counters.preemptions
         guesses = {name: [draw.randint(0, 1) for _ in range(draw.randint(0, 5))] for name in decodes}
         plan = self.scheduler.plan()
-        self.scheduler.add_guesses(plan, guesses)
+        self.scheduler.add_drafts(plan, guesses)
         preempted = self.scheduler.counters.preemptions > preemptions
         assert len(self.scheduler.running) <= max(self.scheduler.limits.max_prompts, running)
-        assert sum(len(chunk.token_ids) - chunk.guessed for chunk in plan.chunks) <= max(7, len(decodes) + 3)
+        assert sum(len(chunk.token_ids) - chunk.num_drafts for chunk in plan.chunks) <= max(7, len(decodes) + 3)
         if not preempted and not plan.exhausted:
             assert decodes <= {seq.id for seq in plan.sequences}
         for seq, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -91,13 +91,13 @@ class SchedulerWalk(RuleBasedStateMachine):
         tokens = []
         for chunk in plan.chunks:
             if chunk.sample:
-                held = draw.randint(0, chunk.guessed)
+                held = draw.randint(0, chunk.num_drafts)
                 tokens.append([*chunk.token_ids[1:][:held], draw.randint(0, 1)])
         for seq, new in zip(plan.sampled, tokens, strict=True):
             self.expected[seq.id] += new[: 40 - len(self.expected[seq.id])]
         ended = plan.exhausted + self.scheduler.commit(plan, tokens)
         for seq in ended:
-            assert seq.known >= min(40, 9 * 3)
+            assert seq.num_tokens >= min(40, 9 * 3)
             del self.live[seq.id]
         self.scheduler.check()
         assert plan.chunks or ended or preempted or not self.live, "work is left but the step did nothing"
@@ -105,7 +105,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     def feed(self, seq: Sequence, chunk: ChunkInput) -> None:
         size, start, pages = self.page_tokens, chunk.start, list(chunk.pages)
         fed = list(chunk.token_ids)
-        tokens = fed[: len(fed) - chunk.guessed]
+        tokens = fed[: len(fed) - chunk.num_drafts]
         known = self.expected[seq.id]
         assert [self.slots[pages[p // size], p % size] for p in range(start)] == known[:start]
         assert tokens

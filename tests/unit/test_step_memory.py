@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.backends.common.step_memory import largest_step
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
-from engine.backends.torch.backend import CPU_TOKENS, warm_up
+from engine.backends.torch.backend import CPU_WARM_UP_TOKENS, warm_up
 from engine.backends.torch.model.step_plan import StepPlanner
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.runner import ModelRunner
@@ -121,7 +121,7 @@ def test_codes_that_the_kernel_reads_take_no_more_of_a_step_than_plain_pages(
         spec = ModelSpec(path=folder, name="tiny", dtype="bfloat16", device="cpu", cache_bits=bits)
         runner = ModelRunner.load(folder, spec, report=ignore_progress, cancelled=never)
         runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
-        runner.foresee(chunks)
+        runner.account_for(chunks)
         [share] = runner.shares
         return share.working_bytes
 
@@ -138,7 +138,7 @@ def test_telling_of_a_prompt_takes_no_more_than_its_bound_and_nothing_beyond_the
     runner.forward([prompt, *answers])
     [before] = runner.shares
     telling = PromptLogprobs(prompt.token_ids, 5)
-    told = replace(prompt, sample=False, told=range(511))
+    told = replace(prompt, sample=False, prompt_states=range(511))
 
     @torch.inference_mode()
     def work() -> None:
@@ -165,7 +165,7 @@ def test_on_a_cpu_the_warm_up_counts_the_largest_step_and_computes_a_small_one(
     runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
     took_s = warm_up(runner, PagePool(PAGES, PAGE_TOKENS, b"salt"), max_prompts=4, step_tokens=512)
     [share] = runner.shares
-    assert computed == [CPU_TOKENS + 3] and took_s > 0
+    assert computed == [CPU_WARM_UP_TOKENS + 3] and took_s > 0
     pages = list(range(-(-512 // PAGE_TOKENS)))
     forward([ChunkInput([0] * 512, 0, pages, sample=True), *[ChunkInput([0], 511, pages, sample=True)] * 3])
     [after] = runner.shares

@@ -13,18 +13,18 @@ from torch import Tensor
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.cuda.step_transfer import PlainStaging, TurnStaging, Wait, offsets, uploaded
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, mapped
+from engine.backends.torch.cuda.step_transfer import BlockingUploader, PinnedUploader, Wait, offsets, upload_plan
+from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, map_tensors
 
 CPU = torch.device("cpu")
 
 
-class CountedStaging(PlainStaging):
+class CountedUploader(BlockingUploader):
     sends = 0
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
         self.sends += 1
-        return super().send(host.clone(), into)
+        return super().send(buffer.clone(), target)
 
 
 def planned(paged: PagedAttention | None) -> StepPlan:
@@ -34,7 +34,7 @@ def planned(paged: PagedAttention | None) -> StepPlan:
             ChunkInput([5], 20, [3, 1, 9], sample=True),
             ChunkInput([7], 3, [4], sample=True),
             ChunkInput(list(range(40)), 0, [11, 10, 12, 13, 15], sample=True),
-            ChunkInput(list(range(3)), 9, [2, 8], sample=False, told=range(2)),
+            ChunkInput(list(range(3)), 9, [2, 8], sample=False, prompt_states=range(2)),
         ]
     )
 
@@ -46,21 +46,21 @@ def flat(plan: StepPlan) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    mapped(plan, note)
+    map_tensors(plan, note)
     return found
 
 
 def test_a_step_arrives_as_it_was_with_one_copy() -> None:
     for paged in (None, gathered.paged_attention):
-        plan, staging = planned(paged), CountedStaging(CPU)
-        arrived = uploaded(plan, staging)
+        plan, staging = planned(paged), CountedUploader(CPU)
+        arrived = upload_plan(plan, staging)
         assert staging.sends == 1
         ours, theirs = flat(arrived), flat(plan)
         assert len(ours) == len(theirs) > 5
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.dtype == other.dtype and torch.equal(mine, other)
         assert len({tensor.untyped_storage().data_ptr() for tensor in ours}) == 1
-        assert arrived.told == plan.told and arrived.sizes(8) == plan.sizes(8)
+        assert arrived.prompt_states == plan.prompt_states and arrived.sizes(8) == plan.sizes(8)
 
 
 @given(st.lists(st.integers(0, 100), max_size=9))
@@ -96,18 +96,18 @@ class Queue:
         return wait
 
 
-class Lazy(TurnStaging):
+class Lazy(PinnedUploader):
     """Its copies take place when the queue comes to them, and read the buffer as it is then."""
 
     def __init__(self, queue: Queue) -> None:
         super().__init__(CPU, lambda size: torch.empty(size, dtype=torch.uint8), queue.copied)
         self._queue = queue
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        target = torch.zeros(len(host), dtype=torch.uint8)
-        self._queue.waiting.append(lambda: target.copy_(host))
-        self._waits[self._turn] = self._queue.copied()
-        return target
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
+        copy = torch.zeros(len(buffer), dtype=torch.uint8)
+        self._queue.waiting.append(lambda: copy.copy_(buffer))
+        self._waits[self._current] = self._queue.copied()
+        return copy
 
 
 def test_a_buffer_is_written_to_again_only_once_its_copy_is_done() -> None:
@@ -115,10 +115,10 @@ def test_a_buffer_is_written_to_again_only_once_its_copy_is_done() -> None:
     staging = Lazy(queue)
     sent = []
     for step in range(7):
-        host = staging.host(4 + step)
+        host = staging.buffer(4 + step)
         host.fill_(step)
         sent.append(staging.send(host))
-        assert len(queue.waiting) <= TurnStaging.BUFFERS
+        assert len(queue.waiting) <= PinnedUploader.BUFFERS
     queue.run()
     assert [set(each.tolist()) for each in sent] == [{step} for step in range(7)]
-    assert queue.waits == 7 - TurnStaging.BUFFERS
+    assert queue.waits == 7 - PinnedUploader.BUFFERS

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backends.torch.speculation.ngram import FREE_SHARE, SpeculationBudget
+from engine.backends.torch.speculation.speculation import FREE_SHARE, SpeculationBudget
 
 STEP_S = 0.002
 
 
-def run(upkeep: SpeculationBudget, steps: int, *, looking_s: float, saved_s: float = 0.0) -> tuple[int, float]:
+def run(budget: SpeculationBudget, steps: int, *, looking_s: float, saved_s: float = 0.0) -> tuple[int, float]:
     """In how many of the steps was looked, and how long it took in all, less what was saved."""
     looked, cost_s = 0, 0.0
     for _ in range(steps):
-        if upkeep.due():
-            upkeep.spent(looking_s)
-            upkeep.saved(saved_s)
+        if budget.should_draft():
+            budget.charge(looking_s)
+            budget.credit(saved_s)
             looked, cost_s = looked + 1, cost_s + looking_s - saved_s
-        upkeep.stepped(STEP_S)
+        budget.record_step(STEP_S)
     return looked, cost_s
 
 
@@ -28,9 +28,9 @@ def test_looking_that_finds_nothing_costs_a_hundredth_at_most(share: float) -> N
 
 
 def test_a_single_long_look_at_the_beginning_is_forgiven() -> None:
-    upkeep = SpeculationBudget()
-    run(upkeep, 1, looking_s=5 * STEP_S)
-    assert upkeep.due()
+    budget = SpeculationBudget()
+    run(budget, 1, looking_s=5 * STEP_S)
+    assert budget.should_draft()
 
 
 def test_looking_that_costs_next_to_nothing_goes_on() -> None:
@@ -42,14 +42,14 @@ def test_looking_that_is_paid_for_goes_on() -> None:
 
 
 def test_what_saves_nothing_any_more_is_given_up_soon_however_much_it_saved() -> None:
-    upkeep = SpeculationBudget()
-    run(upkeep, 10_000, looking_s=0.1 * STEP_S, saved_s=0.5 * STEP_S)
-    looked, _ = run(upkeep, 1_000, looking_s=0.1 * STEP_S)
+    budget = SpeculationBudget()
+    run(budget, 10_000, looking_s=0.1 * STEP_S, saved_s=0.5 * STEP_S)
+    looked, _ = run(budget, 1_000, looking_s=0.1 * STEP_S)
     assert looked < 400
 
 
 def test_what_begins_to_save_is_found_out_and_goes_on() -> None:
-    upkeep = SpeculationBudget()
-    run(upkeep, 5_000, looking_s=0.1 * STEP_S)
-    run(upkeep, 520, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)
-    assert run(upkeep, 1_000, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)[0] == 1_000
+    budget = SpeculationBudget()
+    run(budget, 5_000, looking_s=0.1 * STEP_S)
+    run(budget, 520, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)
+    assert run(budget, 1_000, looking_s=0.1 * STEP_S, saved_s=0.2 * STEP_S)[0] == 1_000

@@ -43,7 +43,7 @@ class Decodes:
     def step(self) -> None:
         """One token for each."""
         parts = zip(self._ends, self._pages, strict=True)
-        feed(self._runner, [ChunkInput([9], end, pages, True, stay=pages.start) for end, pages in parts])
+        feed(self._runner, [ChunkInput([9], end, pages, True, residency=pages.start) for end, pages in parts])
         self._ends = [end + 1 for end in self._ends]
 
 
@@ -84,8 +84,8 @@ def measure(model: Path, given: argparse.Namespace) -> None:
     most = max(given.sequences)
     tokens = max([most * (FIRST_TOKENS + most + 2 * (WARM_UPS + given.turns)), *given.prompts]) + most * PAGE_TOKENS
     pages = 4 * -(-tokens // PAGE_TOKENS)  # a quarter of them may be kept side by side
-    runner.allocate_kv(pages, PAGE_TOKENS, report=ignore_progress, most_sequences=most)
-    runner.settle()
+    runner.allocate_kv(pages, PAGE_TOKENS, report=ignore_progress, max_sequences=most)
+    runner.enlarge_pages()
     print(f"{runner.dtype_name}, {runner.linear}, attention {runner.attention.name}, {torch.get_num_threads()} threads")
     for count in given.sequences:
         decodes = Decodes(runner, count, 2 * (WARM_UPS + given.turns))

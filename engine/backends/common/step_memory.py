@@ -34,8 +34,8 @@ class StepSizes:
 
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
     included.  gathered: tokens whose keys and values the largest call copies out of pages: those that lie apart, or all
-    where they are kept as codes.  masked: elements of all masks.  told: rows of a prompt whose log-probabilities are
-    made at once.  native: whether attention is, which makes nothing but its output.  fused: whether blocks are, which
+    where they are kept as codes.  masked: elements of all masks.  prompt_states: rows of a prompt whose
+    log-probabilities are made at once.  native: whether attention is, which makes nothing but its output.  fused: whether blocks are, which
     make nothing between their products.
     """
 
@@ -44,7 +44,7 @@ class StepSizes:
     padded: int = 0
     gathered: int = 0
     masked: int = 0
-    told: int = 0
+    prompt_states: int = 0
     native: bool = False
     fused: bool = False
 
@@ -148,5 +148,5 @@ def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
     """What is told of prompts is done with before the rows that sample are looked at."""
     return max(
         _norm_bytes(rows * config.hidden_size, itemsize) + rows * config.vocab_size * (itemsize + each)
-        for rows, each in ((sizes.sampled, _SAMPLING_BYTES), (sizes.told, _TELLING_BYTES))
+        for rows, each in ((sizes.sampled, _SAMPLING_BYTES), (sizes.prompt_states, _TELLING_BYTES))
     )

@@ -184,7 +184,7 @@ class Limits:
         prompt = len(request.prompt_ids)
         if prompt > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens, more than the {limit} that can be taken: {reason}",
+                f"the prompt has {prompt} tokens, more than the limit of {limit}: {reason}",
                 prompt_tokens=prompt,
                 limit=limit,
                 max_model_len=self.max_model_len,

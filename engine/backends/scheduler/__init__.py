@@ -1,1 +1,1 @@
-"""Which tokens of which sequences a step computes, and the KV pages they take; without torch."""
+"""Scheduling of sequences into steps, and the pool of KV pages; without torch."""

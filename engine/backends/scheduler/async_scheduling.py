@@ -1,8 +1,8 @@
-"""The step after one whose tokens nobody has read yet: whether it can be planned already, and how. No torch here.
+"""Asynchronous scheduling: the next step is planned while the device computes this one. No torch here.
 
-Where a device runs by itself, the host plans and launches the next step while this one is computed (what vLLM calls
-asynchronous scheduling and SGLang its overlap scheduler). Only a token's id is missing then: where it goes, which pages
-it takes and who else takes part is known. So the plan has `batch.unread` in its place, and the device fills it in.
+Where the device runs by itself, the host plans and launches the next step before it has read this one's tokens (vLLM's
+asynchronous scheduling, SGLang's overlap scheduler). Only the tokens' ids are missing then, not their positions, pages
+or batch. So the plan has `batch.pending_token_id` in their place, and the device fills them in.
 """
 
 from __future__ import annotations
@@ -12,68 +12,70 @@ from contextlib import contextmanager
 
 from engine.backends.scheduler.batch import ChunkInput, pending_token_id
 from engine.backends.scheduler.scheduler import Scheduler
-from engine.backends.scheduler.sequences import Plan, Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
 
 
-def async_obstacle(running: Plan, scheduler: Scheduler, *, guesses: bool) -> str:
-    """Why the step after `running` has to wait until that one is read; "" where nothing speaks against planning it.
+def async_obstacle(running: BatchPlan, scheduler: Scheduler, *, speculates: bool) -> str:
+    """Return why the next step has to wait until `running` is read back; "" if it can be planned now.
 
-    guesses: whether tokens may be guessed behind the last one, which takes to know it. How tokens are drawn is no
-    obstacle, whatever a request asks for: a step is drawn from after the one before it was read.
+    speculates: True if draft tokens may follow, which depend on the last token. Sampling parameters are no obstacle: a
+    step is sampled after the previous one was read back.
     """
     live = (*scheduler.running, *scheduler.waiting)
-    if guesses:
-        return "tokens are guessed behind the last one"
-    if any(sequence.told < sequence.tell for sequence in live):
-        return "what is told of a prompt is read while it is computed"
-    if any(scheduler.outgrown(sequence) for sequence in scheduler.waiting):
+    if speculates:
+        return "draft tokens depend on the last token"
+    if any(sequence.states_read < sequence.states_wanted for sequence in live):
+        return "hidden states of a prompt are read while it is computed"
+    if any(scheduler.exceeds_capacity(sequence) for sequence in scheduler.waiting):
         return "a request ends without being computed"
     if _pages_lacking(running, scheduler):
-        return "pages are free only once a request has ended, or has to be preempted"
+        return "no page is free until a request ends or is preempted"
     return ""
 
 
-def plan_next_step(running: Plan, scheduler: Scheduler) -> Plan:
-    """The step after `running`, which is launched and not committed; only without an `obstacle`.
+def plan_next_step(running: BatchPlan, scheduler: Scheduler) -> BatchPlan:
+    """Plan the step after `running`, which is launched and not committed; only without an `async_obstacle`.
 
-    Of the sequences that are drawn for, those take part that certainly go on. One whose answer turns out to have ended
-    has a token too many in it, which is nobody's.
+    Sampled sequences take part unless they end at their limit. One that turns out to have ended otherwise has a token
+    too many in it, which is dropped.
     """
     with _assume_committed(running, scheduler.max_model_len):
         return scheduler.plan()
 
 
 def continues_after(sequence: Sequence, chunk: ChunkInput, max_model_len: int) -> bool:
-    """Whether another token comes after the one that is drawn for `chunk`, unless that is an end."""
-    return chunk.sample and sequence.known + 1 < min(max_model_len, sequence.limit or max_model_len)
+    """Return whether another token follows the one sampled for `chunk`, unless that is an end token."""
+    return chunk.sample and sequence.num_tokens + 1 < min(max_model_len, sequence.limit or max_model_len)
 
 
-def _pages_lacking(running: Plan, scheduler: Scheduler) -> bool:
+def _pages_lacking(running: BatchPlan, scheduler: Scheduler) -> bool:
     pool, longest = scheduler.pool, scheduler.max_model_len
-    new = {
+    growing = {
         each
         for each, chunk in zip(running.sequences, running.chunks, strict=True)
         if continues_after(each, chunk, longest)
     }
-    needed = sum(max(0, pool.pages_for(each.known + (each in new)) - len(each.pages)) for each in scheduler.running)
+    needed = sum(
+        max(0, pool.pages_for(each.num_tokens + (each in growing)) - len(each.pages)) for each in scheduler.running
+    )
     return needed > pool.free_pages
 
 
 @contextmanager
-def _assume_committed(running: Plan, max_model_len: int) -> Iterator[None]:
-    """Sequences as they are once `running` is committed, but for the ids, which are the rows that they are drawn in."""
+def _assume_committed(running: BatchPlan, max_model_len: int) -> Iterator[None]:
+    """Have sequences as if `running` were committed, with placeholders for the sampled ids."""
     steps = list(zip(running.sequences, running.chunks, strict=True))
-    going = [continues_after(sequence, chunk, max_model_len) for sequence, chunk in steps]
+    continuing = [continues_after(sequence, chunk, max_model_len) for sequence, chunk in steps]
     row = 0
-    for (sequence, chunk), goes in zip(steps, going, strict=True):
+    for (sequence, chunk), continues in zip(steps, continuing, strict=True):
         sequence.computed = chunk.end
-        if goes:
+        if continues:
             sequence.token_ids.append(pending_token_id(row))
         row += chunk.sampled
     try:
         yield
     finally:
-        for (sequence, chunk), goes in zip(steps, going, strict=True):
+        for (sequence, chunk), continues in zip(steps, continuing, strict=True):
             sequence.computed = chunk.start
-            if goes:
+            if continues:
                 sequence.token_ids.pop()

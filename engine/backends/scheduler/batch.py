@@ -1,4 +1,4 @@
-"""What the scheduler hands to the model runner: one chunk of tokens per sequence. Nothing here imports torch."""
+"""Input of one step of a model: a chunk of tokens per sequence. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChunkInput:
-    """The tokens of one sequence to feed in one step, and where its keys and values lie.
+    """Tokens of one sequence to compute in one step, and the pages of its keys and values.
 
-    token_ids: tokens to feed now, at positions start, start + 1, ...; `unread` in place of one that is not known yet.
+    token_ids: tokens at positions start, start + 1, ...; `pending_token_id` in place of one that is not read back yet.
     start: position of the first of them, which is the number of tokens whose KV is already in the pages.
     pages: page ids in order; position p lies in pages[p // page_tokens]. They cover at least
-        start + len(token_ids) tokens. Lent for the step: neither to be kept nor to be changed.
-    sample: whether the logits of the last token are wanted.
+        start + len(token_ids) tokens. Valid for this step only, and read-only.
+    sample: True if the logits of the last token are needed.
     adapter: key of the LoRA adapter to compute with; "" for none.
-    guessed: how many of the last tokens are guesses. The logits of each are wanted, and of the token before them.
-    stay: a number that this sequence alone has for as long as it holds its pages; 0 where nothing is to be kept of it
+    num_drafts: how many of the last tokens are draft tokens. Logits are needed of each, and of the token before them.
+    residency: a number that no other sequence has while this one keeps its pages; 0 where nothing of it may be cached
         from step to step.
-    told: which of the tokens' final states are wanted for what is told of the prompt; the first of them is token 0.
+    prompt_states: indices in token_ids whose final hidden states are needed for the output about the prompt.
     """
 
     token_ids: Sequence[int]
@@ -27,26 +27,26 @@ class ChunkInput:
     pages: Sequence[int]
     sample: bool
     adapter: str = ""
-    guessed: int = 0
-    told: range = range(0)
-    stay: int = 0
+    num_drafts: int = 0
+    prompt_states: range = range(0)
+    residency: int = 0
 
     @property
     def end(self) -> int:
-        """Position after the last fed token: tokens whose KV the pages hold after the step."""
+        """Position after the last token: the number of tokens with KV in the pages after the step."""
         return self.start + len(self.token_ids)
 
     @property
     def prefills(self) -> bool:
-        """Several tokens, all of them known: some of a prompt, or of an answer that is computed again."""
-        return len(self.token_ids) > 1 and not self.guessed
+        """True for several tokens without drafts: part of a prompt, or of an answer that is recomputed."""
+        return len(self.token_ids) > 1 and not self.num_drafts
 
     @property
     def sampled(self) -> int:
-        """How many of the last tokens' logits are wanted."""
-        return 1 + self.guessed if self.sample else 0
+        """Number of last tokens whose logits are needed."""
+        return 1 + self.num_drafts if self.sample else 0
 
 
 def pending_token_id(row: int) -> int:
-    """What stands for the token that the step before draws in row `row`, as long as only the device knows it."""
+    """Return the placeholder of the token that the previous step samples in row `row`, while only the device has it."""
     return -1 - row

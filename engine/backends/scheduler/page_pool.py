@@ -1,8 +1,7 @@
-"""KV pages as numbers: who holds which, which are free, and which free ones still remember a prefix.
+"""Pool of KV page ids: reference counts, free pages, and the prefix cache. The model runner owns the tensors.
 
-Nothing here imports torch: the pool hands out page ids, the model runner owns the tensors behind them.
-The prefix cache is "free pages with memory": a finished page gets a key, keeps it when it is freed, and is
-found by that key until it is reused for something else (after PagedAttention, Kwon et al. 2023).
+Nothing here imports torch. The prefix cache consists of free pages: a full page gets a key, keeps it when it is freed,
+and is found by that key until it is reused (after PagedAttention, Kwon et al. 2023).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from engine.backends.common.page_keys import PageHash, PageKey, short
 
 
 class PagePool:
-    """A fixed number of KV pages of `page_tokens` tokens each, counted by reference. Every operation is O(1) a page.
+    """A fixed number of reference-counted KV pages of `page_tokens` tokens each. Every operation is O(1) per page.
 
-    A page is blank (free, nothing worth keeping), cached (free, findable by its key) or held (by one sequence
-    or by several that share a prefix). Blank pages are handed out first, then the least recently freed cached ones.
-    drafted: pages all of whose tokens a draft model has computed too, until they are handed out again.
-    salt: what keys are hashed with; pools with the same give equal pages equal keys. b"" draws one.
+    A page is blank (free, without a key), cached (free, found by its key) or used (by one sequence, or by several that
+    share a prefix). Blank pages are allocated first, then the least recently freed cached ones.
+    drafted: pages whose tokens a draft model has computed too, until they are allocated again.
+    salt: of the keys; pools with the same salt give equal pages equal keys. b"" for a random one.
     """
 
     def __init__(self, num_pages: int, page_tokens: int, salt: bytes = b"") -> None:
@@ -38,42 +37,43 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated now, cached ones among them."""
+        """Pages that can be allocated, cached ones included."""
         return len(self._blank) + len(self._cached)
 
     @property
     def cached_pages(self) -> int:
-        """Free pages that still remember a prefix."""
+        """Free pages of the prefix cache."""
         return len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages `tokens` tokens take."""
+        """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_tokens)
 
     def root(self, adapter: str) -> PageKey:
-        """What the first page of a sequence comes after."""
+        """Return the parent key of a sequence's first page."""
         return self._hash.root(adapter)
 
     def scoped(self, parent: PageKey, scope: str) -> PageKey:
-        """Return the key that the first page of `scope` comes after, where `parent` is the page before it or `root`."""
+        """Return the parent key of the first page of `scope`, where `parent` is the key of the page before it or
+        `root`."""
         return self._hash.scoped(parent, scope)
 
     def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
-        """Name of a full page: equal keys mean equal prefixes."""
+        """Return the key of a full page: equal keys mean equal prefixes."""
         return self._hash.key(parent, token_ids)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages to write to, each held once; None, and nothing taken, where fewer are free."""
+        """Allocate `count` pages with one reference each; None, and nothing allocated, where fewer are free."""
         if count > self.free_pages:
             return None
-        pages = [self._take() for _ in range(count)]
+        pages = [self._reuse_page() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
             self.drafted.discard(page)
         return pages
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
-        """Pages that hold the longest known prefix of `keys`. Hold them before anything else is allocated."""
+        """Return the cached pages of the longest prefix of `keys`. Acquire them before anything is allocated."""
         pages: list[int] = []
         for key in keys:
             page = self._by_key.get(key)
@@ -82,20 +82,20 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages, which are held already or cached."""
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of these pages, which are used or cached."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
 
     def leading_drafted(self, pages: Sequence[int]) -> int:
-        """How many of these pages, from the first on, a draft model has computed too."""
+        """Return how many of these pages, from the first on, a draft model has computed too."""
         return next((index for index, page in enumerate(pages) if page not in self.drafted), len(pages))
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each. Freed from the last to the first, so that the tail of a prefix, which fewer
-        requests share, is reused before its head."""
+        """Drop a reference to each. Pages are freed from the last to the first, so that the tail of a prefix, which
+        fewer requests share, is reused before its head."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -104,16 +104,16 @@ class PagePool:
                 else:
                     self._cached[page] = None
 
-    def remember(self, page: int, key: PageKey) -> None:
-        """Make a held page, full of final computed tokens, findable. Where another page has the key it stays the
-        one that is found: page tables are never rewritten."""
+    def register(self, page: int, key: PageKey) -> None:
+        """Make a used page, full of computed tokens, findable by its key. Where another page has the key, that one
+        stays findable: page tables are never rewritten."""
         if key not in self._by_key:
             self._by_key[key] = page
             self._keys[page] = key
-            self._note(key, findable=True)
+            self._record_change(key, findable=True)
 
     def take_changes(self) -> PrefixChanges:
-        """Which pages became findable and which ceased to be, on balance, since the last call."""
+        """Return the pages that became findable or ceased to be, on balance, since the last call."""
         if not self._changes:
             return PrefixChanges()
         changes, self._changes = self._changes, {}
@@ -123,20 +123,20 @@ class PagePool:
         )
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Prove the accounts against the page tables of all holders; raises AssertionError with the numbers."""
+        """Verify the accounts against the page tables of all holders. Raises AssertionError with the numbers."""
         counted = Counter(page for pages in holders for page in pages)
         for page, references in enumerate(self._references):
             _require(references == counted[page], f"page {page} counts {references} holders, has {counted[page]}")
-        blank, cached, held = set(self._blank), set(self._cached), set(counted)
-        sizes = f"{len(blank)} blank + {len(cached)} cached + {len(held)} held of {self.num_pages} pages"
+        blank, cached, used = set(self._blank), set(self._cached), set(counted)
+        sizes = f"{len(blank)} blank + {len(cached)} cached + {len(used)} used of {self.num_pages} pages"
         _require(len(blank) == len(self._blank), "a page is in the blank list twice")
-        _require(len(blank) + len(cached) + len(held) == self.num_pages, sizes)
-        _require(blank | cached | held == set(range(self.num_pages)), sizes)
+        _require(len(blank) + len(cached) + len(used) == self.num_pages, sizes)
+        _require(blank | cached | used == set(range(self.num_pages)), sizes)
         named = {page: key for page, key in enumerate(self._keys) if key is not None}
         _require(self._by_key == {key: page for page, key in named.items()}, "keys and pages disagree")
-        _require(cached == named.keys() - held, "a cached page has no key, or a blank one has")
+        _require(cached == named.keys() - used, "a cached page has no key, or a blank one has")
 
-    def _take(self) -> int:
+    def _reuse_page(self) -> int:
         if self._blank:
             return self._blank.pop()
         page, _ = self._cached.popitem(last=False)
@@ -144,11 +144,11 @@ class PagePool:
         assert key is not None
         del self._by_key[key]
         self._keys[page] = None
-        self._note(key, findable=False)
+        self._record_change(key, findable=False)
         return page
 
-    def _note(self, key: PageKey, *, findable: bool) -> None:
-        """What comes and goes between two reports is in neither, so there are never more changes than pages, twice."""
+    def _record_change(self, key: PageKey, *, findable: bool) -> None:
+        """Record a change; opposite changes cancel out, so there are never more than twice as many as pages."""
         name = short(key)
         if self._changes.get(name, findable) != findable:
             del self._changes[name]

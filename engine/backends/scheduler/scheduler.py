@@ -1,8 +1,8 @@
-"""Which tokens of which sequences the next step computes. Integers only; nothing here imports torch.
+"""Scheduler: decides which tokens of which sequences the next step computes. Nothing here imports torch.
 
-There is no prefill phase and no decode phase: every sequence has tokens known and tokens computed, and each step
-spends one token budget letting the second catch up with the first (the idea of vLLM v1's scheduler). A long
-prompt, a decode, a prefix hit and a preempted sequence that starts over are all that one rule.
+There is no prefill phase and no decode phase: every sequence has tokens, some of them computed, and each step spends
+one token budget on the uncomputed ones (the idea of vLLM v1's scheduler). A long prompt, a decode, a prefix hit and a
+preempted sequence that starts over all follow that one rule.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import replace
 from engine.backends.base import BackendRequest
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.page_pool import PagePool
-from engine.backends.scheduler.sequences import Counters, Plan, Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
-# How much of a worker's requests one step takes on: as asked for, and less where there was not the memory for it.
+# Limits of one step: as configured, and lower where memory did not suffice.
 
 
 class StepLimits:
-    """max_prompts: sequences that may run at once.  step_tokens: what a step computes at most, prompts and decodes
-    together.  prompts_limit: how many sequences memory has been found to allow; 0 where nothing is known.
+    """max_prompts: sequences that may run at once.  step_tokens: max tokens of a step, prompts and decodes together.
+    prompts_limit: sequences that memory was found to allow; 0 for no such limit.
 
-    What memory did not allow holds until `set_max_prompts`, step_tokens also until `set_step_tokens`.
+    Limits found by memory apply until `set_max_prompts`, that of step_tokens also until `set_step_tokens`.
     """
 
     def __init__(self, max_prompts: int, step_tokens: int, page_tokens: int) -> None:
@@ -35,47 +35,47 @@ class StepLimits:
         self._page_tokens = page_tokens
 
     @property
-    def places(self) -> int:
-        """Sequences that may run at once."""
+    def max_running(self) -> int:
+        """Sequences that may run at once, as memory allows."""
         return min(self.max_prompts, self.prompts_limit or self.max_prompts)
 
     def prompt_tokens(self, decodes: int) -> int:
-        """What a step with so many decodes has left for prompts."""
-        return max(self.step_tokens - decodes, self._least_tokens)
+        """Return the tokens left for prompts in a step with this many decodes."""
+        return max(self.step_tokens - decodes, self._min_tokens)
 
     def set_max_prompts(self, max_prompts: int) -> None:
-        """Admit up to this many from the next step on, and try again what memory did not allow before."""
+        """Set the maximum from the next step on, and drop the limits found by memory."""
         self.max_prompts = max_prompts
         self.prompts_limit = 0
         self.step_tokens = self._full_step_tokens
 
     def set_step_tokens(self, step_tokens: int) -> None:
-        """The budget from the next step on; where there is not the memory for it, it is made smaller again."""
+        """Set the budget from the next step on; it is lowered again where memory does not suffice."""
         self.step_tokens = self._full_step_tokens = step_tokens
 
     def halve_tokens(self) -> bool:
-        """Give up half of the budget; False where none is left to give up."""
-        if self.step_tokens <= self._least_tokens:
+        """Halve the token budget; return False if it is at its minimum."""
+        if self.step_tokens <= self._min_tokens:
             return False
-        self.step_tokens = max(self.step_tokens // 2, self._least_tokens)
+        self.step_tokens = max(self.step_tokens // 2, self._min_tokens)
         return True
 
-    def allow(self, prompts: int) -> None:
-        """No more than so many at once from now on, with the whole budget again, as it was not to blame."""
+    def limit_running(self, prompts: int) -> None:
+        """Limit the running sequences, and restore the token budget, which was not the cause."""
         self.prompts_limit = prompts
         self.step_tokens = self._full_step_tokens
 
     @property
-    def _least_tokens(self) -> int:
-        """Prompt tokens that a step takes on even where decodes alone use up step_tokens: prompts never starve."""
+    def _min_tokens(self) -> int:
+        """Prompt tokens of a step even where decodes use up step_tokens, so that prompts never starve."""
         return min(self._full_step_tokens, self._page_tokens)
 
 
-# Requests that the torch backend does not take.
+# Requests that the torch backend refuses.
 
 
 def refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
-    """Raise InvalidRequest where a token id lies outside the vocabulary, as it would fail the step of everybody."""
+    """Raise InvalidRequest for a token id outside the vocabulary, which would fail the step of all requests."""
     for param, token_ids in (
         ("prompt", request.prompt_ids),
         ("generated", request.generated),
@@ -86,11 +86,11 @@ def refuse_unknown_tokens(request: BackendRequest, vocab: int) -> None:
         if wrong is not None:
             raise InvalidRequest(f"{param} names token {wrong}; the model has {vocab}", param=param, value=wrong)
     if not request.prompt_ids:
-        raise InvalidRequest("the prompt is empty; it takes one token at least", param="prompt")
+        raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
 
 
-def refuse_hopeless(prompt_tokens: int, *, max_model_len: int, max_input_len: int, pool_tokens: int) -> None:
-    """Raise ContextLengthExceeded where a prompt of so many tokens can never be computed."""
+def refuse_oversized_prompt(prompt_tokens: int, *, max_model_len: int, max_input_len: int, pool_tokens: int) -> None:
+    """Raise ContextLengthExceeded for a prompt that can never be computed."""
     limit, why = min(
         (max_model_len - 1, f"the context is {max_model_len} tokens, the answer's first included"),
         (max_input_len, f"max_input_len is {max_input_len}"),
@@ -98,7 +98,7 @@ def refuse_hopeless(prompt_tokens: int, *, max_model_len: int, max_input_len: in
     )
     if prompt_tokens > limit:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens, more than the {limit} that can be taken: {why}",
+            f"the prompt has {prompt_tokens} tokens, more than the limit of {limit}: {why}",
             prompt_tokens=prompt_tokens,
             limit=limit,
             max_model_len=max_model_len,
@@ -109,14 +109,14 @@ def refuse_hopeless(prompt_tokens: int, *, max_model_len: int, max_input_len: in
 class Scheduler:
     """First come, first served, over one pool of pages.
 
-    Pages: a sequence is admitted when all its known tokens fit, with a spare page for every running sequence so
-    that the next decodes do not undo the admission at once; after that it takes a page when it reaches its edge.
-    Where none is free the youngest sequence is preempted: its pages go back (and may be found again as a prefix),
-    it starts over at the head of the line, and nobody new is admitted in that step.
+    Pages: a sequence is admitted when all its tokens fit, with a spare page for every running sequence so that the next
+    decodes do not preempt it at once; after that it allocates a page when it fills its last one. Where none is free,
+    the youngest sequence is preempted: its pages are freed (and may be found again as a prefix), it starts over at the
+    head of the queue, and no new one is admitted in that step.
 
-    Budget: every decode gets its token in every step; prompts share what is left of step_tokens, oldest first.
+    Budget: every decode gets its token in every step; prompts share the rest of step_tokens, oldest first.
 
-    Memory: a step that ran out of it is made smaller by `shrink`; what that found is kept in `limits`.
+    Memory: after a step that ran out of it, `shrink` lowers `limits`.
     """
 
     def __init__(
@@ -135,22 +135,22 @@ class Scheduler:
         self.counters = Counters()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._stays = itertools.count(1)
+        self._residencies = itertools.count(1)
         self._written: list[list[int]] = []
 
     @property
     def waiting(self) -> abc.Sequence[Sequence]:
-        """Sequences not admitted yet, next one first."""
+        """Sequences that are not admitted yet, next one first."""
         return self._waiting
 
     @property
     def running(self) -> abc.Sequence[Sequence]:
-        """Sequences being worked on, oldest first."""
+        """Admitted sequences, oldest first."""
         return self._running
 
     def submit(self, sequence: Sequence) -> None:
-        """Put it in the line. Raises ContextLengthExceeded where its prompt can never be computed."""
-        refuse_hopeless(
+        """Queue a sequence. Raises ContextLengthExceeded where its prompt can never be computed."""
+        refuse_oversized_prompt(
             sequence.prompt_tokens,
             max_model_len=self.max_model_len,
             max_input_len=self.max_input_len,
@@ -159,174 +159,183 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget it, whatever its state, and free its pages."""
+        """Remove a sequence in any state, and free its pages."""
         if sequence in self._running:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         self._free(sequence)
 
-    def plan(self, *, admit: bool = True) -> Plan:
-        """Decide the next step and take the pages for it. Until `commit`, nothing counts as computed, so a step
-        that failed can be planned again."""
-        plan = Plan()
-        decodes = sum(seq.missing == 1 for seq in self._running)
+    def plan(self, *, admit: bool = True) -> BatchPlan:
+        """Plan the next step and allocate its pages. Nothing counts as computed until `commit`, so a step that failed
+        can be planned again."""
+        plan = BatchPlan()
+        decodes = len([seq for seq in self._running if len(seq.token_ids) - seq.computed == 1])
         budget = self.limits.prompt_tokens(decodes)
         preemptions = self.counters.preemptions
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
-            decode = sequence.missing == 1
-            count = 1 if decode else min(sequence.missing, budget)
+            uncomputed = len(sequence.token_ids) - sequence.computed
+            decode = uncomputed == 1
+            count = 1 if decode else min(uncomputed, budget)
             if count == 0:
                 continue
-            if not self._secure(sequence, sequence.computed + count, plan):
+            end = sequence.computed + count
+            if end > len(sequence.pages) * self.pool.page_tokens and not self._allocate_to(end, sequence, plan):
                 break
             budget -= 0 if decode else count
-            plan.feed(sequence, count)
+            plan.add_chunk(sequence, count)
         if admit and self.counters.preemptions == preemptions:
             self._admit(plan, budget)
         return plan
 
-    def add_guesses(self, plan: Plan, guesses: abc.Mapping[str, abc.Sequence[int]]) -> None:
-        """Have a planned step compute with these tokens, by sequence id, behind the last one known of sequences that
-        decode, as far as `room_ahead` goes."""
+    def add_drafts(self, plan: BatchPlan, drafts: abc.Mapping[str, abc.Sequence[int]]) -> None:
+        """Append draft tokens, by sequence id, to the chunks of decoding sequences, as far as pages are free."""
         for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            ahead = guesses.get(sequence.id, ()) if sequence.missing == 1 else ()
-            if fitting := ahead[: self.room_ahead(sequence, len(ahead))]:
-                fed = [*chunk.token_ids, *fitting]
-                plan.chunks[index] = replace(chunk, token_ids=fed, guessed=len(fitting), stay=0)
-                sequence.stay = 0  # copied again whenever nothing is guessed, it would cost more than it brings
+            tokens = drafts.get(sequence.id, ()) if sequence.uncomputed == 1 else ()
+            if fitting := tokens[: self.reserve_drafts(sequence, len(tokens))]:
+                token_ids = [*chunk.token_ids, *fitting]
+                plan.chunks[index] = replace(chunk, token_ids=token_ids, num_drafts=len(fitting), residency=0)
+                sequence.residency = 0  # staging it again after every step without drafts would cost more than it saves
 
-    def room_ahead(self, sequence: Sequence, wanted: int) -> int:
-        """As many of `wanted` tokens behind its last one as pages are free for, which it takes. Nobody is preempted
-        for a guess."""
-        wanted = max(0, min(wanted, self.max_model_len - sequence.known - 1))
-        needed = self.pool.pages_for(sequence.known + wanted) - len(sequence.pages)
+    def reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """Allocate pages for up to `wanted` draft tokens; return for how many. No sequence is preempted for them."""
+        wanted = max(0, min(wanted, self.max_model_len - sequence.num_tokens - 1))
+        needed = self.pool.pages_for(sequence.num_tokens + wanted) - len(sequence.pages)
         if needed > 0:
             sequence.pages += self.pool.allocate(needed) or []
-        return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.known)
+        return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.num_tokens)
 
     def commit(
-        self, plan: Plan, tokens: abc.Iterable[abc.Sequence[int]], spoilt: abc.Container[Sequence] = ()
+        self, plan: BatchPlan, tokens: abc.Iterable[abc.Sequence[int]], nonfinite: abc.Container[Sequence] = ()
     ) -> list[Sequence]:
-        """Note that the planned chunks are computed and that `plan.sampled` got these tokens: each one, and after
-        guesses that held as many more; what is beyond the context is left out. Returns the sequences that ended, which
-        are removed: those at the context's end, those that are to have no answer, and those that are `spoilt` or have
-        no token, as their computation came to nothing. After a guess that may be the guess's fault: the sequence stays,
-        and nothing of the step counts for it."""
+        """Count the planned chunks as computed, and append the new tokens of `plan.sampled`: one each, and one more per
+        accepted draft. Returns the sequences that ended, which are removed: at the
+        context's end, without an answer to generate, or without a result: `nonfinite` or without a token. That may be
+        the fault of a draft token: such a sequence stays, and nothing of the step counts for it."""
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            new = next(drawn)[: self.max_model_len - sequence.known] if chunk.sample else ()
-            if sequence in spoilt or (chunk.sample and not new):
-                ended += [] if chunk.guessed else [sequence]
+            new = next(drawn) if chunk.sample else ()
+            if sequence in nonfinite or (chunk.sample and not new):
+                ended += [] if chunk.num_drafts else [sequence]
                 continue
-            prompt = sequence.prompt_tokens
-            self.counters.prompt_tokens_computed += min(chunk.end, prompt) - min(chunk.start, prompt)
+            if chunk.start < sequence.prompt_tokens:
+                self.counters.prompt_tokens_computed += min(chunk.end, sequence.prompt_tokens) - chunk.start
             sequence.token_ids += new
-            sequence.computed = sequence.known - 1 if new else chunk.end
-            if chunk.told:
-                sequence.told = chunk.start + chunk.told.stop
-            self._remember_full_pages(sequence)
-            if sequence.known >= self.max_model_len or not (sequence.answers or sequence.missing):
+            num_tokens = len(sequence.token_ids)
+            sequence.computed = num_tokens - 1 if new else chunk.end
+            if chunk.prompt_states:
+                sequence.states_read = chunk.start + chunk.prompt_states.stop
+            if sequence.computed // self.pool.page_tokens > sequence.registered_pages:
+                self._register_full_pages(sequence)
+            if num_tokens >= self.max_model_len or not (sequence.generates or sequence.uncomputed):
                 ended.append(sequence)
         for sequence in ended:
             self.remove(sequence)
         return ended
 
     def shrink(self) -> bool:
-        """Make steps need less memory, after one ran out of it. False where nothing is left to give up.
+        """Lower the limits after a step ran out of memory; return False if they are at their minimum.
 
-        A step that fed prompts gives up half of its budget for them. Where that cannot be it, the youngest quarter of
-        the sequences is preempted, and no more than are left run at once from now on.
+        If the step computed prompts, their token budget is halved. Else, or at its minimum, the youngest quarter of the
+        sequences is preempted, and only the others' number may run at once from now on.
         """
-        if any(seq.missing > 1 for seq in self._running) and self.limits.halve_tokens():
+        if any(seq.uncomputed > 1 for seq in self._running) and self.limits.halve_tokens():
             return True
         if len(self._running) <= 1:
             return False
         for sequence in self._running[-max(1, len(self._running) // 4) :][::-1]:
             self._preempt(sequence)
-        self.limits.allow(len(self._running))
+        self.limits.limit_running(len(self._running))
         return True
 
-    def outgrown(self, sequence: Sequence) -> bool:
-        """Whether its output so far (brought along from another worker) already fills all there is."""
-        return sequence.known >= self.max_model_len or self.pool.pages_for(sequence.known) > self.pool.num_pages
+    def exceeds_capacity(self, sequence: Sequence) -> bool:
+        """Return whether its tokens (with output from another worker) already fill the context or all pages."""
+        return (
+            sequence.num_tokens >= self.max_model_len or self.pool.pages_for(sequence.num_tokens) > self.pool.num_pages
+        )
 
-    def hold_written(self, plan: Plan) -> list[int]:
-        """The pages that a step writes to: nobody else gets them before `let_go`, whatever becomes of its sequences."""
+    def pin_written(self, plan: BatchPlan) -> list[int]:
+        """Acquire the pages that a step writes to, so that they are not reused before `unpin_written`, even if its
+        sequences end."""
         size = self.pool.page_tokens
         written = [page for each in plan.chunks for page in each.pages[each.start // size : -(-each.end // size)]]
-        self.pool.hold(written)
+        self.pool.acquire(written)
         self._written.append(written)
         return written
 
-    def let_go(self, written: list[int]) -> None:
-        """A step whose pages were held writes no more."""
+    def unpin_written(self, written: list[int]) -> None:
+        """Release the pages of a step that has finished writing."""
         self._written.remove(written)
         self.pool.release(written)
 
     def check(self) -> None:
-        """Prove that pages and sequences agree; raises AssertionError with the numbers."""
+        """Verify that pages and sequences agree. Raises AssertionError with the numbers."""
         self.pool.check([*(seq.pages for seq in self._running), *self._written])
         for seq in self._waiting:
-            assert not seq.pages and not seq.computed, f"{seq.id} waits but holds {len(seq.pages)} pages"
+            assert not seq.pages and not seq.computed, f"{seq.id} waits but has {len(seq.pages)} pages"
         for seq in self._running:
             room = len(seq.pages) * self.pool.page_tokens
-            assert seq.computed <= min(room, seq.known), f"{seq.id}: {seq.computed} of {seq.known}, room {room}"
-            assert seq.drafted <= min(room, seq.known), f"{seq.id}: {seq.drafted} of {seq.known} drafted, room {room}"
-            assert seq.told >= min(seq.computed, seq.tell), f"{seq.id}: {seq.told} told, {seq.computed} computed"
+            assert seq.computed <= min(room, seq.num_tokens), (
+                f"{seq.id}: {seq.computed} of {seq.num_tokens}, room {room}"
+            )
+            assert seq.drafted <= min(room, seq.num_tokens), (
+                f"{seq.id}: {seq.drafted} of {seq.num_tokens} drafted, room {room}"
+            )
+            assert seq.states_read >= min(seq.computed, seq.states_wanted), (
+                f"{seq.id}: {seq.states_read} states read, {seq.computed} computed"
+            )
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self.limits.places:
+    def _admit(self, plan: BatchPlan, budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self.limits.max_running:
             sequence = self._waiting[0]
-            if self.outgrown(sequence):
+            if self.exceeds_capacity(sequence):
                 plan.exhausted.append(self._waiting.popleft())
                 continue
             if not self._start(sequence):
                 return
             self._running.append(self._waiting.popleft())
-            count = min(sequence.missing, budget)
+            count = min(sequence.uncomputed, budget)
             budget -= count
-            plan.feed(sequence, count)
+            plan.add_chunk(sequence, count)
 
     def _start(self, sequence: Sequence) -> bool:
-        """Take pages for all its known tokens, cached ones first; False, and nothing taken, where they lack."""
+        """Allocate pages for all its tokens, cached ones first; return False, with nothing allocated, if too few are
+        free."""
         pool = self.pool
-        whole = sequence.told >= sequence.tell
-        reusable = sequence.known - 1 if whole else sequence.told  # at least one token must be left to compute
-        findable = reusable // pool.page_tokens
-        cached = pool.find(self._key(sequence, index) for index in range(findable))
-        pool.hold(cached)
-        needed = pool.pages_for(sequence.known) - len(cached)
+        all_read = sequence.states_read >= sequence.states_wanted
+        reusable = sequence.num_tokens - 1 if all_read else sequence.states_read  # at least one token must be computed
+        max_cached = reusable // pool.page_tokens
+        cached = pool.find(self._key(sequence, index) for index in range(max_cached))
+        pool.acquire(cached)
+        needed = pool.pages_for(sequence.num_tokens) - len(cached)
         fresh = pool.allocate(needed) if needed + len(self._running) <= pool.free_pages else None
         if fresh is None:
             pool.release(cached)
             return False
         sequence.pages = cached + fresh
-        sequence.stay = next(self._stays)
-        sequence.remembered = len(cached)
+        sequence.residency = next(self._residencies)
+        sequence.registered_pages = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
         sequence.drafted = pool.leading_drafted(cached) * pool.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            if whole and not sequence.resumed:
+            if all_read and not sequence.resumed:
                 self.counters.prefix_query_tokens += sequence.prompt_tokens
                 self.counters.prefix_hit_tokens += sequence.cached_tokens
         return True
 
     # --- pages ------------------------------------------------------------------------------------------------
 
-    def _secure(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Take pages for `tokens` tokens of a running sequence, preempting younger ones for them. False where
-        there is no younger one left: it is then preempted itself or, being alone, has ended."""
+    def _allocate_to(self, tokens: int, sequence: Sequence, plan: BatchPlan) -> bool:
+        """Allocate pages for `tokens` tokens of a running sequence, preempting younger ones for them. Returns False if
+        no younger one is left: it is then preempted itself or, if alone, has ended."""
         needed = self.pool.pages_for(tokens) - len(sequence.pages)
-        if needed <= 0:
-            return True
         while (pages := self.pool.allocate(needed)) is None:
             youngest = self._running[-1]
             if len(self._running) == 1:
@@ -347,10 +356,10 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.remembered = sequence.drafted = sequence.stay = 0
+        sequence.computed = sequence.registered_pages = sequence.drafted = sequence.residency = 0
 
     def _key(self, sequence: Sequence, index: int) -> PageKey:
-        """Key of its page `index`, all of whose tokens are known; computed once."""
+        """Return the key of its full page `index`; computed once."""
         keys, size = sequence.keys, self.pool.page_tokens
         while len(keys) <= index:
             start = len(keys) * size
@@ -360,7 +369,7 @@ class Scheduler:
             keys.append(self.pool.key(parent, sequence.token_ids[start : start + size]))
         return keys[index]
 
-    def _remember_full_pages(self, sequence: Sequence) -> None:
-        for index in range(sequence.remembered, sequence.computed // self.pool.page_tokens):
-            self.pool.remember(sequence.pages[index], self._key(sequence, index))
-            sequence.remembered = index + 1
+    def _register_full_pages(self, sequence: Sequence) -> None:
+        for index in range(sequence.registered_pages, sequence.computed // self.pool.page_tokens):
+            self.pool.register(sequence.pages[index], self._key(sequence, index))
+            sequence.registered_pages = index + 1

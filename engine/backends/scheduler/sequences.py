@@ -1,4 +1,4 @@
-"""What the scheduler works on: sequences of tokens, some of them computed, and what one step does with them."""
+"""Sequences that the scheduler works on, and the batch that one step computes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.batch import ChunkInput
 
-_NOTHING = range(0)
+_NO_STATES = range(0)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way. Waiting ones hold no pages and have nothing computed.
+    """Tokens of one request. A waiting sequence has no pages and nothing computed.
 
-    token_ids: every token known, the prompt first; only ever appended to.
+    token_ids: prompt and answer so far; only ever appended to.
     computed: how many of them have their KV in the pages.      pages: page table, in order.
-    keys: keys of the full pages of known tokens, as far as anyone asked; they outlive a preemption.
-    remembered: leading pages that the pool knows by key.
+    keys: keys of the full pages, as far as they were needed; they survive a preemption.
+    registered_pages: leading pages that the pool finds by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     resumed: see BackendRequest.
-    adapter: key of the LoRA adapter that it computes with, "" for none; pages are shared within one key alone.
+    adapter: key of its LoRA adapter, "" for none; pages are shared only within one key.
     cache_scope, shared_tokens: as in BackendRequest.
-    answers: whether tokens are wanted; else it ends with its prompt computed.
-    stay: number of this stay in the pages, which no other has; 0 while it holds none, or is guessed for.
-    limit: how many tokens are known when its answer is as long as it may be; None for nothing but the context.
-    drafted: of how many leading tokens a draft model has its own KV in the pages too.
-    tell: how many leading tokens' final states are wanted. told: of how many they were had, which outlives a
-        preemption. Only tokens of those may be taken from the prefix cache: what is cached is keys and values.
+    generates: True if it has an answer; else it ends with its prompt computed.
+    residency: number of this stay in the pages, unique; 0 while it has none, or gets draft tokens.
+    limit: tokens in all when its answer has its maximum length; None for no limit but the context.
+    drafted: how many leading tokens have KV of the draft model in the pages too.
+    states_wanted: how many leading tokens' final hidden states are needed.  states_read: of how many they were read,
+        which survives a preemption. Only those tokens may come from the prefix cache, which has only keys and values.
     """
 
     id: str
@@ -36,52 +36,54 @@ class Sequence:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
-    remembered: int = 0
+    registered_pages: int = 0
     cached_tokens: int | None = None
     adapter: str = ""
     cache_scope: str = ""
     shared_tokens: int = 0
-    answers: bool = True
+    generates: bool = True
     limit: int | None = None
-    tell: int = 0
-    told: int = 0
+    states_wanted: int = 0
+    states_read: int = 0
     drafted: int = 0
-    stay: int = 0
+    residency: int = 0
     resumed: bool = False
 
     @property
-    def known(self) -> int:
-        """Tokens known."""
+    def num_tokens(self) -> int:
+        """Number of tokens, computed or not."""
         return len(self.token_ids)
 
     @property
-    def missing(self) -> int:
-        """Tokens known but not computed: 1 while decoding, more while a prompt is worked on."""
+    def uncomputed(self) -> int:
+        """Number of tokens that are not computed: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.computed
 
 
 @dataclass(slots=True)
-class Plan:
-    """What one step does. sequences[i] is fed chunks[i]; exhausted ones have ended for want of pages."""
+class BatchPlan:
+    """The batch of one step: sequences[i] computes chunks[i]. exhausted: sequences that ended for want of pages."""
 
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[ChunkInput] = field(default_factory=list)
     exhausted: list[Sequence] = field(default_factory=list)
 
-    def feed(self, sequence: Sequence, count: int) -> None:
-        """Compute the next `count` tokens of a sequence."""
+    def add_chunk(self, sequence: Sequence, count: int) -> None:
+        """Add the next `count` tokens of a sequence."""
         start, end = sequence.computed, sequence.computed + count
-        told = range(max(0, sequence.told - start), min(end, sequence.tell) - start) if sequence.tell else _NOTHING
+        states = _NO_STATES
+        if sequence.states_wanted:
+            states = range(max(0, sequence.states_read - start), min(end, sequence.states_wanted) - start)
         self.sequences.append(sequence)
         self.chunks.append(
             ChunkInput(
                 sequence.token_ids[start:end],
                 start,
                 sequence.pages,
-                sample=end == sequence.known and sequence.answers,
+                sample=end == len(sequence.token_ids) and sequence.generates,
                 adapter=sequence.adapter,
-                told=told,
-                stay=sequence.stay,
+                prompt_states=states,
+                residency=sequence.residency,
             )
         )
 

@@ -31,10 +31,10 @@ def test_a_request_at_the_contexts_end_ends_with_length(llama: Path) -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_with_numbers(llama: Path) -> None:
     backend = load(llama, kv_tokens=64)
-    with pytest.raises(ContextLengthExceeded, match="65 tokens, more than the 64") as refused:
+    with pytest.raises(ContextLengthExceeded, match="65 tokens, more than the limit of 64") as refused:
         backend.submit(ask("a", prompt(0, 65)))
     assert refused.value.details["prompt_tokens"] == 65
-    with pytest.raises(ContextLengthExceeded, match="512 tokens, more than the 511"):
+    with pytest.raises(ContextLengthExceeded, match="512 tokens, more than the limit of 511"):
         load(llama).submit(ask("b", prompt(0, 512)))
     with pytest.raises(ContextLengthExceeded, match="max_input_len is 30"):
         load(llama, max_input_len=30).submit(ask("c", prompt(0, 31)))

@@ -137,7 +137,7 @@ def test_a_guess_that_spoils_its_step_is_not_the_requests_end(tmp_path: Path) ->
             self, chunks: Sequence[ChunkInput], tell: ReadPromptStates | None = None, drawn: torch.Tensor | None = None
         ) -> torch.Tensor:
             logits = super().forward(chunks, tell, drawn)
-            guessed = sum(chunk.guessed for chunk in chunks)
+            guessed = sum(chunk.num_drafts for chunk in chunks)
             Fragile.guesses += guessed
             return logits * torch.nan if guessed else logits
 

@@ -1,8 +1,7 @@
-"""Steps of nothing but single tokens, recorded once per size and done again with one launch (CUDA graphs).
+"""DecodeGraphs: steps that only decode, recorded once per size and replayed with one launch (CUDA graphs).
 
-What a recording does is fixed: its kernels, their sizes and the addresses they read. So a step is padded up to a size
-that there is a recording of, and its indices are written to where the recordings look for them. Any other step is
-computed as ever. Nothing here asks for CUDA: a `Recorder` does.
+A recording has fixed kernels, sizes and addresses. So a step is padded to a recorded size, and its indices are written
+to the buffer that the recordings read. Any other step is computed without a recording. Only the `Recorder` needs CUDA.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from torch import Tensor
 from engine.backends.common.step_memory import graph_bytes
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.cuda.step_transfer import Staging, fill_pending_ids, offsets, view
+from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
 from engine.backends.torch_common.errors import failure_reason, is_device_lost, is_out_of_memory
 
-LEAST_TOKENS = 2048
-"""Tokens of each sequence that the narrowest block tables have room for; wider ones double."""
+MIN_TABLE_TOKENS = 2048
+"""Tokens per sequence of the narrowest block tables; wider ones double."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
-    """Work that was recorded."""
+    """A recorded step."""
 
     def replay(self) -> None:
-        """Have it done again, on what lies now in the memory that it reads."""
+        """Run it again on the current contents of its input buffer."""
 
 
 class Recorder(Protocol):
-    """A device that can record its work."""
+    """Records work of a device."""
 
-    def record(self, work: Callable[[], None]) -> Recording:
-        """Do `work` to get everything ready, and record it. It must wait for nothing and decide by no tensor."""
+    def record(self, compute: Callable[[], None]) -> Recording:
+        """Run `compute` to warm up, and record it. It must neither wait nor depend on values of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A size that decodes are recorded for: so many sequences, block tables so wide."""
+    """A size of recorded steps: number of sequences, and width of their block tables."""
 
     batch: int
     pages: int
@@ -55,28 +54,27 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes there are, each kind ascending."""
+    """The recorded sizes, in ascending order."""
 
     batches: tuple[int, ...]
     pages: tuple[int, ...]
 
     @classmethod
     def up_to(cls, sequences: int, tokens: int, page_tokens: int) -> Buckets:
-        """For up to `sequences` of up to `tokens` each: 1, 2, 4, 8 and multiples of 8, of 16 from 32 and of 32 from 128
-        on, so that less than a half of a step is padding, and little of a large one; tables by doubling."""
+        """Return sizes for up to `sequences` of up to `tokens` each: 1, 2, 4, then multiples of 8, of 16 from 32 and of
+        32 from 128 on, so that less than half of a step is padding, and little of a large one; tables double."""
         batches = [size for size in (1, 2, 4) if size < sequences]
         while not batches or batches[-1] < sequences:
             last = batches[-1] if batches else 0
             batches.append(min(sequences, last + (8 - last % 8 if last < 32 else 16 if last < 128 else 32)))
         widest = -(-tokens // page_tokens)
-        pages = [min(widest, -(-LEAST_TOKENS // page_tokens))]
+        pages = [min(widest, -(-MIN_TABLE_TOKENS // page_tokens))]
         while pages[-1] < widest:
             pages.append(min(widest, 2 * pages[-1]))
         return cls(tuple(batches), tuple(pages))
 
-    def of(self, chunks: Sequence[ChunkInput], page_tokens: int) -> Bucket | None:
-        """The smallest that these fit into; None where they are more than single tokens of plain sequences, or too
-        many, or too long."""
+    def smallest_for(self, chunks: Sequence[ChunkInput], page_tokens: int) -> Bucket | None:
+        """Return the smallest size that fits; None if the chunks are not plain decodes, too many, or too long."""
         if not all(_is_plain_decode(chunk) for chunk in chunks):
             return None
         longest = max((chunk.end for chunk in chunks), default=0)
@@ -86,12 +84,12 @@ class Buckets:
 
 
 def _is_plain_decode(chunk: ChunkInput) -> bool:
-    return len(chunk.token_ids) == 1 and chunk.sample and not (chunk.adapter or chunk.guessed or chunk.told)
+    return len(chunk.token_ids) == 1 and chunk.sample and not (chunk.adapter or chunk.num_drafts or chunk.prompt_states)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The indices of a step of one size, as parts of one buffer of bytes. See StepPlan and PagedGroup."""
+    """Index tensors of a step of one size, in one buffer of bytes. See StepPlan and PagedGroup."""
 
     ids: Tensor
     positions: Tensor
@@ -101,25 +99,25 @@ class StepInputs:
 
     @classmethod
     def over(cls, buffer: Tensor, bucket: Bucket) -> StepInputs:
-        """Those that lie in `buffer`, which may be longer."""
-        kinds = _kinds(bucket)
-        starts, _ = offsets([_nbytes(*kind) for kind in kinds])
-        return cls(*(view(buffer, start, *kind) for start, kind in zip(starts, kinds, strict=True)))
+        """Return the tensors in `buffer`, which may be longer."""
+        layout = _layout(bucket)
+        starts, _ = offsets([_nbytes(*part) for part in layout])
+        return cls(*(view(buffer, start, *part) for start, part in zip(starts, layout, strict=True)))
 
     @staticmethod
     def size_bytes(bucket: Bucket) -> int:
-        """What such a buffer takes."""
-        return offsets([_nbytes(*kind) for kind in _kinds(bucket)])[1]
+        """Return the size of such a buffer."""
+        return offsets([_nbytes(*part) for part in _layout(bucket)])[1]
 
     def fill(self, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        """Write the indices of single tokens. Padding is the shortest sequence again: it writes what that one writes
-        to where that one writes it, and so needs no page of its own."""
+        """Write the indices of decodes. Padding repeats the shortest sequence: it writes the same to the same place,
+        and needs no page of its own."""
         shortest = min(range(len(chunks)), key=lambda index: chunks[index].end)
         rows = [*chunks, *[chunks[shortest]] * (len(self.ids) - len(chunks))]
-        at = [(chunk.pages[chunk.start // page_tokens], chunk.start % page_tokens) for chunk in rows]
+        locations = [(chunk.pages[chunk.start // page_tokens], chunk.start % page_tokens) for chunk in rows]
         self.ids.copy_(torch.tensor([chunk.token_ids[0] for chunk in rows]))
         self.positions.copy_(torch.tensor([chunk.start for chunk in rows]))
-        self.slots.copy_(torch.tensor([page * page_tokens + offset for page, offset in at]))
+        self.slots.copy_(torch.tensor([page * page_tokens + offset for page, offset in locations]))
         self.lengths.copy_(torch.tensor([chunk.end for chunk in rows]))
         self.block_table.zero_()
         for row, chunk in zip(self.block_table, rows, strict=True):
@@ -127,7 +125,7 @@ class StepInputs:
             row[:count] = torch.tensor(chunk.pages[:count], dtype=torch.int32)
 
     def plan(self, attention: PagedAttention) -> StepPlan:
-        """The step that they describe. All rows' logits are wanted, in order."""
+        """Return the plan of the step, with logits of all rows, in order."""
         rows = len(self.ids)
         group = PagedGroup(0, rows, 1, self.lengths, self.block_table)
         return StepPlan(
@@ -140,7 +138,7 @@ class StepInputs:
         )
 
 
-def _kinds(bucket: Bucket) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def _layout(bucket: Bucket) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     row, table = (bucket.batch,), (bucket.batch, bucket.pages)
     return [(torch.int64, row)] * 3 + [(torch.int32, row), (torch.int32, table)]
 
@@ -150,10 +148,9 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 class DecodeGraphs:
-    """Recordings of a model's decodes. All read one buffer of indices and write one of logits, as they never run at
-    once.
+    """Recordings of a model's decodes. They share one buffer of indices and one of logits, as they never run at once.
 
-    compute: logits [rows, vocab] of a step all of whose rows are wanted.  has_room: whether the device has memory for
+    compute: returns logits [rows, vocab] of all rows of a step.  has_room: returns whether the device has memory for
     one more recording.
     """
 
@@ -167,38 +164,38 @@ class DecodeGraphs:
         attention: PagedAttention,
         compute: Callable[[StepPlan], Tensor],
         recorder: Recorder,
-        staging: Staging,
+        uploader: Uploader,
         has_room: Callable[[], bool],
     ) -> None:
-        """Takes the memory of both buffers; raises torch.OutOfMemoryError where there is too little."""
+        """Allocate both buffers. Raises torch.OutOfMemoryError."""
         largest = Bucket(buckets.batches[-1], buckets.pages[-1])
         self.buckets = buckets
         self._page_tokens, self._attention, self._compute = page_tokens, attention, compute
-        self._recorder, self._staging, self._has_room = recorder, staging, has_room
+        self._recorder, self._uploader, self._has_room = recorder, uploader, has_room
         self._inputs = torch.zeros(StepInputs.size_bytes(largest), dtype=torch.uint8, device=device)
         self._logits = torch.empty(largest.batch, vocab_size, dtype=torch.float32, device=device)
         self._recordings: dict[Bucket, Recording] = {}
-        self._full = False
+        self._stopped = False
 
     @property
     def recorded(self) -> frozenset[Bucket]:
-        """The sizes that there are recordings of."""
+        """The sizes recorded so far."""
         return frozenset(self._recordings)
 
     def prepare(self) -> None:
-        """Record the steps of each number of sequences over the narrowest tables; page 0 must be nobody's."""
+        """Record steps of each number of sequences with the narrowest tables; page 0 must be unused."""
         for batch in self.buckets.batches:
             self.logits([ChunkInput([0], 0, [0], sample=True)] * batch)
 
     def logits(self, chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> Tensor | None:
-        """Float32 logits [len(chunks), vocab] of a step, good until the next one; None for a step that is none of
-        these, or is not recorded and cannot be. drawn: what the step before drew, for ids that are unread."""
-        bucket = self.buckets.of(chunks, self._page_tokens)
-        if bucket is None or (self._full and bucket not in self._recordings):
+        """Return float32 logits [len(chunks), vocab] of a step, valid until the next one; None for a step that cannot
+        be replayed or recorded. drawn: ids that the previous step sampled, in place of pending ones."""
+        bucket = self.buckets.smallest_for(chunks, self._page_tokens)
+        if bucket is None or (self._stopped and bucket not in self._recordings):
             return None
-        host = self._staging.host(StepInputs.size_bytes(bucket))
-        StepInputs.over(host, bucket).fill(chunks, self._page_tokens)
-        self._staging.send(host, self._inputs)
+        buffer = self._uploader.buffer(StepInputs.size_bytes(bucket))
+        StepInputs.over(buffer, bucket).fill(chunks, self._page_tokens)
+        self._uploader.send(buffer, self._inputs)
         if drawn is not None:
             fill_pending_ids(StepInputs.over(self._inputs, bucket).ids, drawn)
         recording = self._recordings.get(bucket) or self._record(bucket)
@@ -208,54 +205,54 @@ class DecodeGraphs:
         return self._logits[: len(chunks)]
 
     def _record(self, bucket: Bucket) -> Recording | None:
-        """Record a size. One that fails is the last: steps are computed as ever then."""
+        """Record a size. After a failure no more are recorded."""
         plan = StepInputs.over(self._inputs, bucket).plan(self._attention)
         out = self._logits[: bucket.batch]
 
-        def work() -> None:
+        def compute() -> None:
             out.copy_(self._compute(plan))
 
         try:
             if not self._has_room():
-                raise torch.OutOfMemoryError("the device has no memory left for it")
-            self._recordings[bucket] = self._recorder.record(work)
+                raise torch.OutOfMemoryError("the device has too little memory left")
+            self._recordings[bucket] = self._recorder.record(compute)
         except Exception as error:
             if is_device_lost(error):
                 raise
-            self._full = True
+            self._stopped = True
             _logger.warning("no more decodes are recorded (%d sequences): %s", bucket.batch, failure_reason(error))
         return self._recordings.get(bucket)
 
 
-def recorded_decodes(
+def record_decode_graphs(
     decoder: Decoder,
     kv: KvPool,
-    most_sequences: int,
+    max_sequences: int,
     *,
     attention: PagedAttention,
-    home: DeviceMemory,
+    memory: DeviceMemory,
     recorder: Recorder,
-    staging: Staging,
+    uploader: Uploader,
 ) -> DecodeGraphs | None:
-    """Recordings of what `decoder` does with up to so many sequences over the pages of `kv`, page 0 of which must be
-    nobody's; None where it cannot be recorded, or there is no memory for it. home: where all of it lies."""
+    """Record decodes of `decoder` of up to `max_sequences` over the pages of `kv`, page 0 of which must be unused; None
+    where it cannot be recorded, or memory does not suffice. memory: of its only device."""
     config = decoder.config
-    if config.traits.experts is not None:  # which experts a step needs is decided on the host
+    if config.traits.experts is not None:  # the host decides which experts a step needs
         return None
     num_pages, page_tokens = kv.layers[0].shape[:2]
-    buckets = Buckets.up_to(most_sequences, min(config.max_model_len, num_pages * page_tokens), page_tokens)
+    buckets = Buckets.up_to(max_sequences, min(config.max_model_len, num_pages * page_tokens), page_tokens)
     needed_bytes = graph_bytes(config, buckets.batches[-1], decoder.embedding.dtype.itemsize)
     try:
         graphs = DecodeGraphs(
             buckets,
             vocab_size=config.vocab_size,
             page_tokens=page_tokens,
-            device=home.device,
+            device=memory.device,
             attention=attention,
             compute=lambda plan: decoder.logits(decoder.hidden(plan, kv)),
             recorder=recorder,
-            staging=staging,
-            has_room=lambda: home.free_bytes() >= needed_bytes,
+            uploader=uploader,
+            has_room=lambda: memory.free_bytes() >= needed_bytes,
         )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -1,5 +1,5 @@
-"""The tensors of a step's plan on their way to a device: packed side by side, so that a step costs one copy for all of
-them, and out of pinned memory, so that nothing waits for it.
+"""Transfers of a step: its plan to the device, in one copy from pinned memory that the host does not wait for, and
+sampled ids back to the host.
 """
 
 from __future__ import annotations
@@ -12,128 +12,128 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.torch.model.step_plan import StepPlan, mapped
+from engine.backends.torch.model.step_plan import StepPlan, map_tensors
 
 _ALIGNED_BYTES = 16
 
 
-class Staging(Protocol):
-    """Bytes on their way from the host to a device, in the order of its work."""
+class Uploader(Protocol):
+    """Copies bytes to a device, in the order of its work."""
 
-    def host(self, size_bytes: int) -> Tensor:
-        """Room to write to, uint8 [size_bytes]: nothing reads there any more. Until it is sent it is the caller's."""
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Return a buffer to fill, uint8 [size_bytes], which is the caller's until it is sent."""
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        """Copy what `host` gave to the device, into the first of these bytes or into new ones, without waiting."""
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
+        """Copy a filled buffer to the device without waiting, to the start of `target` or to new memory."""
 
 
-class PlainStaging:
-    """Copies that are done when they return: for devices that have no queue of their own."""
+class BlockingUploader:
+    """Copies synchronously: for devices without a queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def host(self, size_bytes: int) -> Tensor:
-        """New memory."""
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Allocate a buffer."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
-        """Copy it at once."""
-        return host.to(self._device) if into is None else into[: len(host)].copy_(host)
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
+        """Copy it synchronously."""
+        return buffer.to(self._device) if target is None else target[: len(buffer)].copy_(buffer)
 
 
 Wait = Callable[[], object]
-"""Returns once what was queued before it was made is done."""
+"""Returns once the work that was queued before it is done."""
 
 
-class TurnStaging:
-    """Copies out of a few buffers by turns: one is written to again only once its last copy is done, which it has been
-    for long when its turn comes. So the host is at most so many steps ahead of the device.
+class PinnedUploader:
+    """Copies asynchronously from a ring of pinned buffers. A buffer is reused once its last copy is done, so the host
+    runs max BUFFERS steps ahead of the device.
 
-    pinned: a buffer that a device can copy from by itself.  copied: a wait for the copies queued so far.
+    pinned: allocates a pinned buffer.  queue_marker: returns a wait for the copies queued so far.
     """
 
     BUFFERS = 3
 
-    def __init__(self, device: torch.device, pinned: Callable[[int], Tensor], copied: Callable[[], Wait]) -> None:
-        self._device, self._pinned, self._copied = device, pinned, copied
+    def __init__(self, device: torch.device, pinned: Callable[[int], Tensor], queue_marker: Callable[[], Wait]) -> None:
+        self._device, self._pinned, self._queue_marker = device, pinned, queue_marker
         self._buffers: list[Tensor | None] = [None] * self.BUFFERS
         self._waits: list[Wait | None] = [None] * self.BUFFERS
-        self._turn = 0
+        self._current = 0
 
-    def host(self, size_bytes: int) -> Tensor:
-        """Room in the next buffer, which grows to the largest that was asked for and half as much again."""
-        self._turn = turn = (self._turn + 1) % self.BUFFERS
-        if (wait := self._waits[turn]) is not None:
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Return part of the next buffer, which grows to 1.5 times the largest requested size."""
+        self._current = index = (self._current + 1) % self.BUFFERS
+        if (wait := self._waits[index]) is not None:
             wait()
-        buffer = self._buffers[turn]
+        buffer = self._buffers[index]
         if buffer is None or len(buffer) < size_bytes:
-            self._buffers[turn] = buffer = self._pinned(size_bytes + size_bytes // 2)
+            self._buffers[index] = buffer = self._pinned(size_bytes + size_bytes // 2)
         return buffer[:size_bytes]
 
-    def send(self, host: Tensor, into: Tensor | None = None) -> Tensor:
+    def send(self, buffer: Tensor, target: Tensor | None = None) -> Tensor:
         """Queue the copy."""
-        if into is None:
-            into = torch.empty(len(host), dtype=torch.uint8, device=self._device)
-        sent = into[: len(host)].copy_(host, non_blocking=True)
-        self._waits[self._turn] = self._copied()
+        if target is None:
+            target = torch.empty(len(buffer), dtype=torch.uint8, device=self._device)
+        sent = target[: len(buffer)].copy_(buffer, non_blocking=True)
+        self._waits[self._current] = self._queue_marker()
         return sent
 
 
 def offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each of these many bytes begins in one buffer, so that any dtype may lie there; and the buffer's size."""
+    """Return aligned offsets of parts of these sizes in one buffer, and the buffer's size."""
     ends = list(itertools.accumulate(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes_bytes))
     return [0, *ends[:-1]] if ends else [], ends[-1] if ends else 0
 
 
 def view(buffer: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The part of a buffer of bytes that holds a tensor."""
+    """Return the tensor at an offset of a buffer of bytes."""
     return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(*shape)
 
 
-def uploaded(plan: StepPlan, staging: Staging) -> StepPlan:
-    """The same plan with all its tensors on the device of `staging`, sent as one."""
+def upload_plan(plan: StepPlan, uploader: Uploader) -> StepPlan:
+    """Copy all tensors of a plan to the device at once; return the plan there."""
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    mapped(plan, collect)
+    map_tensors(plan, collect)
     starts, size_bytes = offsets([tensor.nbytes for tensor in tensors])
-    host = staging.host(size_bytes)
+    buffer = uploader.buffer(size_bytes)
     for tensor, start in zip(tensors, starts, strict=True):
-        view(host, start, tensor.dtype, tensor.shape).copy_(tensor)
-    sent = staging.send(host)
+        view(buffer, start, tensor.dtype, tensor.shape).copy_(tensor)
+    sent = uploader.send(buffer)
     places = iter(zip(tensors, starts, strict=True))
 
-    def take(tensor: Tensor) -> Tensor:
-        same, start = next(places)
-        assert same is tensor, "a plan's tensors come in the same order every time"
+    def on_device(tensor: Tensor) -> Tensor:
+        original, start = next(places)
+        assert original is tensor, "map_tensors has a fixed order"
         return view(sent, start, tensor.dtype, tensor.shape)
 
-    moved: StepPlan = mapped(plan, take)
-    return moved
+    uploaded_plan: StepPlan = map_tensors(plan, on_device)
+    return uploaded_plan
 
 
-# Token ids that are drawn on a device: taken by the next step there before the host has read them, and on their way
-# to the host meanwhile.
+# Token ids that a device samples: used by the next step there before the host has read them.
 
 
 class Readback(Protocol):
-    """The way from a device back to the host, in the order of the device's work."""
+    """Copies tensors from a device to the host, in the order of the device's work."""
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Memory of the host that `tensor` is copied to, without waiting; good after the wait of a later `mark`."""
+        """Queue a copy to host memory, and return that; valid after the wait of a later `mark`."""
 
     def mark(self) -> Wait:
-        """A wait for all that was queued so far."""
+        """Return a wait for the work queued so far."""
 
 
 def fill_pending_ids(ids: Tensor, drawn: Tensor) -> None:
-    """Put the ids that the step before drew, `drawn` [R], into `ids` [T] on their device, where `batch.unread` stands.
+    """Replace `batch.pending_token_id` in `ids` [T] by the ids that the previous step sampled, `drawn` [R], on the
+    device.
 
-    A row that nothing could be drawn for (-1) gives token 0: what is computed with it is dropped when that is read.
+    A row without a valid sample (-1) gives token 0: its result is dropped once that is read back.
     """
     if not len(drawn):
         return

@@ -1,7 +1,8 @@
-"""Keys and values of the sequences that decode, copied side by side and kept from step to step.
+"""ContiguousKvStaging: contiguous copies of the KV pages of decoding sequences, updated from step to step.
 
-Where pages are gathered, a decode would copy all of its pages for every token. Instead a sequence's are copied once,
-when it begins to decode, and each step adds its token to the pages and to the copy; the pages stay what is true.
+Where attention gathers pages, a decode would copy all of its pages for every token. Instead they are copied once, when
+the sequence begins to decode, and each step adds its token to both the pages and the copy. The pages remain
+authoritative.
 """
 
 from __future__ import annotations
@@ -21,56 +22,54 @@ from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.layout import Layout
 
-# How the room of a mirror is cut into rows, and which of its rows attend in one call. Integers only.
+# Sizes of rows, and which rows attend in one call. Integers only.
 
-LEAST_ROW_TOKENS = 256
+MIN_ROW_TOKENS = 256
 
-_WORTH = 1.25
-"""Cutting the room anew has all rows filled anew: so much more must fit than does."""
+_RESIZE_GAIN = 1.25
+"""Factor by which more tokens must fit for a new row size, as all rows are copied again."""
 
-_POOL_PART = 4
-_FREE_PART = 8
+_POOL_DIVISOR = 4
+_FREE_DIVISOR = 8
 
 
-def staging_tokens(*, pool_tokens: int, most_sequences: int, free_bytes: int, bytes_per_token: int) -> int:
-    """Tokens that a mirror has room for: a quarter of what the pages hold, as far as an eighth of the memory that they
-    left free goes; 0 where that is no row, or no sequence is to be mirrored."""
-    tokens = min(pool_tokens // _POOL_PART, free_bytes // _FREE_PART // bytes_per_token)
-    return tokens if most_sequences and tokens >= LEAST_ROW_TOKENS else 0
+def staging_tokens(*, pool_tokens: int, max_sequences: int, free_bytes: int, bytes_per_token: int) -> int:
+    """Return the capacity of a staging: a quarter of the pages' tokens, within an eighth of the remaining free memory;
+    0 where that is less than a row, or `max_sequences` is 0."""
+    tokens = min(pool_tokens // _POOL_DIVISOR, free_bytes // _FREE_DIVISOR // bytes_per_token)
+    return tokens if max_sequences and tokens >= MIN_ROW_TOKENS else 0
 
 
 def row_tokens(ends: Sequence[int], room: int, current: int) -> int:
-    """Tokens of a row, where sequences that end at `ends` are to share `room` tokens.
-
-    What lets most tokens fit; `current` as long as nothing is much better.
-    """
-    found = {size: _fitting(ends, room, size) for size in _sizes(room)}
-    best = max(found, key=lambda size: (found[size], -size))
-    return best if found[best] > _WORTH * found.get(current, 0) else current
+    """Return the row size with which most tokens of sequences that end at `ends` fit into `room` tokens; `current`
+    unless another is much better."""
+    fitting = {size: _fitting_tokens(ends, room, size) for size in _row_sizes(room)}
+    best = max(fitting, key=lambda size: (fitting[size], -size))
+    return best if fitting[best] > _RESIZE_GAIN * fitting.get(current, 0) else current
 
 
-def runs(ends: Sequence[int]) -> list[range]:
-    """Adjacent rows of these lengths that attend in one call each, so that padding costs less than more calls would."""
-    found: list[range] = []
+def group_rows(ends: Sequence[int]) -> list[range]:
+    """Group adjacent rows of these lengths into calls where padding costs less than more calls would."""
+    groups: list[range] = []
     real = longest = 0
     for row, end in enumerate(ends):
-        padded = (len(found[-1]) + 1) * max(longest, end) if found else 0
-        if found and padded <= 1.5 * (real + end) + SLACK_PAIRS:
-            found[-1] = range(found[-1].start, row + 1)
+        padded = (len(groups[-1]) + 1) * max(longest, end) if groups else 0
+        if groups and padded <= 1.5 * (real + end) + SLACK_PAIRS:
+            groups[-1] = range(groups[-1].start, row + 1)
             real, longest = real + end, max(longest, end)
         else:
-            found.append(range(row, row + 1))
+            groups.append(range(row, row + 1))
             real, longest = end, end
-    return found
+    return groups
 
 
-def _fitting(ends: Sequence[int], room: int, size: int) -> int:
+def _fitting_tokens(ends: Sequence[int], room: int, size: int) -> int:
     return sum(itertools.islice((end for end in ends if end <= size), room // size))
 
 
-def _sizes(room: int) -> Iterator[int]:
-    """256, 384, 512, 768, 1024 and on, as far as a row has room."""
-    size = LEAST_ROW_TOKENS
+def _row_sizes(room: int) -> Iterator[int]:
+    """Yield 256, 384, 512, 768, 1024 and so on, up to `room`."""
+    size = MIN_ROW_TOKENS
     while size <= room:
         yield size
         if 3 * size // 2 <= room:
@@ -90,13 +89,13 @@ class StagingRun:
 
 @dataclass(frozen=True, slots=True)
 class StagingStep:
-    """The part of one step that attends over a mirror: the batch's first rows, one for each row of it.
+    """The part of a step that attends over the staging: the batch's first rows, one per staging row.
 
-    chunks: numbers of the chunks, in order of the rows.  slots: where the heads of the rows' tokens go.
-    copied: tokens of the longest sequence that was copied for it.
+    chunks: indices of the chunks, in order of the rows.  slots: destinations of the heads of the rows' tokens.
+    copied: tokens of the longest sequence that was copied for this step.
     """
 
-    mirror: ContiguousKvStaging
+    staging: ContiguousKvStaging
     chunks: Sequence[int]
     slots: Tensor
     runs: tuple[StagingRun, ...]
@@ -104,16 +103,16 @@ class StagingStep:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Rows, tokens copied at once, and elements of all masks."""
+        """Number of rows, of tokens copied at once, and of elements of all masks."""
         return len(self.chunks), self.copied, sum(run.mask.numel() for run in self.runs if run.mask is not None)
 
     def attend(self, layer: int, queries: Tensor, keys_values: Tensor, scale: float) -> list[Tensor]:
-        """Attention outputs of the runs, [rows, heads * head_dim] each, of the batch's `queries` [T, heads, d]. Its
-        `keys_values` [T, 2 * kv_heads, d] go into the mirror first."""
-        kept = self.mirror.rows(layer)
+        """Return the attention outputs of the runs, [rows, heads * head_dim] each, for the batch's `queries`
+        [T, heads, d], after storing its `keys_values` [T, 2 * kv_heads, d] in the staging."""
+        staged = self.staging.rows(layer)
         size = queries.shape[2]
-        kept.view(-1, size).index_copy_(0, self.slots, keys_values[: len(self.chunks)].reshape(-1, size))
-        keys, values = kept.chunk(2, dim=1)
+        staged.view(-1, size).index_copy_(0, self.slots, keys_values[: len(self.chunks)].reshape(-1, size))
+        keys, values = staged.chunk(2, dim=1)
         grouped = queries.unflatten(1, (keys.shape[1], -1))
         return [
             F.scaled_dot_product_attention(
@@ -129,24 +128,24 @@ class StagingStep:
 
 @dataclass(slots=True)
 class _Row:
-    """Whose copy a row holds, of how many tokens, and how far anything was ever written to it."""
+    """Contents of a row: the sequence's residency, its tokens, and the end of all that was written."""
 
-    stay: int = 0
+    residency: int = 0
     tokens: int = 0
     written: int = 0
 
 
 class ContiguousKvStaging:
-    """Room for so many tokens, cut into rows [2 * kv_heads, tokens, head_dim] for as many sequences as decode.
+    """Memory for `tokens` tokens, split into rows [2 * kv_heads, tokens, head_dim], one per decoding sequence.
 
-    The rows of a step are the first ones and hold nobody else. A row is known by its sequence's stay in the pages, a
-    number that no other has and that ends when the pages are given back, and holds what was computed before the chunk:
-    so whatever a sequence went through between two steps, its copy is of its own pages, or is made anew. Sequences
-    that are longer than a row, or more than there are rows, have their pages gathered.
+    A step uses the first rows, and no others are occupied. A row is identified by `ChunkInput.residency`, which changes
+    when a sequence loses its pages, and contains what was computed before the chunk: so whatever happens to a sequence
+    between two steps, its copy is of its current pages, or is made again. Sequences that are longer than a row, or for
+    which there is no row, have their pages gathered.
     """
 
     def __init__(self, kv: KvPool, tokens: int) -> None:
-        """Take and touch the memory: `size_bytes`."""
+        """Allocate and touch the memory, `size_bytes`."""
         self._kv = kv
         _, self._page_tokens, self._heads, self._size = kv.layers[0].shape
         self._room = tokens
@@ -156,57 +155,61 @@ class ContiguousKvStaging:
         advise_huge_pages(self._memory).zero_()  # stale bits could be NaN, which no mask hides
         self._row_tokens = 0
         self._layers: list[Tensor] = []
-        self._all: list[_Row] = []
-        self._used: list[_Row] = []
-        self._cut(LEAST_ROW_TOKENS)
+        self._rows: list[_Row] = []
+        self._used_rows: list[_Row] = []
+        self._resize_rows(MIN_ROW_TOKENS)
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it holds."""
+        """Size of the memory."""
         return self._memory.nbytes
 
     def rows(self, layer: int) -> Tensor:
-        """All rows of a layer: [rows, 2 * kv_heads, tokens, head_dim]."""
+        """Return all rows of a layer: [rows, 2 * kv_heads, tokens, head_dim]."""
         return self._layers[layer]
 
     def forget(self) -> None:
-        """Nothing in it is to be trusted any more."""
-        for row in self._used:
-            row.stay = row.tokens = 0
-        self._used = []
+        """Invalidate all rows."""
+        for row in self._used_rows:
+            row.residency = row.tokens = 0
+        self._used_rows = []
 
     def step(self, chunks: Sequence[ChunkInput]) -> StagingStep | None:
-        """Make it hold those of `chunks` that go on with a single token, as far as they fit; None where none does."""
-        wanted = {chunk.stay: index for index, chunk in enumerate(chunks) if chunk.stay and len(chunk.token_ids) == 1}
+        """Stage the decodes among `chunks`, as far as they fit; None where none does."""
+        wanted = {
+            chunk.residency: index
+            for index, chunk in enumerate(chunks)
+            if chunk.residency and len(chunk.token_ids) == 1
+        }
         if not wanted:
             self.forget()
             return None
-        self._cut(row_tokens([chunks[index].end for index in wanted.values()], self._room, self._row_tokens))
-        wanted = {stay: index for stay, index in wanted.items() if chunks[index].end <= self._row_tokens}
-        self._let_go(wanted.keys())
-        held = {row.stay for row in self._used}
-        spare = len(self._all) - len(self._used)
-        for stay in [stay for stay in wanted if stay not in held][:spare]:
-            self._used.append(self._all[len(self._used)])
-            self._used[-1].stay, self._used[-1].tokens = stay, -1
-        if not self._used:
+        self._resize_rows(row_tokens([chunks[index].end for index in wanted.values()], self._room, self._row_tokens))
+        wanted = {residency: index for residency, index in wanted.items() if chunks[index].end <= self._row_tokens}
+        self._keep_only(wanted.keys())
+        resident = {row.residency for row in self._used_rows}
+        spare = len(self._rows) - len(self._used_rows)
+        for residency in [residency for residency in wanted if residency not in resident][:spare]:
+            self._used_rows.append(self._rows[len(self._used_rows)])
+            self._used_rows[-1].residency, self._used_rows[-1].tokens = residency, -1
+        if not self._used_rows:
             return None
-        numbers = [wanted[row.stay] for row in self._used]
+        chunk_indices = [wanted[row.residency] for row in self._used_rows]
         copied = 0
-        for index, (row, number) in enumerate(zip(self._used, numbers, strict=True)):
-            if chunks[number].start > row.tokens:
-                self._copy_pages(index, chunks[number])
-                copied = max(copied, chunks[number].start)
-            row.tokens = chunks[number].end
+        for index, (row, chunk_index) in enumerate(zip(self._used_rows, chunk_indices, strict=True)):
+            if chunks[chunk_index].start > row.tokens:
+                self._copy_pages(index, chunks[chunk_index])
+                copied = max(copied, chunks[chunk_index].start)
+            row.tokens = chunks[chunk_index].end
             row.written = max(row.written, row.tokens)
-        return self._planned(numbers, [row.tokens for row in self._used], copied)
+        return self._plan(chunk_indices, [row.tokens for row in self._used_rows], copied)
 
-    def _planned(self, numbers: Sequence[int], ends: Sequence[int], copied: int) -> StagingStep:
+    def _plan(self, chunk_indices: Sequence[int], ends: Sequence[int], copied: int) -> StagingStep:
         lengths = torch.tensor(ends)
         first = torch.arange(len(ends)) * (self._heads * self._row_tokens) + lengths - 1
         slots = first[:, None] + torch.arange(self._heads) * self._row_tokens
-        found = []
-        for run in runs(ends):
+        runs: list[StagingRun] = []
+        for run in group_rows(ends):
             rows = slice(run.start, run.stop)
             tokens = max(ends[rows])
             mask = None
@@ -214,60 +217,60 @@ class ContiguousKvStaging:
                 hidden = torch.arange(tokens) >= lengths[rows, None]
                 mask = torch.zeros(hidden.shape, dtype=self._memory.dtype).masked_fill_(hidden, -torch.inf)
                 mask = mask[:, None, None]
-            found.append(StagingRun(rows, tokens, mask))
-        return StagingStep(self, numbers, slots.flatten(), tuple(found), copied)
+            runs.append(StagingRun(rows, tokens, mask))
+        return StagingStep(self, chunk_indices, slots.flatten(), tuple(runs), copied)
 
-    def _cut(self, tokens: int) -> None:
-        """Have rows of so many tokens; where they had others, nothing is held any more."""
+    def _resize_rows(self, tokens: int) -> None:
+        """Set the row size; a new one invalidates all rows."""
         if self._row_tokens == tokens:
             return
         self._row_tokens = tokens
         count = self._room // tokens
         used = count * self._heads * tokens * self._size
         self._layers = [layer[:used].view(count, self._heads, tokens, self._size) for layer in self._memory.unbind()]
-        self._all = [_Row(written=tokens) for _ in range(count)]
-        self._used = []
+        self._rows = [_Row(written=tokens) for _ in range(count)]
+        self._used_rows = []
 
-    def _let_go(self, stays: Iterable[int]) -> None:
-        """Keep the rows of these alone, the last ones in place of those that go."""
-        kept = set(stays)
-        for index in reversed(range(len(self._used))):
-            if self._used[index].stay in kept:
+    def _keep_only(self, residencies: Iterable[int]) -> None:
+        """Keep only these sequences' rows; the last ones replace those that are dropped."""
+        kept_ids = set(residencies)
+        for index in reversed(range(len(self._used_rows))):
+            if self._used_rows[index].residency in kept_ids:
                 continue
-            last = self._used.pop()
-            if index < len(self._used):
-                row = self._used[index]
+            last = self._used_rows.pop()
+            if index < len(self._used_rows):
+                row = self._used_rows[index]
                 for layer in self._layers:
-                    layer[index, :, : last.tokens] = layer[len(self._used), :, : last.tokens]
+                    layer[index, :, : last.tokens] = layer[len(self._used_rows), :, : last.tokens]
                     layer[index, :, last.tokens : row.written].zero_()
-                row.stay, row.tokens, row.written = last.stay, last.tokens, last.tokens
-            last.stay = last.tokens = 0
+                row.residency, row.tokens, row.written = last.residency, last.tokens, last.tokens
+            last.residency = last.tokens = 0
 
     def _copy_pages(self, index: int, chunk: ChunkInput) -> None:
-        """Fill a row with what is computed of a sequence, and what an earlier one left behind with zeros: a mask would
-        not hide its NaN."""
+        """Copy a sequence's computed tokens to a row, and zero what an earlier one left there: masks do not hide
+        NaN."""
         pages = torch.tensor(chunk.pages[: -(-chunk.start // self._page_tokens)])
-        row = self._all[index]
+        row = self._rows[index]
         for layer, rows in enumerate(self._layers):
             if chunk.start:
-                found = self._kv.read(layer, pages, 1)[0, : chunk.start]
-                rows[index, :, : chunk.start] = found.transpose(0, 1)
+                gathered = self._kv.read(layer, pages, 1)[0, : chunk.start]
+                rows[index, :, : chunk.start] = gathered.transpose(0, 1)
             rows[index, :, chunk.start : row.written].zero_()
         row.written = chunk.start
 
 
-def kv_staging_for(kv: KvPool, config: ModelConfig, layout: Layout, most_sequences: int) -> ContiguousKvStaging | None:
-    """A mirror of what lies in `kv` for up to so many sequences, part of what each step takes on the one device that it
-    is for: RAM, where all layers see all tokens and scores are plain. None elsewhere, and where there is no room."""
-    home = layout.first
+def kv_staging_for(kv: KvPool, config: ModelConfig, layout: Layout, max_sequences: int) -> ContiguousKvStaging | None:
+    """Return a staging of `kv` for up to `max_sequences`; None unless all is in RAM, without windows, KV codes or
+    softcap, and memory suffices."""
+    memory = layout.first
     plain = kv.codec is None and not config.traits.score_cap and config.traits.windows == (None,) * config.layers
-    if not plain or len(layout.spans) > 1 or home.simulated or home.device.type != "cpu":
+    if not plain or len(layout.spans) > 1 or memory.simulated or memory.device.type != "cpu":
         return None
     pages = kv.layers[0]
     tokens = staging_tokens(
         pool_tokens=pages.shape[0] * pages.shape[1],
-        most_sequences=most_sequences,
-        free_bytes=home.free_bytes(),
+        max_sequences=max_sequences,
+        free_bytes=memory.free_bytes(),
         bytes_per_token=kv.total_bytes // (pages.shape[0] * pages.shape[1]),
     )
     if not tokens:

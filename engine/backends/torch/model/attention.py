@@ -77,7 +77,7 @@ def _gathered(
     scores: Scores,
 ) -> Tensor:
     """The same over copies of the pages, kept ones first, one call per group. keys_values: those of the rows."""
-    parts = plan.mirrored.attend(layer, queries, keys_values, scores.scale) if plan.mirrored is not None else []
+    parts = plan.staged.attend(layer, queries, keys_values, scores.scale) if plan.staged is not None else []
     parts += [_group(layer, queries, keys_values, group, group.views[window], kv, scores) for group in plan.groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -330,7 +330,7 @@ def packing_pays(weight: Tensor) -> bool:
     return weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
 
 
-def kind_of(linear: Linear) -> str:
+def linear_kind(linear: Linear) -> str:
     """What multiplies: "native" with its instruction set and the bits of quantised weights, "fbgemm float16", "onednn"
     or "plain"."""
     match linear:

@@ -1,4 +1,4 @@
-"""From the chunks of one step to index tensors and masks: made once per step, used by every layer."""
+"""StepPlan: index tensors and masks of one step, built once and used by every layer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from engine.backends.torch.native.attention import NativeAttention, NativeStep
 # Which chunks of a step attend together. Integers only.
 
 MAX_BATCHED_WIDTH = 32
-"""Chunks longer than this attend by themselves; shorter ones are padded together."""
+"""Longer chunks attend separately; shorter ones are padded together."""
 
 
 def by_length(numbers: Iterable[int], chunks: Sequence[ChunkInput]) -> list[int]:
-    """The numbers of chunks in order of the chunks' length, and of where they end."""
+    """Return indices of chunks, sorted by their length, then by their end."""
     return sorted(numbers, key=lambda index: (len(chunks[index].token_ids), chunks[index].end))
 
 
 def equally_long(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
-    """Split the numbers of chunks, in order of their length, by that length."""
+    """Split indices of chunks, sorted by length, into runs of equal length."""
     return [list(run) for _, run in itertools.groupby(order, key=lambda index: len(chunks[index].token_ids))]
 
 
-def grouped(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
-    """Split the numbers of chunks, in order of their length, so that padding costs less than further calls would."""
+def group_chunks(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int]]:
+    """Split indices of chunks, sorted by length, into groups where padding costs less than more calls would."""
     groups: list[list[int]] = []
     real_pairs = longest = 0
     for index in order:
@@ -54,17 +54,17 @@ def grouped(order: Sequence[int], chunks: Sequence[ChunkInput]) -> list[list[int
     return groups
 
 
-# Chunks that attend together over gathered pages: their padding, the keys that they look at, and the masks.
+# Groups of chunks over gathered pages: padding, key ranges and masks.
 
 
 @dataclass(frozen=True, slots=True)
 class KeyView:
-    """The keys that a group's queries look at, for one window.
+    """The keys of a group's queries, for one window.
 
     pages: page ids, equally many per sequence, or a slice where one sequence's pages are adjacent.
-    skip, tokens: which of those pages' tokens are used.  own_rows: the keys are the group's own rows, no pages.
-    mask: added to the scores, or None.  causal: the plain triangle instead of a mask.
-    stale: [n] which tokens of all that the pages give lie behind their sequence's last; None where none does.
+    skip, tokens: range of those pages' tokens.  own_rows: True if the keys are the group's own rows, not pages.
+    mask: added to the scores, or None.  causal: True for a plain causal mask.
+    stale: [n] indices of gathered tokens after their sequence's last one; None where there are none.
     """
 
     pages: Tensor | slice
@@ -76,7 +76,7 @@ class KeyView:
     stale: Tensor | None = None
 
     def copied_pages(self, copies_runs: bool) -> int:
-        """How many pages are copied to be read; a run of adjacent ones only where `copies_runs`."""
+        """Return the number of pages that are copied; adjacent ones only with `copies_runs`."""
         if isinstance(self.pages, Tensor):
             return len(self.pages)
         return len(range(self.pages.stop)[self.pages]) if copies_runs and not self.own_rows else 0
@@ -86,9 +86,9 @@ class KeyView:
 class QueryGroup:
     """Chunks that attend in one call: adjacent rows of the batch.
 
-    width: query rows per sequence, padding included.  pad_rows: rows to take so that each sequence has `width`;
-    real_rows: which of the padded rows to keep. Both None where all chunks are equally long.
-    views: per window of the model.
+    width: query rows per sequence, padding included.  pad_rows: row indices that pad each sequence to `width`.
+    real_rows: padded rows that are not padding. Both None where all chunks are equally long.
+    views: by window of the model.
     """
 
     first_row: int
@@ -101,7 +101,7 @@ class QueryGroup:
 
 
 class GroupPlanner:
-    """Plans how groups attend. What it is made with is StepPlanner's."""
+    """Plans the attention of groups. The arguments are StepPlanner's."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class GroupPlanner:
         self._dtype, self._device, self._masks = dtype, device, masks
 
     def group(self, members: Sequence[ChunkInput], first_row: int) -> QueryGroup:
-        """These chunks, the first of whose rows is `first_row` of the batch."""
+        """Return the group of these chunks, whose rows of the batch start at `first_row`."""
         lengths = [len(chunk.token_ids) for chunk in members]
         width, total = max(lengths), sum(lengths)
         pad_rows = real_rows = None
@@ -159,7 +159,7 @@ class GroupPlanner:
         )
 
     def _pages(self, members: Sequence[ChunkInput], first_pages: Sequence[int], tokens: int) -> Tensor | slice:
-        """Page ids that cover `tokens` tokens of each member; a shorter one repeats its own last page."""
+        """Return page ids that cover `tokens` tokens of each member; a shorter one repeats its last page."""
         count = -(-tokens // self._page_tokens)
         rows = [chunk.pages[first : first + count] for chunk, first in zip(members, first_pages, strict=True)]
         if len(rows) == 1 and list(rows[0]) == list(range(rows[0][0], rows[0][0] + count)):
@@ -167,7 +167,7 @@ class GroupPlanner:
         return self._tensor([page for row in rows for page in (*row, *[row[-1]] * (count - len(row)))])
 
     def _stale(self, lengths: Sequence[int], tokens: int) -> Tensor | None:
-        """Which of `tokens` tokens of each sequence, read as whole pages, are behind its own `lengths`."""
+        """Return the indices of gathered tokens beyond each sequence's length."""
         stride = -(-tokens // self._page_tokens) * self._page_tokens
         found = [
             torch.arange(index * stride + length, index * stride + tokens)
@@ -179,7 +179,7 @@ class GroupPlanner:
     def _mask(
         self, members: Sequence[ChunkInput], width: int, tokens: int, bases: Sequence[int], window: int | None
     ) -> Tensor:
-        """What to add to the scores: 0 where a query sees a key, else -inf.
+        """Return the additive mask: 0 where a query attends to a key, else -inf.
 
         [width, tokens] for one long chunk, else [B, 1, shared * width, tokens]. Padding queries copy a real one.
         """
@@ -201,18 +201,18 @@ class GroupPlanner:
 
 
 def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
-    """Index of the page that holds the first token seen by the chunk's first query."""
+    """Return the index of the page with the first token that the chunk's first query attends to."""
     return 0 if window is None else max(0, chunk.start - window + 1) // page_tokens
 
 
-# The step's plan where an implementation of paged attention reads the pages itself: lengths and block tables.
+# Plans for paged attention, which reads the pages in place: lengths and block tables.
 
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """Equally long chunks, which attend in one call: adjacent rows of the batch.
+    """Equally long chunks that attend in one call: adjacent rows of the batch.
 
-    width: rows per sequence.  lengths int32 [sequences]: tokens in the pages, this step's counted.
+    width: rows per sequence.  lengths int32 [sequences]: tokens in the pages, this step's included.
     block_table int32 [sequences, pages of the longest]: padded with 0.
     """
 
@@ -225,14 +225,14 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """Groups that cover all rows in order, and what computes them."""
+    """Groups that cover all rows in order, and their attention kernel."""
 
     attention: PagedAttention
     groups: tuple[PagedGroup, ...]
 
 
 def paged_groups(ordered: Sequence[ChunkInput], page_tokens: int, device: torch.device) -> tuple[PagedGroup, ...]:
-    """Group chunks that are sorted by their length. The decodes of a step are one group."""
+    """Group chunks, sorted by length. The decodes of a step are one group."""
     groups: list[PagedGroup] = []
     for width, chunks in itertools.groupby(ordered, key=lambda chunk: len(chunk.token_ids)):
         members = list(chunks)
@@ -264,12 +264,12 @@ _NONE: Mapping[str, LoraAdapter] = MappingProxyType({})
 class StepPlan:
     """One step as tensors on the model's device; rows are ordered so that each group's are adjacent.
 
-    ids, positions, slots: [T].  sampled_rows: rows whose logits are wanted, in the order of the chunks.
-    mirrored: how the first rows attend, where there is a mirror.  groups: how the others attend over gathered pages;
-    empty where `paged` says how they attend over pages as they lie, or `native`, which needs no `slots` either.
-    adapted: the rows that compute with LoRA adapters.
-    told: by number of the chunk, the rows whose final states are wanted besides.
-    prefilled: rows of each chunk that prefills, in the order of the chunks.
+    ids, positions, slots: [T].  sampled_rows: rows whose logits are needed, in the order of the chunks.
+    staged: the first rows, which attend over the KV staging, if there is one.  groups: the others, over gathered pages;
+    empty with `paged`, attention over the pages in place, or `native`, which needs no `slots` either.
+    adapted: rows with LoRA adapters.
+    prompt_states: by index of the chunk, rows whose final states are needed for output about the prompt.
+    prefilled: rows of each prefilling chunk, in order.
     """
 
     ids: Tensor
@@ -279,43 +279,41 @@ class StepPlan:
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
     adapted: tuple[AdaptedRows, ...] = ()
-    told: Mapping[int, range] = field(default_factory=dict)
+    prompt_states: Mapping[int, range] = field(default_factory=dict)
     native: NativeStep | None = None
-    mirrored: StagingStep | None = None
+    staged: StagingStep | None = None
     prefilled: tuple[range, ...] = ()
 
     def on(self, device: torch.device) -> StepPlan:
-        """The same step on `device`; itself where it is there."""
+        """Return the step on `device`; itself if it is there."""
         if self.ids.device == device:
             return self
-        moved: StepPlan = mapped(self, lambda tensor: tensor.to(device, non_blocking=True))
-        return moved
+        copy: StepPlan = map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return copy
 
-    def sizes(self, page_tokens: int, *, copies_runs: bool = False, most_told: int = 0) -> StepSizes:
-        """What the memory that it takes over pages of `page_tokens` depends on.
+    def sizes(self, page_tokens: int, *, copies_runs: bool = False, max_state_rows: int = 0) -> StepSizes:
+        """Return the sizes that determine its memory.
 
-        copies_runs: whether adjacent pages are copied out as those that lie apart are.  most_told: told rows that are
-        worked on at once.
+        copies_runs: True if adjacent pages are copied too.  max_state_rows: prompt states processed at once.
         """
         views = [view for group in self.groups for view in group.views.values()]
-        mirrored, copied, masked = self.mirrored.sizes if self.mirrored is not None else (0, 0, 0)
+        staged, copied, masked = self.staged.sizes if self.staged is not None else (0, 0, 0)
         return StepSizes(
             rows=len(self.ids),
             sampled=len(self.sampled_rows),
-            padded=max((mirrored, *(group.sequences * group.width for group in self.groups))),
+            padded=max((staged, *(group.sequences * group.width for group in self.groups))),
             gathered=max(copied, page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0)),
             masked=masked + sum(view.mask.numel() for view in views if view.mask is not None),
             native=self.native is not None,
-            told=min(most_told, max(map(len, self.told.values()), default=0)),
+            prompt_states=min(max_state_rows, max(map(len, self.prompt_states.values()), default=0)),
         )
 
 
 class StepPlanner:
     """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
 
-    paged, native: what attends over the pages as they lie; with neither they are gathered.  masks: whether what attends
-    takes a mask even for a plain triangle.  mirror: where decodes are kept side by side.  adapters: by the keys that
-    chunks name.
+    paged, native: attention over the pages in place; with neither they are gathered.  masks: True if attention needs a
+    mask even where it is causal.  kv_staging: contiguous copies of decodes' pages.  adapters: by key.
     """
 
     def __init__(
@@ -329,31 +327,31 @@ class StepPlanner:
         paged: PagedAttention | None = None,
         native: NativeAttention | None = None,
         masks: bool = False,
-        mirror: ContiguousKvStaging | None = None,
+        kv_staging: ContiguousKvStaging | None = None,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
         self._groups = GroupPlanner(windows, shared, page_tokens, dtype=dtype, device=device, masks=masks)
         self._page_tokens, self._device = page_tokens, device
-        self._paged, self._native, self._mirror, self._adapters = paged, native, mirror, adapters
+        self._paged, self._native, self._kv_staging, self._adapters = paged, native, kv_staging, adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
-        """Order `chunks` by length and group them, those of one adapter adjacent in each group where that can be, and
-        build what the layers need."""
+        """Sort `chunks` by length and group them, with one adapter's chunks adjacent in each group, and build the
+        tensors for the layers."""
         if self._native is not None:
-            return self._natively(chunks, self._native)
-        mirrored = self._mirror.step(chunks) if self._mirror is not None else None
-        first = list(mirrored.chunks) if mirrored is not None else []
-        others = by_length(set(range(len(chunks))).difference(first), chunks)
-        runs = grouped(others, chunks) if self._paged is None else equally_long(others, chunks)
+            return self._plan_native(chunks, self._native)
+        staged = self._kv_staging.step(chunks) if self._kv_staging is not None else None
+        staged_chunks = list(staged.chunks) if staged is not None else []
+        others = by_length(set(range(len(chunks))).difference(staged_chunks), chunks)
+        runs = group_chunks(others, chunks) if self._paged is None else equally_long(others, chunks)
         if any(chunk.adapter for chunk in chunks):
             runs = [sorted(run, key=lambda index: chunks[index].adapter) for run in runs]
-        order = [*first, *(index for run in runs for index in run)]
+        order = [*staged_chunks, *(index for run in runs for index in run)]
         ordered = [chunks[index] for index in order]
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in ordered))
         last_row = {index: end - 1 for index, end in zip(order, ends, strict=True)}
         groups: list[QueryGroup] = []
         for run in runs if self._paged is None else ():
-            first_row = groups[-1].end_row if groups else len(first)
+            first_row = groups[-1].end_row if groups else len(staged_chunks)
             groups.append(self._groups.group([chunks[index] for index in run], first_row))
         paged = None
         if self._paged is not None:
@@ -366,13 +364,13 @@ class StepPlanner:
             groups=tuple(groups),
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
-            told=_told_rows(chunks, last_row),
-            mirrored=mirrored,
+            prompt_states=_prompt_state_rows(chunks, last_row),
+            staged=staged,
             prefilled=_prefilled_rows(chunks, last_row),
         )
 
-    def _natively(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:
-        """The same where any chunks attend in one call: in their order, but for adapters."""
+    def _plan_native(self, chunks: Sequence[ChunkInput], attention: NativeAttention) -> StepPlan:
+        """Plan a step where all chunks attend in one call: in their order, except that adapters are adjacent."""
         order = list(range(len(chunks)))
         if any(chunk.adapter for chunk in chunks):
             order.sort(key=lambda index: chunks[index].adapter)
@@ -387,7 +385,7 @@ class StepPlanner:
             sampled_rows=self._tensor(_sampled_rows(chunks, last_row)),
             groups=(),
             adapted=adapted_rows(ordered, self._adapters, self._device),
-            told=_told_rows(chunks, last_row),
+            prompt_states=_prompt_state_rows(chunks, last_row),
             native=step,
             prefilled=_prefilled_rows(chunks, last_row),
         )
@@ -396,17 +394,17 @@ class StepPlanner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def mapped(part: Any, to: Callable[[Tensor], Tensor]) -> Any:
-    """A plan, or any part of one, with what `to` gives in place of each of its tensors, always in the same order."""
+def map_tensors(part: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a plan, or a part of one, with `convert` applied to each of its tensors, in a fixed order."""
     match part:
         case Tensor():
-            return to(part)
+            return convert(part)
         case tuple():
-            return tuple(mapped(each, to) for each in part)
+            return tuple(map_tensors(each, convert) for each in part)
         case dict():
-            return {key: mapped(each, to) for key, each in part.items()}
+            return {key: map_tensors(each, convert) for key, each in part.items()}
         case KeyView() | QueryGroup() | StepPlan() | PagedPlan() | PagedGroup() | AdaptedRows():
-            return replace(part, **{name: mapped(getattr(part, name), to) for name in part.__slots__})
+            return replace(part, **{name: map_tensors(getattr(part, name), convert) for name in part.__slots__})
         case _:
             return part
 
@@ -419,7 +417,7 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
 
 
 def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
-    """The rows whose logits are wanted, in the order of the chunks."""
+    """Return the rows whose logits are needed, in the order of the chunks."""
     return [last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)]
 
 
@@ -431,10 +429,12 @@ def _prefilled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -
     )
 
 
-def _told_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dict[int, range]:
-    """By number of the chunk, the rows of the tokens that it tells of."""
-    firsts = {index: last_row[index] + 1 - len(chunk.token_ids) for index, chunk in enumerate(chunks) if chunk.told}
+def _prompt_state_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> dict[int, range]:
+    """Return the rows of each chunk's `prompt_states`, by index of the chunk."""
+    firsts = {
+        index: last_row[index] + 1 - len(chunk.token_ids) for index, chunk in enumerate(chunks) if chunk.prompt_states
+    }
     return {
-        index: range(first + chunks[index].told.start, first + chunks[index].told.stop)
+        index: range(first + chunks[index].prompt_states.start, first + chunks[index].prompt_states.stop)
         for index, first in firsts.items()
     }

@@ -121,7 +121,7 @@ class Stack:
         return out
 
 
-def stacked(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
+def stack_blocks(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
     """Its blocks as one, where all lie on one device, and each is fused as a whole and attends by the kernel alone."""
     if len(decoder.stages) > 1:
         return None

@@ -81,7 +81,7 @@ class PromptLogprobs:
 
     def read(self, chunk: ChunkInput, states: FinalStates) -> None:
         """The states of token i say how likely token i + 1 was."""
-        first = chunk.start + chunk.told.start + 1
+        first = chunk.start + chunk.prompt_states.start + 1
         found: list[TokenLogprob] = []
         for logits in states.logits():
             token_ids = self._token_ids[first + len(found) : first + len(found) + len(logits)]

@@ -1,9 +1,9 @@
-"""For whom a draft model guesses, and how far ahead: where that brings more tokens a second than it costs. No torch.
+"""DraftPlanner: for which sequences a draft model drafts, and how many tokens. No torch.
 
-Two rules, both over times that are measured as steps go by. A pass of the draft model is made where the guesses that
-are likely to hold bring more tokens per second than the step has without them. And what the draft model computes
-without a guess to show for it, the text so far, is paid for out of what its guesses saved before; a draft model that
-saves nothing gets a small share of the time to prove itself in, so that it cannot cost more than that.
+Two rules, both over measured times. A pass of the draft model is made where its expected accepted drafts give more
+tokens per second than the step has without them. And time that the draft model spends without drafting, to catch up
+with a text, is paid for by the time that its drafts saved; one that saves nothing gets a small share of the time as a
+trial, and so cannot cost more.
 """
 
 from __future__ import annotations
@@ -11,143 +11,141 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.backends.torch.speculation.step_time import FIRST_HOLDS, StepTime
+from engine.backends.torch.speculation.step_time import INITIAL_ACCEPTANCE_RATE, StepTime
 
-NEAR = 8
-"""Tokens that the draft model may be behind and still guess in a pass like any other."""
+MAX_LAG_TOKENS = 8
+"""Uncomputed tokens with which the draft model still drafts in a regular pass."""
 
 TRIAL_SHARE = 0.01
-"""Of the time: what a draft model may cost that saves nothing."""
+"""Share of the time that a draft model may cost without saving anything."""
 
-_CREDIT_STEPS, _MOST_SAVED_STEPS, _MOST_LOST_STEPS = 16, 256, 64
-_LEARNS, _LEARNS_OVERALL, _DRIFTS = 0.2, 0.05, 0.05
-_FIRST_WAIT, _LONGEST_WAIT = 64, 4096
+_CREDIT_STEPS, _MAX_BALANCE_STEPS, _MAX_DEBT_STEPS = 16, 256, 64
+_LEARNING_RATE, _MEAN_LEARNING_RATE, _DRIFT_RATE = 0.2, 0.05, 0.05
+_FIRST_WAIT, _MAX_WAIT = 64, 4096
 _PLAIN_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A sequence to guess for. behind: known tokens that the draft model has not computed, 1 at least.  room: guesses
-    that there may be."""
+    """A sequence to draft for. lag: tokens that the draft model has not computed, min 1.  room: max drafts."""
 
     name: str
-    behind: int
+    lag: int
     room: int
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTurn:
-    """What the draft model does for a sequence: computes `fed` of the tokens that it is behind, and where those are
-    all of them, guesses so many."""
+class DraftTask:
+    """Work of the draft model for a sequence: compute `catch_up` tokens of its lag and, if those are all, draft."""
 
-    fed: int
-    guesses: int
+    catch_up: int
+    num_drafts: int
 
 
 class DraftPlanner:
-    """The decisions. most: guesses per sequence.  time, passes: what steps of the main model and passes of the draft
-    model take.
+    """Plans the work of a draft model.
 
-    overall: the share of guesses that hold, of all requests lately.  balance_s: what guesses saved less what they cost.
-    token_s: what a step without guesses takes for each of its tokens.
+    max_drafts: per sequence.  time, passes: durations of the main model's steps and of the draft model's passes.
+    mean_acceptance: recent share of accepted drafts, of all requests.  balance_s: time saved by drafts less their cost.
+    token_s: time per token of a step without drafts.
     """
 
-    def __init__(self, most: int, time: StepTime, passes: StepTime) -> None:
-        self.overall = FIRST_HOLDS
+    def __init__(self, max_drafts: int, time: StepTime, passes: StepTime) -> None:
+        self.mean_acceptance = INITIAL_ACCEPTANCE_RATE
         self.balance_s = 0.0
-        self._most, self._time, self._passes = most, time, passes
-        self._holds: dict[str, float] = {}
+        self._max_drafts, self._time, self._passes = max_drafts, time, passes
+        self._acceptance_rates: dict[str, float] = {}
         self.token_s = 0.0
         self._started = False
         self._planned = self._idle = 0
         self._wait = _FIRST_WAIT
 
     def end(self, name: str) -> None:
-        """A request has ended."""
-        self._holds.pop(name, None)
+        """Remove a request."""
+        self._acceptance_rates.pop(name, None)
 
     def plan(
         self, candidates: Sequence[DraftCandidate], *, rows: int, tokens: float, spare: int, budget: int
-    ) -> dict[str, DraftTurn]:
-        """Whose turn it is, beside a step that has `rows` rows and is expected to bring `tokens` tokens otherwise.
+    ) -> dict[str, DraftTask]:
+        """Plan the work for a step that has `rows` rows and `tokens` expected tokens otherwise.
 
-        spare: rows that there is room for in the step.  budget: tokens that the draft model may compute in a pass.
+        spare: rows left for drafts in the step.  budget: max tokens of a pass of the draft model.
         """
         self._planned += 1
-        if spare <= 0 or not candidates or not self._time.known or self._planned % _PLAIN_EVERY == 0:
+        if spare <= 0 or not candidates or not self._time.has_samples or self._planned % _PLAIN_EVERY == 0:
             return {}
-        holds = [self._holds.get(each.name, self.overall) for each in candidates]
+        acceptance_rates = [self._acceptance_rates.get(each.name, self.mean_acceptance) for each in candidates]
         counts = num_draft_tokens(
-            holds,
-            [min(each.room, self._most) for each in candidates],
+            acceptance_rates,
+            [min(each.room, self._max_drafts) for each in candidates],
             rows=rows,
             tokens=tokens,
             spare=spare,
             time=self._time,
             passes=self._passes,
         )
-        for each, share, count in zip(candidates, holds, counts, strict=True):
-            if not count and share != self.overall:
-                self._holds[each.name] = share + _DRIFTS * (self.overall - share)
+        for each, rate, count in zip(candidates, acceptance_rates, counts, strict=True):
+            if not count and rate != self.mean_acceptance:
+                self._acceptance_rates[each.name] = rate + _DRIFT_RATE * (self.mean_acceptance - rate)
         if any(counts):
             self._idle, self._wait = 0, _FIRST_WAIT
-            return self._turns(candidates, counts, budget)
+            return self._tasks(candidates, counts, budget)
         return self._trial(candidates, budget)
 
-    def passed(self, rows: int, seconds: float, near: bool) -> None:
-        """A pass of the draft model took so long. near: all that it computed was to guess behind it."""
+    def record_pass(self, rows: int, seconds: float, is_regular: bool) -> None:
+        """Record a pass of the draft model. is_regular: True if it drafted for all its sequences."""
         self.balance_s -= seconds
-        if near:
+        if is_regular:
             self._passes.observe(rows, seconds)
 
-    def stepped(self, decodes: int, seconds: float) -> None:
-        """A step of the main model that decoded so many sequences took so long; its guesses `came` afterwards."""
+    def record_step(self, decodes: int, seconds: float) -> None:
+        """Record a step of the main model, before the results of its drafts."""
         plain_s = self._time.seconds(decodes)
         if not self._started:
             self.balance_s, self._started = _CREDIT_STEPS * plain_s, True
         self.token_s = plain_s / decodes
-        saved = self.balance_s + TRIAL_SHARE * seconds
-        self.balance_s = max(-_MOST_LOST_STEPS * plain_s, min(_MOST_SAVED_STEPS * plain_s, saved))
+        balance_s = self.balance_s + TRIAL_SHARE * seconds
+        self.balance_s = max(-_MAX_DEBT_STEPS * plain_s, min(_MAX_BALANCE_STEPS * plain_s, balance_s))
 
-    def came(self, name: str, guessed: int, held: int) -> None:
-        """Of `guessed` tokens that the draft model guessed for a sequence, the first `held` were right."""
-        share = self._holds.get(name, self.overall)
-        for position in range(min(guessed, held + 1)):
-            share += _LEARNS * ((position < held) - share)
-            self.overall += _LEARNS_OVERALL * ((position < held) - self.overall)
-        self._holds[name] = share
-        self.balance_s += held * self.token_s - guessed * self._time.row_s
+    def record_result(self, name: str, num_drafts: int, accepted: int) -> None:
+        """Record that of the drafts of a sequence the first `accepted` were accepted."""
+        rate = self._acceptance_rates.get(name, self.mean_acceptance)
+        for position in range(min(num_drafts, accepted + 1)):
+            rate += _LEARNING_RATE * ((position < accepted) - rate)
+            self.mean_acceptance += _MEAN_LEARNING_RATE * ((position < accepted) - self.mean_acceptance)
+        self._acceptance_rates[name] = rate
+        self.balance_s += accepted * self.token_s - num_drafts * self._time.row_s
 
-    def _turns(self, candidates: Sequence[DraftCandidate], counts: Sequence[int], budget: int) -> dict[str, DraftTurn]:
-        """Those that are near first; the others catch up as far as that is paid for."""
-        lost_too_much = self.balance_s <= -_MOST_LOST_STEPS * self.token_s
-        turns: dict[str, DraftTurn] = {}
+    def _tasks(self, candidates: Sequence[DraftCandidate], counts: Sequence[int], budget: int) -> dict[str, DraftTask]:
+        """Plan regular passes first; the others catch up as far as the balance allows."""
+        over_debt = self.balance_s <= -_MAX_DEBT_STEPS * self.token_s
+        tasks: dict[str, DraftTask] = {}
         chosen = (pair for pair in zip(candidates, counts, strict=True) if pair[1])
-        for each, count in sorted(chosen, key=lambda pair: pair[0].behind):
-            far = each.behind > NEAR
-            if lost_too_much or (far and self.balance_s <= 0):
+        for each, count in sorted(chosen, key=lambda pair: pair[0].lag):
+            catches_up = each.lag > MAX_LAG_TOKENS
+            if over_debt or (catches_up and self.balance_s <= 0):
                 break
-            fed = min(each.behind, budget)
-            if fed <= 0:
+            catch_up = min(each.lag, budget)
+            if catch_up <= 0:
                 break
-            turns[each.name] = DraftTurn(fed, count if fed == each.behind else 0)
-            budget -= fed
-        return turns
+            tasks[each.name] = DraftTask(catch_up, count if catch_up == each.lag else 0)
+            budget -= catch_up
+        return tasks
 
-    def _trial(self, candidates: Sequence[DraftCandidate], budget: int) -> dict[str, DraftTurn]:
-        """Now and then one guess that does not look worth it, for who needs the least for it."""
+    def _trial(self, candidates: Sequence[DraftCandidate], budget: int) -> dict[str, DraftTask]:
+        """Try one draft now and then that does not look worth it, for the sequence with the least lag."""
         self._idle += 1
         if self._idle < self._wait or self.balance_s <= 0:
             return {}
-        each = min(candidates, key=lambda candidate: candidate.behind)
-        if each.behind > budget:
-            return {each.name: DraftTurn(budget, 0)}
-        self._idle, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
-        return {each.name: DraftTurn(each.behind, min(1, each.room))}
+        each = min(candidates, key=lambda candidate: candidate.lag)
+        if each.lag > budget:
+            return {each.name: DraftTask(budget, 0)}
+        self._idle, self._wait = 0, min(2 * self._wait, _MAX_WAIT)
+        return {each.name: DraftTask(each.lag, min(1, each.room))}
 
 
 def num_draft_tokens(
-    holds: Sequence[float],
+    acceptance_rates: Sequence[float],
     rooms: Sequence[int],
     *,
     rows: int,
@@ -156,29 +154,29 @@ def num_draft_tokens(
     time: StepTime,
     passes: StepTime,
 ) -> list[int]:
-    """How many tokens to guess for each sequence, pass by pass as long as one brings more tokens per second.
+    """Return how many tokens to draft for each sequence, adding passes as long as one gives more tokens per second.
 
-    holds, rooms: of each sequence, the share of guesses that hold and how many there may be.  rows, tokens: of the step
-    without them.  spare: rows there is room for.  time, passes: of the main model's steps and of the draft model's.
+    acceptance_rates, rooms: of each sequence, and its max drafts.  rows, tokens: of the step without drafts.
+    spare: rows left for drafts.  time, passes: durations of the main model's steps and of the draft model's passes.
     """
-    taken = [0] * len(holds)
+    counts = [0] * len(acceptance_rates)
     step_s, row_s = time.seconds(rows), time.row_s + passes.row_s
-    likeliest = sorted(range(len(holds)), key=lambda index: -holds[index])
+    by_rate = sorted(range(len(acceptance_rates)), key=lambda index: -acceptance_rates[index])
     for ahead in range(max(rooms, default=0)):
         gain = 0.0
         picked: list[int] = []
-        for index in likeliest:
-            likely = holds[index] ** (ahead + 1)
-            if likely * step_s <= tokens * row_s or len(picked) == spare:
+        for index in by_rate:
+            probability = acceptance_rates[index] ** (ahead + 1)
+            if probability * step_s <= tokens * row_s or len(picked) == spare:
                 break
-            if taken[index] == ahead < rooms[index]:
+            if counts[index] == ahead < rooms[index]:
                 picked.append(index)
-                gain += likely
+                gain += probability
         cost_s = passes.seconds(len(picked)) + time.row_s * len(picked)
         if not picked or gain * step_s <= tokens * cost_s:
             break
         for index in picked:
-            taken[index] += 1
+            counts[index] += 1
         spare -= len(picked)
         tokens, step_s = tokens + gain, step_s + cost_s
-    return taken
+    return counts

@@ -1,8 +1,8 @@
-"""Tokens guessed ahead from a request's own text, and how many of them are worth a step's time. No torch here.
+"""N-gram drafts (prompt lookup): draft tokens from a request's own text, and how many are worth a step's time. No
+torch.
 
-A guess is computed with in the same step as the token before it, and holds where that step draws the very token that
-was guessed. Since a draw depends on nothing but the logits, the seed and the position, the answer is the one that
-there would have been without.
+A draft token is computed in the same step as the token before it, and accepted where that step samples the same token.
+As sampling depends only on logits, seed and position, the answer is the same as without drafts.
 """
 
 from __future__ import annotations
@@ -10,207 +10,161 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.backends.torch.speculation.step_time import FIRST_HOLDS, StepTime
+from engine.backends.torch.speculation.step_time import INITIAL_ACCEPTANCE_RATE, StepTime
 
 LONG, SHORT = 4, 2
-MAX_AHEAD = 7
-LEARNS = 0.2
-_MOST_SKIPPED = 64
+MAX_DRAFTS = 7
+LEARNING_RATE = 0.2
+_MAX_SKIPPED = 64
 
 
 class PromptLookup:
-    """Finds where the last tokens of a text stood before (prompt lookup decoding, Saxena 2023): what followed there is
-    what may follow now. A token costs O(1), when a guess is next made."""
+    """Index of a text's n-grams (prompt lookup decoding, Saxena 2023): the tokens that followed the last ones before
+    are the draft. O(1) per token, at the next draft."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
-        self._noted = 0
+        self._next_position: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The tokens that come after those before."""
+        """Append tokens to the text."""
         self._tokens.extend(token_ids)
 
-    def guess(self, most: int) -> list[int]:
-        """The `most` tokens that followed when the text last went as it ends now; the longer likeness counts."""
-        self._note()
+    def draft(self, max_drafts: int) -> list[int]:
+        """Return the `max_drafts` tokens that followed the last occurrence of the final n-gram; longer ones first."""
+        self._index()
         for length in (LONG, SHORT):
-            start = self._after.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
+            start = self._next_position.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if start is not None:
-                return self._going_round(start, most)
+                return self._cyclic(start, max_drafts)
         return []
 
-    def _note(self) -> None:
-        """What follows each run of tokens; nothing does yet at the end, which so does not find itself."""
-        for at in range(self._noted, len(self._tokens)):
+    def _index(self) -> None:
+        """Index the n-grams of new tokens, without the final ones, which have no next token yet."""
+        for position in range(self._indexed, len(self._tokens)):
             for length in (LONG, SHORT):
-                if at >= length:
-                    self._after[tuple(self._tokens[at - length : at])] = at
-        self._noted = len(self._tokens)
+                if position >= length:
+                    self._next_position[tuple(self._tokens[position - length : position])] = position
+        self._indexed = len(self._tokens)
 
-    def _going_round(self, start: int, count: int) -> list[int]:
-        """The tokens from `start` on, and from there again where the text ends before."""
+    def _cyclic(self, start: int, count: int) -> list[int]:
+        """Return `count` tokens from `start` on, repeating them where the text ends."""
         period = len(self._tokens) - start
         return [self._tokens[start + ahead % period] for ahead in range(count)]
 
 
 @dataclass(slots=True)
 class SequenceDrafter:
-    """Guesses for one sequence. holds: the share of guesses that hold, lately, at each position alike."""
+    """Drafts for one sequence. acceptance_rate: recent share of accepted drafts, the same for each position."""
 
     lookup: PromptLookup = field(default_factory=PromptLookup)
-    holds: float = FIRST_HOLDS
+    acceptance_rate: float = INITIAL_ACCEPTANCE_RATE
     _skip: int = 0
     _failures: int = 0
 
-    def guess(self, most: int) -> list[int]:
-        """Up to `most` tokens. After guesses that came to nothing it makes none for a while, longer each time."""
+    def draft(self, max_drafts: int) -> list[int]:
+        """Return up to `max_drafts` draft tokens; none for a while after rejected ones, longer each time."""
         if self._skip:
             self._skip -= 1
             return []
-        return self.lookup.guess(most)
+        return self.lookup.draft(max_drafts)
 
-    def learn(self, guessed: int, held: int) -> None:
-        """Of `guessed` tokens, the first `held` were right."""
-        for position in range(min(guessed, held + 1)):
-            self.holds += LEARNS * ((position < held) - self.holds)
-        if held:
+    def record(self, num_drafts: int, accepted: int) -> None:
+        """Update the acceptance rate: of `num_drafts` tokens the first `accepted` were."""
+        for position in range(min(num_drafts, accepted + 1)):
+            self.acceptance_rate += LEARNING_RATE * ((position < accepted) - self.acceptance_rate)
+        if accepted:
             self._failures = 0
-        elif guessed:
+        elif num_drafts:
             self._failures += 1
-            self._skip = min(_MOST_SKIPPED, 2 ** (self._failures - 1) - 1)
+            self._skip = min(_MAX_SKIPPED, 2 ** (self._failures - 1) - 1)
 
 
 class NgramDrafter:
-    """The guesses of all requests of a worker. most: tokens ahead; 0 guesses nothing.  time: what its steps take."""
+    """Drafts for all requests of a worker. max_drafts: per step and request, 0 for none.  time: model of its steps."""
 
-    def __init__(self, most: int, time: StepTime) -> None:
-        self.most = most
+    def __init__(self, max_drafts: int, time: StepTime) -> None:
+        self.max_drafts = max_drafts
         self._time = time
-        self._guessers: dict[str, SequenceDrafter] = {}
+        self._drafters: dict[str, SequenceDrafter] = {}
 
     def begin(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """A request with these tokens, any of which may come again."""
-        if self.most:
-            guesser = self._guessers[request_id] = SequenceDrafter()
-            guesser.lookup.extend(token_ids)
+        """Add a request with its prompt."""
+        if self.max_drafts:
+            drafter = self._drafters[request_id] = SequenceDrafter()
+            drafter.lookup.extend(token_ids)
 
     def end(self, request_id: str) -> None:
-        """A request has ended."""
-        self._guessers.pop(request_id, None)
+        """Remove a request."""
+        self._drafters.pop(request_id, None)
 
     def plan(self, request_ids: Sequence[str], spare: int) -> dict[str, Sequence[int]]:
-        """What to compute with behind the last token of each of these requests, which are all that a step decodes;
-        spare: rows that there is room for besides theirs."""
-        if spare <= 0 or not self._guessers:
+        """Return the drafts of these requests, which are all decodes of the step. spare: rows left for drafts."""
+        if spare <= 0 or not self._drafters:
             return {}
-        found = {}
+        candidates = {}
         for request_id in request_ids:
-            guesser = self._guessers.get(request_id)
-            if guesser is not None and (ids := guesser.guess(self.most)):
-                found[request_id] = (ids, guesser.holds)
-        taken = allot(list(found.values()), decodes=len(request_ids), spare=spare, time=self._time)
-        return {name: ids[:count] for (name, (ids, _)), count in zip(found.items(), taken, strict=True) if count}
+            drafter = self._drafters.get(request_id)
+            if drafter is not None and (ids := drafter.draft(self.max_drafts)):
+                candidates[request_id] = (ids, drafter.acceptance_rate)
+        counts = allot_drafts(list(candidates.values()), decodes=len(request_ids), spare=spare, time=self._time)
+        return {name: ids[:count] for (name, (ids, _)), count in zip(candidates.items(), counts, strict=True) if count}
 
-    def came(self, request_id: str, guessed: int, token_ids: Sequence[int]) -> None:
-        """A request that was guessed so many tokens ahead got these."""
-        guesser = self._guessers.get(request_id)
-        if guesser is None:
+    def record_result(self, request_id: str, num_drafts: int, token_ids: Sequence[int]) -> None:
+        """Record the tokens that a request with `num_drafts` drafts got."""
+        drafter = self._drafters.get(request_id)
+        if drafter is None:
             return
-        guesser.learn(guessed, len(token_ids) - 1)
-        guesser.lookup.extend(token_ids)
+        drafter.record(num_drafts, len(token_ids) - 1)
+        drafter.lookup.extend(token_ids)
 
-    def expected(self, guesses: Mapping[str, Sequence[int]]) -> float:
-        """How many of these are likely to hold."""
+    def expected_accepted(self, drafts: Mapping[str, Sequence[int]]) -> float:
+        """Return the expected number of accepted drafts."""
         return sum(
-            self._guessers[name].holds ** (ahead + 1) for name, ids in guesses.items() for ahead in range(len(ids))
+            self._drafters[name].acceptance_rate ** (ahead + 1)
+            for name, ids in drafts.items()
+            for ahead in range(len(ids))
         )
 
 
-def held(guesses: Sequence[int], drawn: Sequence[int | None]) -> int:
-    """How many of the tokens drawn stay, where drawn[i] was drawn behind guesses[:i]: one more than guesses that held,
-    and none from the first that could not be drawn on."""
+def accepted(drafts: Sequence[int], drawn: Sequence[int | None]) -> int:
+    """Return how many of the sampled tokens are valid, where drawn[i] was sampled after drafts[:i]: one more than
+    accepted drafts, and none from the first that could not be sampled."""
     for count, token in enumerate(drawn):
         if token is None:
             return count
-        if count < len(guesses) and token != guesses[count]:
+        if count < len(drafts) and token != drafts[count]:
             return count + 1
     return len(drawn)
 
 
-def allot(
-    guesses: Sequence[tuple[Sequence[int], float]], *, decodes: int, spare: int, time: StepTime, most: int = MAX_AHEAD
+def allot_drafts(
+    drafts: Sequence[tuple[Sequence[int], float]],
+    *,
+    decodes: int,
+    spare: int,
+    time: StepTime,
+    max_drafts: int = MAX_DRAFTS,
 ) -> list[int]:
-    """How many of its guesses each sequence may compute with in the next step.
+    """Return how many of its drafts each sequence may use in the next step.
 
-    guesses: of each sequence, with the share that holds.  decodes: rows of the step without guesses.  spare: rows
-    that there is room for.  The likeliest go first, as long as they are worth their time.
+    drafts: of each sequence, with its acceptance rate.  decodes: rows of the step without drafts.  spare: rows left for
+    drafts.  The most probable come first, as long as they are worth their time.
     """
     offers = sorted(
         (
-            (holds ** (ahead + 1), index)
-            for index, (ids, holds) in enumerate(guesses)
-            for ahead in range(len(ids[:most]))
+            (acceptance_rate ** (ahead + 1), index)
+            for index, (ids, acceptance_rate) in enumerate(drafts)
+            for ahead in range(len(ids[:max_drafts]))
         ),
         key=lambda offer: -offer[0],
     )
-    taken = [0] * len(guesses)
+    counts = [0] * len(drafts)
     rows, tokens = decodes, float(decodes)
-    for likely, index in offers[:spare]:
-        if likely <= time.worth(rows, tokens):
+    for probability, index in offers[:spare]:
+        if probability <= time.break_even_probability(rows, tokens):
             break
-        taken[index] += 1
-        rows, tokens = rows + 1, tokens + likely
-    return taken
-
-
-# Whether looking for guesses is worth the looking. No torch.
-#
-# What there is to guess is looked for in every step, on the host: next to nothing beside the step of a large model, and
-# a tenth of that of a small one that many requests share. So it is paid for out of what guesses save. Where they save
-# less, nothing is looked for during some steps, more of them each time, and then it is tried again. A worker begins
-# with the time of a few steps to spend.
-
-FREE_SHARE = 0.01
-"""Of a step's time: what looking may cost that saves nothing."""
-
-_CREDIT_STEPS = 8.0
-_LOST_STEPS = 0.5
-_MOST_SAVED_STEPS = 16.0
-_FIRST_REST, _LONGEST_REST = 64, 512
-
-
-class SpeculationBudget:
-    """The account. balance_s: what guesses saved less what looking for them took, of late."""
-
-    def __init__(self) -> None:
-        self.balance_s = 0.0
-        self._looks, self._credit_steps = True, _CREDIT_STEPS
-        self._resting, self._rest = 0, _FIRST_REST
-
-    def due(self) -> bool:
-        """Whether to look for guesses beside the step that is planned now."""
-        self._looks = not self._resting
-        if not self._looks:
-            self._resting -= 1
-        return self._looks
-
-    def spent(self, seconds: float) -> None:
-        """So long was looked."""
-        self.balance_s -= seconds
-
-    def saved(self, seconds: float) -> None:
-        """Guesses that held, less what it took to compute with all of them."""
-        self.balance_s += seconds
-
-    def stepped(self, seconds: float) -> None:
-        """A step took so long."""
-        if not self._looks:
-            return
-        given = FREE_SHARE + self._credit_steps
-        self.balance_s, self._credit_steps = min(self.balance_s + given * seconds, _MOST_SAVED_STEPS * seconds), 0.0
-        if self.balance_s > 0:
-            self._rest = _FIRST_REST
-        elif self.balance_s < -_LOST_STEPS * seconds:
-            self.balance_s = 0.0
-            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+        counts[index] += 1
+        rows, tokens = rows + 1, tokens + probability
+    return counts

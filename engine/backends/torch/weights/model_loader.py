@@ -100,7 +100,7 @@ class LoadedDecoder:
     kernels: what computes its linear layers, and may compute its attention.
     parameters: how many it has; active_parameters: those that a token is computed with.
     shared_bytes: how much of the weights all workers of this machine have once.
-    settle: makes steps faster in the background; for when the load is over.
+    enlarge_pages: backs the weights with large pages, in the background; for when the load is over.
     """
 
     decoder: Decoder
@@ -110,7 +110,7 @@ class LoadedDecoder:
     parameters: int
     active_parameters: int
     shared_bytes: int
-    settle: Callable[[], None]
+    enlarge_pages: Callable[[], None]
 
 
 def load_decoder(
@@ -163,7 +163,7 @@ def load_decoder(
         parameters=parameters,
         active_parameters=parameters - _idle_parameters(config),
         shared_bytes=store.shared_bytes,
-        settle=store.enlarge_pages,
+        enlarge_pages=store.enlarge_pages,
     )
 
 
