@@ -24,11 +24,11 @@ MAX_GRAMMAR_BYTES = 2**20
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text of an answer is held to.
+    """The format that an answer's text must have.
 
     source: a JSON schema; nothing for "json_object"; a regular expression that the whole answer matches; a JSON array
     of the strings to choose from; or a grammar in Lark's syntax, as llguidance reads it.
-    param: what the client called it, for errors.
+    param: the client's name for it, for errors.
     """
 
     kind: GrammarKind
@@ -37,7 +37,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_json(self) -> bool:
-        """Whether what it holds is one JSON value, which shows by itself where it ends."""
+        """True if the text is one JSON value, which shows by itself where it ends."""
         return self.kind in ("json_schema", "json_object")
 
     def refuse_longer(self, max_bytes: int) -> None:
@@ -239,11 +239,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def validate(self) -> SamplingParams:
-        """Itself, or InvalidRequest naming the first field out of range."""
+        """Return itself; raises InvalidRequest naming the first field out of range."""
         for param, (low, high) in RANGES.items():
             value = getattr(self, param)
             if value is not None and not (low <= value <= high):
-                lowest = "more than 0 and at most" if low == TINY else f"between {low} and"
+                lowest = "more than 0, up to" if low == TINY else f"between {low} and"
                 raise InvalidRequest(f"{param} is {format_number(value)}; it must be {lowest} {high}", param=param)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -263,7 +263,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def _validate_samplers(self) -> None:
-        """What fields must be for each other's sake, and how long some may be."""
+        """Check fields that depend on each other, and lengths."""
         if self.grammar is not None:
             self.grammar.refuse_longer(MAX_GRAMMAR_BYTES)
         if (self.min_temp > 0 or self.max_temp > 0) and self.max_temp <= self.min_temp:

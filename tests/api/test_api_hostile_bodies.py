@@ -42,7 +42,7 @@ async def test_a_limit_is_told_exactly(api: Served) -> None:
     error = await api.refusal("/v1/completions", prompt="x", seed=2**63)
     assert error["message"] == f"seed is {2**63}; it must be between {-(2**63)} and {2**63 - 1}"
     error = await api.refusal("/v1/completions", prompt="x", top_p=0)
-    assert error["message"] == "top_p is 0.0; it must be more than 0 and at most 1.0"
+    assert error["message"] == "top_p is 0.0; it must be more than 0, up to 1.0"
 
 
 @pytest.mark.parametrize("key", ["05", " 5", "5_0", "+5", "٥", "5.0", "", "9" * 30])

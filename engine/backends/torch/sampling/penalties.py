@@ -22,10 +22,10 @@ class RecentTokens:
 
     def __init__(self, tokens: Sequence[int], limit: int = 0) -> None:
         self._limit = limit
-        kept = tokens[-limit:] if limit else tokens
-        self._buffer = torch.zeros(len(kept) + _SPARE, dtype=torch.int64)
+        recent = tokens[-limit:] if limit else tokens
+        self._buffer = torch.zeros(len(recent) + _SPARE, dtype=torch.int64)
         self._start = _SPARE
-        self._buffer[_SPARE:] = torch.tensor(kept, dtype=torch.int64).flip(0)
+        self._buffer[_SPARE:] = torch.tensor(recent, dtype=torch.int64).flip(0)
 
     def push(self, token_id: int) -> None:
         """Put one more token before the others."""
@@ -43,8 +43,8 @@ class RecentTokens:
         return ids[: self._limit] if self._limit else ids
 
     def __len__(self) -> int:
-        held = len(self._buffer) - self._start
-        return min(held, self._limit) if self._limit else held
+        length = len(self._buffer) - self._start
+        return min(length, self._limit) if self._limit else length
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SeenTokens:
     """Distinct tokens of one row, all [n] on the CPU.
 
     uses: how often each is in the output.  repeated, used: how much of the repetition and of the presence penalty
-    it gets, from 0 (none) to 1 (all).
+    applies, from 0 (none) to 1 (all).
     """
 
     ids: Tensor
@@ -61,20 +61,20 @@ class SeenTokens:
     used: Tensor
 
 
-class Seen(Protocol):
-    """What was seen in one request; grows by one token at a time."""
+class TokenHistory(Protocol):
+    """The tokens of one request that penalties look at; grows by one at a time."""
 
     def push(self, token_id: int) -> None:
-        """Note one more output token."""
+        """Add an output token."""
 
     def tokens(self) -> SeenTokens:
-        """What to penalise now."""
+        """Return the tokens to penalise now."""
 
 
 class TokenCounts:
     """Every token of a request and how often each is in its output; grows by one token in O(1).
 
-    prompt_ids: what the repetition penalty sees of the prompt; a token not in the output counts 0.
+    prompt_ids: tokens of the prompt that the repetition penalty looks at; one that is not in the output counts 0.
     """
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
@@ -92,10 +92,10 @@ class TokenCounts:
         self._counts[slot] += 1
 
     def tokens(self) -> SeenTokens:
-        """All of them, each with its full penalty."""
-        known = len(self._slots)
-        counts = self._counts[:known]
-        return SeenTokens(self._ids[:known], counts, torch.ones(known), (counts > 0).float())
+        """Return all of them, each with its full penalty."""
+        distinct = len(self._slots)
+        counts = self._counts[:distinct]
+        return SeenTokens(self._ids[:distinct], counts, torch.ones(distinct), (counts > 0).float())
 
     def _grow(self) -> None:
         self._ids = torch.cat([self._ids, torch.zeros(len(self._ids) + 16, dtype=self._ids.dtype)])
@@ -103,8 +103,8 @@ class TokenCounts:
 
 
 class TokenWindow:
-    """The last tokens of a request, prompt and output. What is further back than `reach` tokens counts less and less,
-    and nothing from reach + decay on (as ExLlamaV2 defines it); a step costs one pass over them.
+    """The last tokens of a request, prompt and output. Beyond `reach` tokens their weight falls, to 0 from reach +
+    decay on (as ExLlamaV2 defines it); a step costs one pass over them.
     """
 
     def __init__(self, prompt_ids: Sequence[int], *, reach: int, decay: int) -> None:
@@ -114,12 +114,12 @@ class TokenWindow:
         self._output_tokens = 0
 
     def push(self, token_id: int) -> None:
-        """Note one more output token."""
+        """Add an output token."""
         self._recent.push(token_id)
         self._output_tokens += 1
 
     def tokens(self) -> SeenTokens:
-        """The distinct tokens within reach; the latest use says how much a penalty fades, frequency fades per use."""
+        """Return the distinct tokens within reach. A penalty fades by the latest use, frequency by each use."""
         ids, slots = self._recent.ids.unique(return_inverse=True)
         ages = torch.arange(len(slots))
         weights = 1 - (ages - self._reach).clamp(min=0) / max(self._decay, 1)
@@ -133,8 +133,8 @@ class TokenWindow:
         )
 
 
-def seen_by(params: SamplingParams, prompt_ids: Sequence[int]) -> Seen | None:
-    """What a request with these parameters keeps of its tokens; None where no penalty asks for any."""
+def token_history(params: SamplingParams, prompt_ids: Sequence[int]) -> TokenHistory | None:
+    """Return the history that the penalties of a request look at; None where it has no penalty."""
     if params.repetition_penalty == 1 and params.frequency_penalty == 0 and params.presence_penalty == 0:
         return None
     if params.repetition_range:
@@ -150,14 +150,14 @@ def penalise(logits: Tensor, rows: Sequence[int], params: Sequence[SamplingParam
     are taken off (OpenAI).
     """
     lengths = torch.tensor([len(tokens.ids) for tokens in seen])
-    knobs = [
+    values = [
         rows,
         [p.repetition_penalty for p in params],
         [p.frequency_penalty for p in params],
         [p.presence_penalty for p in params],
     ]
     row, *penalties = to_device(
-        torch.tensor(knobs, dtype=torch.float64).repeat_interleave(lengths, dim=1), logits.device
+        torch.tensor(values, dtype=torch.float64).repeat_interleave(lengths, dim=1), logits.device
     )
     ids, uses, repeated, used = (
         to_device(torch.cat(parts), logits.device)
@@ -181,7 +181,7 @@ _LARGEST = 1e30  # finite, so that a row keeps a distribution however long its r
 
 
 class DryPenalty:
-    """The repeats of one request; a new token costs one pass over the tokens looked at, not one for each length.
+    """The repeats of one request; a new token costs one pass over the tokens in range, not one for each length.
 
     lengths[d - 1] is how many of the last tokens equal those d tokens before them. A new token makes that one more
     where it equals the token d before it, and nothing elsewhere.
@@ -196,7 +196,7 @@ class DryPenalty:
         self._lengths = torch.tensor(lengths, dtype=torch.int64)
 
     def push(self, token_id: int) -> None:
-        """Take the next token."""
+        """Add the next token."""
         ids = self._recent.ids
         if len(ids) > len(self._lengths):
             self._lengths = torch.cat([self._lengths, torch.zeros(len(ids), dtype=torch.int64)])
@@ -208,7 +208,7 @@ class DryPenalty:
         self._recent.push(token_id)
 
     def penalties(self) -> tuple[Tensor, Tensor] | None:
-        """(ids, what to add to their logits), both on the CPU; None while nothing repeats."""
+        """Return ids and the values to add to their logits, both on the CPU; None while nothing repeats."""
         reach = len(self._recent) - 1
         lengths = self._lengths[:reach]
         if self._params.dry_range:  # the earlier text must lie within the range as well
@@ -226,8 +226,10 @@ class DryPenalty:
 
 
 def _repeats(newest_first: Sequence[int], breakers: frozenset[int]) -> list[int]:
-    """How far the tokens, read backwards, repeat those d = 1, 2, ... tokens before them: the Z-function (Gusfield
-    1997, section 1.3), which takes linear time, ended at the first breaker."""
+    """Return how far the tokens, read backwards, repeat those d = 1, 2, ... tokens before them.
+
+    That is the Z-function (Gusfield 1997, section 1.3), in linear time, ended at the first breaker.
+    """
     count = len(newest_first)
     limit = next((age for age, token_id in enumerate(newest_first) if token_id in breakers), count)
     lengths = [0] * count

@@ -1,4 +1,4 @@
-"""What is told of prompts besides the answers to them: log-probabilities of their tokens, or one vector for all of it.
+"""Results about prompts besides their answers: log-probabilities of their tokens, or one vector for all of it.
 
 Both are gathered over the steps that compute a prompt, from the final hidden states of its tokens.
 """
@@ -20,9 +20,9 @@ from engine.backends.torch.sampling.draw import rank
 
 @dataclass(frozen=True, slots=True)
 class FinalStates:
-    """What a step made of adjacent tokens of one prompt. rows: hidden states [tokens, hidden] before the last norm.
+    """Final states of adjacent tokens of one prompt. rows: hidden states [tokens, hidden] before the last norm.
 
-    at_once: how many of them there is memory to make logits of.
+    at_once: the number of tokens for whose logits there is memory.
     """
 
     decoder: Decoder
@@ -35,28 +35,28 @@ class FinalStates:
             yield self.decoder.final_norm(rows)
 
     def logits(self) -> Iterator[Tensor]:
-        """Float32 logits [at_once, vocab] of the tokens, in order. None of them is kept by who asks."""
+        """Float32 logits [at_once, vocab] of the tokens, in order. Callers do not keep them."""
         for rows in self.rows.split(self.at_once):
             yield self.decoder.logits(rows)
 
 
 ReadPromptStates = Callable[[int, FinalStates], None]
-"""Takes the number of a chunk, and the final states of those of its tokens that are told of."""
+"""Receives the number of a chunk, and the final states of its tokens that prompt results need."""
 
 
 class PromptOutput(Protocol):
-    """What is told of one prompt. `read` may be asked again for a step that is done again; `add` is final.
+    """Result about one prompt. `read` may be called again for a step that is repeated; `add` is final.
 
-    until: how many of the prompt's leading tokens have to be read.
+    until: number of the prompt's leading tokens that have to be read.
     """
 
     until: int
 
     def read(self, chunk: ChunkInput, states: FinalStates) -> None:
-        """Read what a step has for it, in place of anything that was read and not added."""
+        """Read a step's states, in place of any that were read and not added."""
 
     def add(self) -> bool:
-        """The step counts; False where what was read holds numbers that are not finite."""
+        """Add the states read last; False where they were not finite."""
 
     @property
     def logprobs(self) -> tuple[TokenLogprob | None, ...]:
@@ -68,7 +68,7 @@ class PromptOutput(Protocol):
 
 
 class PromptLogprobs:
-    """The log-probability of each token of a prompt after those before it, with so many alternatives."""
+    """The log-probability of each token of a prompt after those before it, with alternatives."""
 
     vector = b""
 
@@ -76,7 +76,7 @@ class PromptLogprobs:
         self.until = len(token_ids) - 1  # nothing of the prompt comes after its last token
         self._token_ids = token_ids
         self._alternatives = alternatives
-        self._told: list[TokenLogprob | None] = [None]
+        self._logprobs: list[TokenLogprob | None] = [None]
         self._read: list[TokenLogprob] | None = []
 
     def read(self, chunk: ChunkInput, states: FinalStates) -> None:
@@ -85,23 +85,23 @@ class PromptLogprobs:
         found: list[TokenLogprob] = []
         for logits in states.logits():
             token_ids = self._token_ids[first + len(found) : first + len(found) + len(logits)]
-            told = token_logprobs(logits, token_ids, self._alternatives)
-            if told is None:
+            logprobs = token_logprobs(logits, token_ids, self._alternatives)
+            if logprobs is None:
                 self._read = None
                 return
-            found += told
+            found += logprobs
         self._read = found
 
     def add(self) -> bool:
-        """Keep what was read last."""
-        self._told += self._read or ()
+        """Add the states read last."""
+        self._logprobs += self._read or ()
         finite, self._read = self._read is not None, []
         return finite
 
     @property
     def logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """Those of all tokens, None of the first."""
-        return tuple(self._told)
+        """Log-probabilities of all tokens, None for the first."""
+        return tuple(self._logprobs)
 
 
 class PromptMean:
@@ -120,7 +120,7 @@ class PromptMean:
         self._read = torch.stack(sums).sum(dim=0).cpu()
 
     def add(self) -> bool:
-        """Keep what was read last."""
+        """Add the states read last."""
         if self._read is None:
             return True
         self._sum = self._read if self._sum is None else self._sum + self._read
@@ -135,7 +135,7 @@ class PromptMean:
 
 
 def prompt_output_for(request: BackendRequest) -> PromptOutput | None:
-    """What a request wants to be told of its prompt; None for nothing."""
+    """Return the result that a request wants about its prompt; None for none."""
     if request.embed:
         return PromptMean(len(request.prompt_ids))
     alternatives = request.params.prompt_logprobs
@@ -143,7 +143,7 @@ def prompt_output_for(request: BackendRequest) -> PromptOutput | None:
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], alternatives: int) -> list[TokenLogprob] | None:
-    """How likely row i of float32 `logits` [R, V] made token_ids[i]; None where a row has no probabilities.
+    """Return how likely row i of float32 `logits` [R, V] made token_ids[i]; None where a row has no probabilities.
 
     Ranks count from 1, and those of equally likely tokens are the same.
     """

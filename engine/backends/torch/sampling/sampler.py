@@ -1,7 +1,7 @@
-"""Choosing the next token of every row of a batch of logits, with work only for what some row asks for.
+"""The next token of every row of a batch of logits, at the cost of only what some row uses.
 
 The order, per row: repetition, then frequency and presence penalty; logit_bias, DRY, end tokens masked before
-min_tokens, tokens that the next one must not be, and all that a mask does not allow; then greedy (temperature 0:
+min_tokens, tokens banned at this position, and all that a mask does not allow; then greedy (temperature 0:
 exact argmax, the lowest id among equals), or temperature, filters and a draw (see `draw`). Nothing is random but a
 function of the row's seed and position, so that an answer does not depend on what else is in the batch, on
 preemption, or on the worker.
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from engine.backends.base import TokenLogprob, TokenMask
 from engine.backends.torch.sampling.draw import draw_filtered, draw_plain, rank
-from engine.backends.torch.sampling.penalties import DryPenalty, penalise, seen_by
+from engine.backends.torch.sampling.penalties import DryPenalty, penalise, token_history
 from engine.backends.torch.sampling.sampling_tensors import (
     Draw,
     SamplingTensors,
@@ -40,7 +40,7 @@ _BYTE = 8
 def apply_masks(logits: Tensor, masks: Mapping[int, TokenMask]) -> None:
     """Leave each row of float32 `logits` [R, V] that has a mask only what it allows, in place.
 
-    What goes to the device is a bit per token; there, each byte of bits is looked up as eight numbers to add.
+    One bit per token is copied to the device; there, each byte of bits is looked up as eight numbers to add.
     """
     words = bytearray().join(mask.allowed() for mask in masks.values())
     bits = to_device(torch.frombuffer(words, dtype=torch.uint8).view(len(masks), -1), logits.device)
@@ -50,12 +50,12 @@ def apply_masks(logits: Tensor, masks: Mapping[int, TokenMask]) -> None:
 
 @lru_cache
 def _additions(device: torch.device) -> Tensor:
-    """Float32 [256, 8]: for each byte, what its bits add, the lowest one first: nothing where set, else -inf."""
+    """Float32 [256, 8]: for each byte, the numbers that its bits add, the lowest first: 0 where set, else -inf."""
     bits = torch.arange(2**_BYTE).unsqueeze(1) >> torch.arange(_BYTE) & 1
     return torch.where(bits.bool(), 0.0, -torch.inf).to(device)
 
 
-# What was drawn for the rows of a batch, on the device until somebody asks for it.
+# The tokens drawn for the rows of a batch, on the device until they are read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class SampledToken:
 class SampledLogprobs:
     """Log-probabilities of the tokens drawn in some rows.
 
-    wanted: how many alternatives, by row.  own [W]: of the tokens themselves.  top_ids, top [W, most that are wanted]:
-    the likeliest tokens, best first, and theirs.
+    wanted: number of alternatives, by row.  own [W]: of the tokens themselves.  top_ids, top [W, largest number]: the
+    likeliest tokens, best first, and theirs.
     """
 
     wanted: dict[int, int]
@@ -95,15 +95,15 @@ class SamplerOutput:
         return SamplerOutput(copy(self.ids), logs)
 
     def tokens(self) -> list[SampledToken | None]:
-        """Read it: a token of each row, None where nothing was drawn."""
+        """Read a token of each row, None where nothing was drawn."""
         chosen: list[int] = self.ids.tolist()
         logprobs = {} if self.logprobs is None else _token_logprobs(self.logprobs, chosen)
         return [None if token < 0 else SampledToken(token, logprobs.get(index)) for index, token in enumerate(chosen)]
 
 
 def sampled_logprobs(logits: Tensor, ids: Tensor, wanted: Sequence[int | None]) -> SampledLogprobs | None:
-    """Log-probabilities of `ids` [R] by the model's own float32 `logits` [R, V], of the rows that want them with so
-    many alternatives; None where none does."""
+    """Log-probabilities of `ids` [R] by the model's own float32 `logits` [R, V], of the rows that want them, with
+    that number of alternatives; None where none does."""
     counts = {row: count for row, count in enumerate(wanted) if count is not None}
     if not counts:
         return None
@@ -128,11 +128,11 @@ def _token_logprobs(logprobs: SampledLogprobs, chosen: Sequence[int]) -> dict[in
 
 
 class SampleRow:
-    """One request's side of sampling: made once, told of every token, so that a step costs no walk over its tokens.
+    """One request's state in sampling, updated with every token, so that a step costs no walk over its tokens.
 
-    position: where the next token goes (tokens known so far).      output_tokens: how many of them are output.
-    banned_next: ids that the first token to come must not be.
-    mask: what the tokens are held to, at where `generated` ends; None for nothing. It decides on end tokens too.
+    position: index of the next token.      output_tokens: number of output tokens so far.
+    banned_next: ids that the next token must not be.
+    mask: of the tokens that are allowed after `generated`, None for all. It decides on end tokens, too.
     """
 
     def __init__(
@@ -157,14 +157,14 @@ class SampleRow:
         self.mask = mask
         self.end_mask = _mask(end_token_ids) if params.min_tokens and mask is None else None
         self.next_mask = _mask(banned_next)
-        self.seen = seen_by(params, prompt_ids)
+        self.seen = token_history(params, prompt_ids)
         if self.seen is not None:
             for token_id in generated:
                 self.seen.push(token_id)
         self.dry = DryPenalty(params, [*prompt_ids, *generated]) if params.dry_multiplier > 0 else None
 
     def push(self, token_id: int) -> None:
-        """Note that this token was chosen."""
+        """Add the token that was chosen."""
         self.position += 1
         self.output_tokens += 1
         self.next_mask = None
@@ -177,11 +177,11 @@ class SampleRow:
 
     @property
     def foreseeable(self) -> bool:
-        """Whether how a later token is drawn does not depend on the tokens before it, but for the logits."""
+        """True if the draw of a later token depends on the tokens before it only by the logits."""
         return self.seen is None and self.dry is None and self.mask is None
 
     def ahead(self, tokens: int) -> SampleRow:
-        """The row of the token that comes after so many others; only where it is `foreseeable`."""
+        """Return the row of the token that many tokens later; only where it is `foreseeable`."""
         if not tokens:
             return self
         row = copy.copy(self)
@@ -192,13 +192,13 @@ class SampleRow:
 
     @property
     def additions(self) -> list[tuple[Tensor, Tensor]]:
-        """(ids, values) pairs to add to the logits now."""
+        """Pairs of ids and values to add to the logits now."""
         end_mask = self.end_mask if self.output_tokens < self.params.min_tokens else None
         dry = None if self.dry is None else self.dry.penalties()
         return [pair for pair in (self.bias, dry, end_mask, self.next_mask) if pair is not None]
 
     def draw(self) -> Draw:
-        """What the next draw needs to know of it."""
+        """Return the next draw."""
         return Draw(self.params, self.position, self.end_token_ids, self.samplers)
 
 
@@ -211,14 +211,16 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
 
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """The ids alone of what `sample` gives, -1 for none."""
+    """Return the ids of `sample`, -1 for none."""
     chosen: list[int] = _choose(logits, rows).tolist()
     return chosen
 
 
 def draw(logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
-    """The same as `sample`, still where the logits are. Nothing waits for them, unless filters have to look at more
-    than the best few tokens where those do not do."""
+    """Return the same as `sample`, still on the logits' device.
+
+    Nothing waits for them, unless filters have to look at more than the best few tokens.
+    """
     ids = _choose(logits, rows)
     return SamplerOutput(ids, sampled_logprobs(logits, ids, [row.params.logprobs for row in rows]))
 
@@ -245,7 +247,7 @@ def _draw(
     tokens: Tensor,
     draw: Callable[[Tensor, Sequence[Draw]], Tensor],
 ) -> None:
-    """Fill `tokens` at `index` with what `draw` draws from those rows."""
+    """Fill `tokens` at `index` with a draw from those rows."""
     where = to_device(torch.tensor(index), logits.device)
     tokens[where] = draw(logits if len(index) == len(rows) else logits[where], [rows[i].draw() for i in index])
 
@@ -262,7 +264,7 @@ def _draw_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits after penalties and everything that is added; the same tensor where no row asks for any."""
+    """Return the logits after penalties, biases and masks; the same tensor where no row has any."""
     added = [(index, pair) for index, row in enumerate(rows) for pair in row.additions]
     seen = [(index, row.seen.tokens()) for index, row in enumerate(rows) if row.seen is not None]
     masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}

@@ -12,12 +12,15 @@ from torch import Tensor
 from engine.config import PARAMETERS, SamplingParams
 from engine.samplers import Sampler, samplers
 
-# Small tensors that the host makes for the sampler, on their way to where the logits are.
+# Small tensors that the host makes for the sampler, on their way to the logits' device.
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, which are in no pinned memory, on `device`: the driver has taken them when this returns, so that they
-    may be changed, and nothing waits for the work that the device has before them."""
+    """Return `values`, which are not pinned, on `device`.
+
+    The driver has copied them when this returns, so that they may be changed, and nothing waits for earlier work of
+    the device.
+    """
     return values.to(device, non_blocking=True)
 
 
