@@ -143,12 +143,11 @@ class Engine:
     ) -> LoadedModel:
         """Load `spec` and return when its first worker is ready. The load goes on if the caller is cancelled.
 
-        It takes the place of the model of the same name, or of the first one, unless `beside`. Where both fit, the old
-        one serves until the new one is ready, and then finishes what it has; otherwise it is drained and unloaded
-        first, and what waits is kept for the new one.
-        Raises ModelLoadFailed and its children, LoadCancelled, EngineBusy while another load or unload runs,
-        InvalidRequest, EngineClosed. A load that is refused for want of memory changes nothing; after one that failed
-        with nothing else loaded, the model is "failed".
+        It takes the place of the model of the same name, or of the first one, unless it comes in addition. Where both
+        fit, the old one serves until the new one is ready, and then finishes what it has; otherwise it is drained and
+        unloaded first, and what waits is kept for the new one. Raises ModelLoadFailed and its children, LoadCancelled,
+        EngineBusy while another load or unload runs, InvalidRequest, EngineClosed. A load that is refused for want of
+        memory changes nothing; after one that failed with nothing else loaded, the model is "failed".
         """
         self._refuse_if_closed()
         config = msgspec.structs.replace(self._models.defaults, **changed_fields(knobs)).validate()
@@ -175,8 +174,8 @@ class Engine:
         Raises ModelNotFound, EngineClosed; unloading nothing is fine.
         """
         self._refuse_if_closed()
-        gone = NoModelLoaded("the model was unloaded before the answer was complete")
-        await self._models.unload(model, drain_s, gone)
+        error = NoModelLoaded("the model was unloaded before the answer was complete")
+        await self._models.unload(model, drain_s, error)
 
     async def reconfigure(self, *, model: str = "", **knobs: Unpack[Knobs]) -> None:
         """Set the targets of a model; growth and shrinking go on in the background and lose no request.
@@ -276,7 +275,7 @@ class Engine:
     # -- insight ------------------------------------------------------------------------------------------------
 
     async def reset_session(self) -> None:
-        """Count the numbers of Insight anew from now on. Raises EngineClosed."""
+        """Reset the session's numbers of Insight. Raises EngineClosed."""
         self._refuse_if_closed()
         self._insight.reset(_now(), time.time())
         self._publisher.publish()
@@ -292,7 +291,7 @@ class Engine:
     async def measure_limits(self) -> None:
         """Measure what the processor can at most, and keep it for later runs; takes seconds.
 
-        Raises EngineBusy while requests are live, EngineError where it cannot be told, EngineClosed.
+        Raises EngineBusy while requests are live, EngineError where it cannot be measured, EngineClosed.
         """
         self._refuse_if_closed()
         await self._insight.measure(len(self._tracker.live))
@@ -326,7 +325,7 @@ class Engine:
         return self._publisher.publish_s
 
     def usage(self) -> tuple[ModelUsage, ...]:
-        """What each model was used for, also those that are loaded no more."""
+        """Return each model's counters and histograms, also of those that are loaded no more."""
         return self._meter.usage()
 
     def publish_for(self, hertz: float) -> None:

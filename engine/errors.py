@@ -64,6 +64,12 @@ class ModelNotFound(EngineError):
     http_status = 404
 
 
+class WorkerNotFound(InvalidRequest):
+    """There is no worker of that id; details: param, value."""
+
+    http_status = 404
+
+
 class RequestNotFound(EngineError):
     """Nothing is known of a request of that id (any more)."""
 
@@ -156,13 +162,13 @@ class WorkerFailed(EngineError):
 
 
 class NodeGone(WorkerFailed):
-    """The machine that a worker was to run on is not there: place the worker anew; details: node."""
+    """The machine that a worker was to run on is not there: place the worker again; details: node."""
 
     code = "node_gone"
 
 
 class NodeFull(WorkerFailed):
-    """Others have reserved what a worker was to run on: place it anew, or wait; details: node."""
+    """Others have reserved what a worker was to run on: place it again, or wait; details: node."""
 
     code = "node_full"
 

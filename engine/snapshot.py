@@ -14,7 +14,7 @@ from engine.backends.base import BackendStats, DraftPosition, FinishReason, Load
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
 
-# What insight tells, as the values a Snapshot carries. Times are seconds, rates per second; None is "not known".
+# Insight: the values of a session that a Snapshot carries. Times are seconds, rates per second; None is "not known".
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done since `since` (unix time), when the engine started or an operator began to count anew.
+    """Work since `since` (unix time), when the engine started or an operator reset the counters.
 
     busy_s: time in which a worker computed.  batch: requests in a step, on average.
     prompt_tokens: those that were computed, without what the prefix cache had.
@@ -68,9 +68,10 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Energy(msgspec.Struct, frozen=True, kw_only=True):
-    """What the devices draw that workers are on. power_w: None where none of them tells.
+    """Energy of the devices that workers are on. power_w: None where none of them reports it.
 
-    unmetered: devices with workers that do not tell.  busy_joules: of the session, while a worker computed.
+    unmetered: devices with workers that do not report their power.  busy_joules: of the session, while a worker
+    computed.
     today_joules: since midnight of this machine's clock, earlier runs included.  rate_per_kwh: None where none is set.
     """
 
@@ -84,7 +85,7 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What models ask of a device over the last seconds, and the most that it can; None where that is not known."""
+    """Work of models on a device per second, over the last seconds, and the device's limits; None where not known."""
 
     device: str
     flops_per_s: float = 0.0
@@ -98,7 +99,7 @@ class Insight(msgspec.Struct, frozen=True, kw_only=True):
 
     queue, prefill, decode: seconds, of whole answers.  longest_context_tokens: prompt and answer of the longest request
     that ended.  configured_context_tokens: what the models take at most, 0 where none is loaded.
-    finished: requests by finish reason.  drafts: by position; () where no backend tells.
+    finished: requests by finish reason.  drafts: by position; () where no backend reports them.
     """
 
     session: Session = Session()
@@ -167,7 +168,7 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of another program holds on a device; 0 and "" are "not known"."""
+    """Memory of one process of another program on a device; 0 and "" are "not known"."""
 
     pid: int
     name: str = ""

@@ -1,4 +1,4 @@
-"""What the adviser says: a sentence with the numbers, and what could be done about it."""
+"""Advice: a sentence with the numbers, and what could be done about it."""
 
 from __future__ import annotations
 

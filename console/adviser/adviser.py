@@ -56,10 +56,10 @@ class _Finding:
 
 
 class Adviser:
-    """Keeps what one snapshot does not tell: counters a minute ago, and since when something holds.
+    """Keeps what no single snapshot has: counters a minute ago, and since when something holds.
 
     Time is the snapshots' own, so that it works on a replay too; where that goes back, or the snapshots are of another
-    engine or model from now on, everything begins anew.
+    engine or model from now on, everything starts again.
     """
 
     def __init__(self) -> None:
@@ -71,23 +71,23 @@ class Adviser:
         self._quiet_until: dict[Key, float] = {}
 
     def listen(self, snapshot: Snapshot) -> tuple[Advice, ...]:
-        """What there is to say now. Looks at a snapshot where the last one it looked at is a second old."""
+        """Return the advice of now. Looks at a snapshot where the last one it looked at is a second old."""
         self._follow(snapshot)
         if self._counts and snapshot.at - self._at < _SAMPLE_S:
-            return self.said
+            return self.advice
         self._at = snapshot.at
         evidence = Evidence(snapshot, self._recent(snapshot))
         for rank, rule in enumerate(RULES):
             for advice in rule.find(evidence):
                 self._note(rank, rule, advice)
         self._found = {key: found for key, found in self._found.items() if self._at - found.seen <= LINGER_S}
-        return self.said
+        return self.advice
 
     @property
-    def said(self) -> tuple[Advice, ...]:
-        """What was found and holds, most urgent first. Of several that would turn a knob, the first alone."""
+    def advice(self) -> tuple[Advice, ...]:
+        """Findings that hold, most urgent first. Of several that would change a knob, the first alone."""
         turned: set[str] = set()
-        said = []
+        shown = []
         for found in sorted(self._found.values(), key=lambda found: found.rank):
             advice = found.advice
             knob = advice.action.knob if isinstance(advice.action, Turn) else ""
@@ -95,11 +95,11 @@ class Adviser:
             if not settled or self._at < self._quiet_until.get(advice.key, 0.0) or knob in turned:
                 continue
             turned |= {knob} - {""}
-            said.append(advice)
-        return tuple(said)
+            shown.append(advice)
+        return tuple(shown)
 
-    def taken(self, advice: Advice) -> None:
-        """It was done; nothing more of it until its effect can be seen."""
+    def follow(self, advice: Advice) -> None:
+        """Note that an operator did it; it keeps quiet until its effect can be seen."""
         self._quiet_until[advice.key] = self._at + HUSH_S
 
     def dismiss(self, advice: Advice) -> None:
@@ -126,7 +126,8 @@ class Adviser:
         self._found[advice.key] = _Finding(rank, advice, rule.settle_s, since, self._at)
 
     def _recent(self, snapshot: Snapshot) -> Counts:
-        """What counters grew by since the oldest snapshot of the window; one that went back began anew."""
+        """Return the growth of counters since the oldest snapshot of the window; one that went back has started
+        again."""
         now, counts = Counts.of(snapshot), self._counts
         while counts and (self._at - counts[0][0] > WINDOW_S or now.behind(counts[-1][1])):
             counts.popleft()

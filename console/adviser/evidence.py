@@ -1,4 +1,4 @@
-"""What rules go by: the snapshot, what counters grew by, and a few readings of both."""
+"""Evidence of the rules: the snapshot, the growth of counters, and a few readings of both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counters that only grow, or what they grew by."""
+    """Counters that only grow, or their growth."""
 
     preemptions: int = 0
     draft_tokens: int = 0
@@ -26,7 +26,7 @@ class Counts:
         return cls(totals.preemptions, totals.draft_tokens, totals.draft_accepted)
 
     def since(self, before: Counts) -> Counts:
-        """What came after `before`."""
+        """Return the growth since `before`."""
         return Counts(
             self.preemptions - before.preemptions,
             self.draft_tokens - before.draft_tokens,
@@ -34,7 +34,7 @@ class Counts:
         )
 
     def behind(self, before: Counts) -> bool:
-        """Whether these are of an engine that started later."""
+        """Return whether these are of an engine that started later."""
         return self.preemptions < before.preemptions or self.draft_tokens < before.draft_tokens
 
 
@@ -57,7 +57,7 @@ class Evidence:
 
     @property
     def several(self) -> bool:
-        """Whether the engine holds more than one model, so that what it measures is not of one alone."""
+        """True if the engine holds more than one model, so that what it measures is not of one alone."""
         return len(self.snapshot.models) > 1
 
     def last(self, seconds: float) -> Sequence[Second]:

@@ -25,7 +25,7 @@ def truncated(evidence: Evidence) -> Iterator[Advice]:
     cuts = [_cut(evidence.snapshot, row) for row in ended if row.finish == "length"]
     for where in ("context", "pages"):
         found = [cut for cut in cuts if cut is not None and cut.by == where]
-        if len(found) < max(at.LEAST_TRUNCATED, at.TRUNCATED_SHARE * len(ended)):
+        if len(found) < max(at.MIN_TRUNCATED, at.TRUNCATED_SHARE * len(ended)):
             continue
         why = f"the context of {found[0].tokens:,} tokens" if where == "context" else "KV pages that ran out"
         yield Advice(
@@ -43,7 +43,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(snapshot: Snapshot, row: RequestRow) -> _Cut | None:
-    """What ended an answer too early; None where it is as long as it was asked to be, or that is not known."""
+    """Return the cause of an answer that ended too early; None where it has its full length, or that is not known."""
     model = _model_of(snapshot, row.model)
     if model is None:
         return None
@@ -60,13 +60,13 @@ def _model_of(snapshot: Snapshot, name: str) -> LoadedModel | None:
 
 def drafts_rejected(evidence: Evidence) -> Iterator[Advice]:
     """Most tokens that are guessed ahead are wrong."""
-    guessed, held = evidence.recent.draft_tokens, evidence.recent.draft_accepted
-    if guessed < at.LEAST_DRAFT_TOKENS or held >= at.DRAFTS_HELD * guessed:
+    drafted, accepted = evidence.recent.draft_tokens, evidence.recent.draft_accepted
+    if drafted < at.MIN_DRAFT_TOKENS or accepted >= at.MIN_DRAFTS_ACCEPTED * drafted:
         return
-    share = text.percent(held / guessed)
+    share = text.percent(accepted / drafted)
     yield Advice(
         "drafts_rejected",
-        f"Only {share} of {guessed:,} tokens guessed ahead within a minute held: it may be faster without drafts.",
+        f"Only {share} of {drafted:,} tokens guessed ahead within a minute held: it may be faster without drafts.",
         f"Only {share} of the tokens guessed ahead held",
         Open("models"),
     )
@@ -77,7 +77,7 @@ def context_unused(evidence: Evidence) -> Iterator[Advice]:
     snapshot = evidence.snapshot
     ended = sum(snapshot.insight.finished.values()) or sum(snapshot.totals.finished.values())
     longest, context = _longest(snapshot), snapshot.status.model.max_model_len if snapshot.status.model else 0
-    if ended < at.LEAST_ENDED or not longest or context < max(at.LEAST_CONTEXT, at.CONTEXT_FACTOR * longest):
+    if ended < at.MIN_ENDED or not longest or context < max(at.MIN_CONTEXT, at.CONTEXT_FACTOR * longest):
         return
     fullest = max((second.kv_usage for second in snapshot.history), default=0.0)
     if fullest > at.CONTEXT_KV:
@@ -101,7 +101,7 @@ def prefix_useless(evidence: Evidence) -> Iterator[Advice]:
     """Prompts share nothing that could be kept."""
     asked = sum(worker.stats.prefix_query_tokens for worker in evidence.snapshot.workers)
     hits = evidence.snapshot.prefix_hit_rate
-    if asked < at.LEAST_PREFIX_TOKENS or hits is None or hits >= at.PREFIX_SHARE:
+    if asked < at.MIN_PREFIX_TOKENS or hits is None or hits >= at.PREFIX_SHARE:
         return
     yield Advice(
         "prefix_useless",
@@ -167,7 +167,7 @@ def _pace(worker: WorkerReading) -> float:
 
 
 def _kind(worker: WorkerReading) -> tuple[str, ...]:
-    """What devices it is on, whichever they are: "cuda" twice, say."""
+    """Return the kinds of the devices that it is on: "cuda" twice, say."""
     return tuple(device.rpartition("/")[2].partition(":")[0] for device in worker.devices)
 
 
@@ -178,7 +178,7 @@ _STEP = 4
 def preempted(evidence: Evidence) -> Iterator[Advice]:
     """Requests lose their KV pages to others and are computed again."""
     times, now = evidence.recent.preemptions, evidence.snapshot.max_prompts
-    if times < at.LEAST_PREEMPTIONS:
+    if times < at.MIN_PREEMPTIONS:
         return
     yield Advice(
         "preempted",
@@ -225,12 +225,12 @@ def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
 
 
 def _more(evidence: Evidence) -> int:
-    """How many more prompts each worker should take: up to half as many again, as far as somebody waits for the places
+    """How many more prompts each worker should take: up to half as many again, as far as requests wait for the places
     and KV pages would hold them, judging by those that are full now."""
     now, usage = evidence.snapshot.max_prompts, evidence.snapshot.kv_usage
     waiting = math.ceil(_queued(evidence) / len(evidence.serving))
-    held = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
-    return max(1, min(now // 2, waiting, held))
+    fitting = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
+    return max(1, min(now // 2, waiting, fitting))
 
 
 def _late(evidence: Evidence) -> bool:

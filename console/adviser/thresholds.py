@@ -9,19 +9,19 @@ SETTLE_S = 10.0
 """A reading of the moment must hold so long: a prompt being read or a fan spinning up lasts less."""
 
 LINGER_S = 15.0
-"""What was said stays so long after it ceased to hold, so that a value about its threshold does not flicker."""
+"""Advice stays so long after it ceased to hold, so that a value about its threshold does not flicker."""
 
 HUSH_S = 60.0
 """Advice that was taken keeps quiet so long: windows of a minute must see what came of it."""
 
-LEAST_PREEMPTIONS = 3
+MIN_PREEMPTIONS = 3
 """In a window. One is how a full cache finds its balance; more mean that work is done twice, again and again."""
 
-LEAST_TRUNCATED, TRUNCATED_SHARE = 2, 0.05
+MIN_TRUNCATED, TRUNCATED_SHARE = 2, 0.05
 """Of the answers that ended last. One may be a client that wants all there is."""
 
 QUEUE_S = 20
-"""Somebody must have waited in every second of these: bursts that are shorter are what a queue is for."""
+"""A request must have waited in every second of these: bursts that are shorter are what a queue is for."""
 
 QUEUE_SHARE = 0.5
 """Waiting requests against places: with half as many, the next one waits for half an answer."""
@@ -36,13 +36,14 @@ KV_FULL = 0.95
 """From this usage on, requests wait for pages or are about to be preempted."""
 
 BUSY_SHARE = 0.75
-"""Free memory is only a waste while this share of the places is taken: what nobody asks for needs no more workers."""
+"""Free memory is only a waste while this share of the places is taken: demand that is not there needs no more
+workers."""
 
 WORKER_MARGIN = 1.05
 """Another worker fits for certain where this much of what one takes is free."""
 
 LARGE_FREE_SHARE = 0.25
-"""So much of a device free is worth loading anew for when KV pages are full."""
+"""This share of a device free is worth loading again for when KV pages are full."""
 
 HOT_C = 85.0
 """Most GPUs begin to lower their clock a few degrees above."""
@@ -53,14 +54,14 @@ POWER_SHARE, POWER_BUSY = 0.98, 0.5
 SLOW_SHARE, SLOW_BATCH = 0.6, 1.25
 """A worker's tokens per second and request against its twins'; one with a quarter more requests is rightly slower."""
 
-LEAST_DRAFT_TOKENS, DRAFTS_HELD = 1000, 0.3
-"""In a window. Where fewer hold, verifying them costs about what they save."""
+MIN_DRAFT_TOKENS, MIN_DRAFTS_ACCEPTED = 1000, 0.3
+"""In a window. Where fewer are accepted, verifying them costs about what they save."""
 
-LEAST_CONTEXT, CONTEXT_FACTOR, LEAST_ENDED = 4096, 4, 100
-"""A context is far above need where the longest of so many requests would fit four times; small ones cost nothing."""
+MIN_CONTEXT, CONTEXT_FACTOR, MIN_ENDED = 4096, 4, 100
+"""A context is far above need where the longest of that many requests would fit four times; small ones cost nothing."""
 
 CONTEXT_KV = 0.5
 """Where KV pages were fuller than this, they are put to use, however short each request is."""
 
-LEAST_PREFIX_TOKENS, PREFIX_SHARE = 200_000, 0.02
-"""So many prompt tokens and hardly any found again: not a cache that has yet to fill."""
+MIN_PREFIX_TOKENS, PREFIX_SHARE = 200_000, 0.02
+"""That many prompt tokens and hardly any found again: not a cache that has yet to fill."""

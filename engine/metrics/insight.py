@@ -33,18 +33,18 @@ _log = logging.getLogger("engine")
 
 
 class Power(msgspec.Struct, frozen=True, kw_only=True):
-    """What some devices draw together: watts is None where none of them tells, unmetered how many do not."""
+    """Power of some devices together: watts is None where none reports it; unmetered: how many do not."""
 
     watts: float | None = None
     unmetered: int = 0
 
 
 def power_of(readings: Iterable[DeviceReading], devices: Iterable[str]) -> Power:
-    """What the devices of these ids draw now."""
+    """Return the power of the devices of these ids now."""
     wanted = set(devices)
-    drawn = {reading.id: reading.power_w for reading in readings if reading.id in wanted}
-    told = [watts for watts in drawn.values() if watts is not None]
-    return Power(watts=sum(told) if told else None, unmetered=len(wanted) - len(told))
+    by_device = {reading.id: reading.power_w for reading in readings if reading.id in wanted}
+    watts = [each for each in by_device.values() if each is not None]
+    return Power(watts=sum(watts) if watts else None, unmetered=len(wanted) - len(watts))
 
 
 class EnergyMeter:
@@ -99,14 +99,14 @@ class EnergyFile:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            _log.warning("%s cannot be read, a new one is begun: %s", self._file, error)
             return {}
 
     def add(self, joules: Mapping[str, float]) -> dict[str, float]:
         """Add to days, and give what they come to; raises OSError where it cannot be written."""
-        kept = dict(sorted(add_by_day(self.read(), joules).items())[-MAX_DAYS:])
-        replace_file(self._file, msgspec.json.encode(kept))
-        return kept
+        days = dict(sorted(add_by_day(self.read(), joules).items())[-MAX_DAYS:])
+        replace_file(self._file, msgspec.json.encode(days))
+        return days
 
 
 # What models ask of their devices: floating-point operations and bytes read, per second. Pure.
@@ -137,14 +137,14 @@ class _Sample(NamedTuple):
 
 
 class WorkerRate(NamedTuple):
-    """What a worker does per second."""
+    """Work of a worker per second."""
 
     steps: float = 0.0
     tokens: float = 0.0
 
 
 class WorkMeter:
-    """Follows the counters of workers; to be told of all of them about once a second."""
+    """Follows the counters of workers; to be read with all of them about once a second."""
 
     def __init__(self) -> None:
         self._samples: dict[str, deque[_Sample]] = {}
@@ -152,9 +152,9 @@ class WorkMeter:
     def read(
         self, now: float, workers: Sequence[WorkerCounters], devices: Sequence[DeviceReading]
     ) -> tuple[DeviceWork, ...]:
-        """What each device that has a worker does, in the order of `devices`."""
-        for gone in self._samples.keys() - {worker.id for worker in workers}:
-            del self._samples[gone]
+        """Return the work of each device that has a worker, in the order of `devices`."""
+        for worker_id in self._samples.keys() - {worker.id for worker in workers}:
+            del self._samples[worker_id]
         paces = {worker.id: self._pace(now, worker) for worker in workers}
         return tuple(work for device in devices if (work := work_of(device, workers, paces)) is not None)
 
@@ -179,8 +179,8 @@ class WorkMeter:
 def work_of(
     device: DeviceReading, workers: Iterable[WorkerCounters], paces: Mapping[str, WorkerRate]
 ) -> DeviceWork | None:
-    """What the workers on a device do there; None where there is none. Its share of a model that several devices hold
-    is that of the weights."""
+    """Return the work of the workers on a device; None where there is none. Its share of a model that several devices
+    hold is that of the weights."""
     here = [(worker, part) for worker in workers if (part := _device_share(worker.model, device.id)) > 0]
     if not here:
         return None
@@ -230,7 +230,7 @@ SAVE_S = 60.0
 
 
 class InsightCollector:
-    """What it says is `latest`. It keeps energy and limits in the state folder of `config`, where that has one.
+    """Brings `latest` up to date. It keeps energy and limits in the state folder of `config`, where that has one.
 
     Its calls belong to the engine's loop; files are read and written off it.
     """
@@ -254,7 +254,7 @@ class InsightCollector:
             self._sampler.cpu_limits = await asyncio.to_thread(self._limits.read)
 
     def reset(self, now: float, at: float) -> None:
-        """Count the session anew from now on; the energy of the day goes on."""
+        """Begin a new session; the energy of the day goes on."""
         self._meter.reset_session(now, at)
         self._joules.reset()
         self._refresh(now, at, self.latest)
@@ -333,7 +333,7 @@ class _EnergyTotals:
         self.session = self.busy = 0.0
         self._file = EnergyFile(folder) if folder is not None else None
         self._meter = EnergyMeter()
-        self._kept: dict[str, float] = {}
+        self._saved: dict[str, float] = {}
         self._unsaved: dict[str, float] = {}
         self._saved_at: float | None = None
         self._read_at: float | None = None
@@ -343,7 +343,7 @@ class _EnergyTotals:
     async def open(self) -> None:
         """Read what earlier runs kept."""
         if self._file is not None:
-            self._kept = await asyncio.to_thread(self._file.read)
+            self._saved = await asyncio.to_thread(self._file.read)
 
     def reset(self) -> None:
         """Forget the session's."""
@@ -352,7 +352,7 @@ class _EnergyTotals:
     def of_day(self, at: float) -> float:
         """Joules of the day that unix time `at` is in."""
         day = day_of(at)
-        return self._kept.get(day, 0.0) + self._unsaved.get(day, 0.0)
+        return self._saved.get(day, 0.0) + self._unsaved.get(day, 0.0)
 
     def read(self, at: float, power: Power, busy_s: float) -> None:
         """The devices draw `power` now; busy_s: how much of the time since the last reading a worker computed."""
@@ -373,7 +373,7 @@ class _EnergyTotals:
             await self._save(self._file)
 
     def _due(self, at: float) -> bool:
-        """Whether it is time to write: a minute after the last time, or after the clock was set back."""
+        """Return whether it is time to write: a minute after the last time, or after the clock was set back."""
         if self._saved_at is None:
             self._saved_at = at
         due = abs(at - self._saved_at) >= SAVE_S and (self._saving is None or self._saving.done())
@@ -384,12 +384,12 @@ class _EnergyTotals:
     async def _save(self, file: EnergyFile) -> None:
         if not self._unsaved:
             return
-        before, written = self._kept, self._unsaved
-        self._kept, self._unsaved = add_by_day(before, written), {}
+        before, written = self._saved, self._unsaved
+        self._saved, self._unsaved = add_by_day(before, written), {}
         try:
-            self._kept = await asyncio.to_thread(file.add, written)
+            self._saved = await asyncio.to_thread(file.add, written)
         except OSError as error:
-            self._kept, self._unsaved = before, add_by_day(written, self._unsaved)
+            self._saved, self._unsaved = before, add_by_day(written, self._unsaved)
             if not self._complained:
                 _log.warning("the energy of today cannot be kept: %s", error)
             self._complained = True

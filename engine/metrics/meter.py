@@ -224,12 +224,12 @@ class _ModelCounters:
 
     def freeze(self, name: str) -> ModelUsage:
         """Return the numbers now."""
-        drafted = self.drafts[0].guessed if self.drafts else 0
+        drafted = self.drafts[0].drafted if self.drafts else 0
         counts = {each: self.counts[each] for each in ModelUsage.__struct_fields__ if each in self.counts}
         return ModelUsage(
             name=name,
             drafts=drafted if drafted or not self.counts["draft_tokens"] else None,
-            held_by_position=tuple(position.held for position in self.drafts),
+            held_by_position=tuple(position.accepted for position in self.drafts),
             finished=dict(self.finished),
             histograms={
                 name: histogram.freeze(self.max_context if _HISTOGRAM_BOUNDS[name] is TOKEN_BOUNDS else 0)
@@ -241,7 +241,8 @@ class _ModelCounters:
 
 @dataclass(slots=True)
 class _Session:
-    """What a reset starts again. *_before: the counters since the engine's start, as they were at the reset."""
+    """The part of the meter that a reset starts again. *_before: the counters since the engine's start, as they were at
+    the reset."""
 
     since: float = 0.0
     started: float = 0.0
@@ -256,7 +257,7 @@ class _Session:
     outputs: LengthCounter = field(default_factory=LengthCounter)
     longest_tokens: int = 0
     judged: int = 0
-    met: int = 0
+    num_met: int = 0
     met_rate: Rate = field(default_factory=lambda: Rate(WINDOW_S))
 
     def finish(self, now: float, request: FinishedRequest, slo: Slo) -> None:
@@ -265,7 +266,7 @@ class _Session:
         if request.reason != "cancelled" and not request.is_prompt_only:
             self.judged += 1
             if request.is_whole and slo.is_met(request.ttft_s, request.itl_s):
-                self.met += 1
+                self.num_met += 1
                 self.met_rate.add(now)
         if not request.is_whole:
             return
@@ -415,7 +416,7 @@ class Meter:
         """Judge by another SLO from now on; the goodput by the old one is forgotten."""
         if slo != self._slo:
             self._slo = slo
-            self._session.judged = self._session.met = 0
+            self._session.judged = self._session.num_met = 0
             self._session.met_rate = Rate(WINDOW_S)
 
     @property
@@ -451,10 +452,10 @@ class Meter:
                 slo_ttft_s=self._slo.ttft_s,
                 slo_itl_s=self._slo.itl_s,
                 judged=session.judged,
-                kept=session.met,
+                kept=session.num_met,
                 per_s=session.met_rate.events(now) / max(1.0, min(WINDOW_S, now - session.started)),
             ),
-            drafts=drafts if any(position.guessed for position in drafts) else (),
+            drafts=drafts if any(position.drafted for position in drafts) else (),
         )
 
     # -- the last seconds ---------------------------------------------------------------------------------------
@@ -551,13 +552,13 @@ def _sum(counters: Iterable[Counter[str]]) -> Counter[str]:
 def _draft_increase(drafts: tuple[DraftPosition, ...], before: tuple[DraftPosition, ...]) -> tuple[DraftPosition, ...]:
     """Return what was added by position; a backend that was loaded again counts from 0."""
     return tuple(
-        DraftPosition(guessed=max(0, now.guessed - old.guessed), held=max(0, now.held - old.held))
+        DraftPosition(drafted=max(0, now.drafted - old.drafted), accepted=max(0, now.accepted - old.accepted))
         for now, old in zip_longest(drafts, before, fillvalue=DraftPosition())
     )
 
 
 def _add_drafts(drafts: tuple[DraftPosition, ...], more: tuple[DraftPosition, ...]) -> tuple[DraftPosition, ...]:
     return tuple(
-        DraftPosition(guessed=one.guessed + other.guessed, held=one.held + other.held)
+        DraftPosition(drafted=one.drafted + other.drafted, accepted=one.accepted + other.accepted)
         for one, other in zip_longest(drafts, more, fillvalue=DraftPosition())
     )

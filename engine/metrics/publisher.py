@@ -96,17 +96,18 @@ def prefix_hit_rate(replicas: Iterable[Replica]) -> float | None:
 
 
 def _shares(models: ModelManager) -> dict[str, tuple[DeviceShare, ...]]:
-    """What each worker holds; weights that a model's CPU workers have in one mapping count for the first of them."""
+    """Return the memory of each worker; weights that a model's CPU workers have in one mapping count for the first of
+    them."""
     shares: dict[str, tuple[DeviceShare, ...]] = {}
     for deployment in models:
         counted = 0
         for replica in deployment.replicas():
-            held = replica.shares
+            mine = replica.shares
             shared = replica.model.shared_bytes if replica.model is not None else 0
-            if shared and len(held) == 1 and held[0].device.endswith("cpu"):
-                left = held[0].weights_bytes - min(shared, counted)
-                held, counted = (msgspec.structs.replace(held[0], weights_bytes=max(0, left)),), shared
-            shares[replica.id] = held
+            if shared and len(mine) == 1 and mine[0].device.endswith("cpu"):
+                rest = mine[0].weights_bytes - min(shared, counted)
+                mine, counted = (msgspec.structs.replace(mine[0], weights_bytes=max(0, rest)),), shared
+            shares[replica.id] = mine
     return shares
 
 
@@ -206,7 +207,7 @@ class SnapshotPublisher:
         self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
 
     def _prove(self) -> None:
-        """Prove the accounts while nothing runs: a defect is said before somebody waits for it."""
+        """Prove the accounts while nothing runs: a defect is logged before a request meets it."""
         try:
             self._models.check()
         except AssertionError as error:

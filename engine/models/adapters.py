@@ -148,7 +148,7 @@ _VERSION_BYTES = 8
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What adapter_config.json says of the factors, with PEFT's defaults.
+    """The factors as adapter_config.json describes them, with PEFT's defaults.
 
     rank_pattern, alpha_pattern: patterns over module names, and what holds for those instead; see ModulePatterns.
     layers: the only layers that are adapted; None is all.  targets: names of the adapted modules, or one expression.
@@ -168,7 +168,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's factors is multiplied by: alpha / rank, or alpha / sqrt(rank) for
+        """Return the factor of the product of a module's factors: alpha / rank, or alpha / sqrt(rank) for
         rank-stabilised ones (Kalajdzievski 2023)."""
         rank = self.rank_of(module)
         alpha = self.alphas.value_of(module, self.alpha)
@@ -185,7 +185,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return ModulePatterns(self.alpha_pattern or {})
 
     def adapts_layer(self, layer: int) -> bool:
-        """Whether a layer may be adapted."""
+        """Return whether a layer may be adapted."""
         return self.layers is None or layer in (self.layers if isinstance(self.layers, list) else [self.layers])
 
 
@@ -229,7 +229,7 @@ def find_adapters(folders: Sequence[Path], *, hub_cache: bool = True) -> list[Ad
 
 
 def describe_adapter(folder: Path) -> AdapterEntry:
-    """What lies in an adapter's folder; judged by headers alone, and never raises."""
+    """Return the adapter in a folder; judged by headers alone, and never raises."""
     entry = AdapterEntry(name=folder.name, path=folder, origin=str(folder.parent))
     try:
         config = read_adapter_config(folder)
@@ -334,9 +334,9 @@ def _refuse_other_kinds(raw: Mapping[str, object]) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
         raise UnsupportedModel(f"the adapter is of the kind {quote_value(kind)}; LORA is the one that can be used")
-    for key, says in _REFUSED.items():
+    for key, feature in _REFUSED.items():
         if raw.get(key):
-            raise UnsupportedModel(f"the adapter {says} ({key}), which is not supported")
+            raise UnsupportedModel(f"the adapter {feature} ({key}), which is not supported")
     bias = raw.get("bias", "none")
     if bias != "none":
         raise UnsupportedModel(

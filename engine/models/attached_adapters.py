@@ -50,7 +50,7 @@ class ModelAdapters:
         return tuple(self._specs.values())
 
     def readings(self, replicas: Sequence[Replica]) -> tuple[AdapterReading, ...]:
-        """What is shown of each."""
+        """Return a reading of each."""
         return tuple(self._reading(spec, replicas) for spec in self._specs.values())
 
     def give(self, workers: AdapterHost | None) -> None:

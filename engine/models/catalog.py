@@ -1,4 +1,4 @@
-"""What models there are on this machine, as the console and the API list them."""
+"""Catalog: the models on this machine, as the console and the API list them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HUB_CACHE = "hub cache"
 
 
 MAX_COUNT = 2**63 - 1
-"""Of bytes and parameters: what other processes can be told. A sparse file may have as many bytes."""
+"""Of bytes and parameters: the largest that messages to other processes carry. A sparse file may have as many bytes."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -28,7 +28,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     quantisation: "" for plain weights, else e.g. "exl2 5.0 bpw". weights_bytes: of all safetensors files.
     chat_template: the form of its chat template ("ChatML", "own" for one of its own), "" where it has none.
     unfinished: the hub id whose download stopped half way, "" for any other; kept_bytes: what of it is there.
-    Raises ValueError for a number that is no count, so that whoever shows an entry can reckon with all of them.
+    Raises ValueError for a number that is no count, so that every number of an entry can be computed with.
     """
 
     name: str
@@ -53,5 +53,5 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bits_per_weight(self) -> float | None:
-        """What the files keep for each parameter, all told; None where the parameters are not known."""
+        """Bits of the files for each parameter, with everything in them; None where the parameters are not known."""
         return 8 * self.weights_bytes / self.parameters if self.parameters and self.weights_bytes else None

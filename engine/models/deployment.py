@@ -117,7 +117,7 @@ class Deployment:
 
     @property
     def arriving(self) -> bool:
-        """Whether it is on its way to being ready."""
+        """True if it is on its way to being ready."""
         return self.desired == "serving" and self.state in ("unloaded", "loading", "idle", "unloading")
 
     @property
@@ -162,20 +162,20 @@ class Deployment:
 
     @property
     def asleep(self) -> bool:
-        """Whether it sleeps, falls asleep or wakes up: `serve` makes it answer."""
+        """True if it sleeps, falls asleep or wakes up: `serve` makes it answer."""
         if self.desired == "gone":
             return False
         return self.state in ("idle", "unloading") or (self.state == "loading" and self._slept)
 
     @property
     def unloading(self) -> bool:
-        """Whether an operator has it leave."""
+        """True if an operator has it leave."""
         leaves = self.desired == "gone" and self.retired_by is None
         return leaves and self.state in ("ready", "draining", "unloading")
 
     @property
     def is_loading(self) -> bool:
-        """Whether the task of a load is under way."""
+        """True if the task of a load is under way."""
         return self._work is not None and not self._work.done()
 
     def places(self) -> Iterator[tuple[str, Request]]:
@@ -375,7 +375,7 @@ class Deployment:
             return await self.pool.first_ready()
 
     async def _find_places(self) -> list[Placement]:
-        """Places for its workers, beside the model that it replaces, or in its memory once that is gone.
+        """Return places for its workers, next to the model that it replaces, or in its memory once that is gone.
 
         Raises InsufficientMemory with nothing changed where neither is possible.
         """
@@ -423,7 +423,9 @@ class Deployment:
     def _drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""
         handover = self.handover
-        returning = handover is not None and handover.old is self and handover is not self.retired_by and handover.held
+        returning = (
+            handover is not None and handover.old is self and handover is not self.retired_by and handover.waiting
+        )
         return self.model_queue.idle and not returning
 
     def _revived(self) -> LoadedModel | None:
@@ -443,8 +445,8 @@ class Deployment:
             self.models.meter.add_model(self.spec.name, model.max_model_len)
         if state == "unloaded":
             self.tokenizer = None
-        kept = self.model if state in ("ready", "draining", "unloading") else None
-        self._status = ModelStatus(state=state, spec=self.spec, model=model or kept, since_s=time.time())
+        previous = self.model if state in ("ready", "draining", "unloading") else None
+        self._status = ModelStatus(state=state, spec=self.spec, model=model or previous, since_s=time.time())
         _log.info("%s: %s", self.spec.name, state)
         self.models.changed()
 
@@ -501,7 +503,7 @@ class Deployment:
         yield from self.model_queue
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
-            yield from handover.held
+            yield from handover.waiting
 
     # -- placement ----------------------------------------------------------------------------------------------
 
@@ -517,7 +519,7 @@ class Deployment:
     def place(
         self, workers: int, devices: Sequence[DeviceReading], later: Sequence[DeviceReading] = ()
     ) -> list[Placement]:
-        """Placements of so many new workers; raises InsufficientMemory with the numbers.
+        """Return placements of `workers` new workers; raises InsufficientMemory with the numbers.
 
         later: the devices without the workers that these replace.
         """
@@ -543,8 +545,8 @@ class Deployment:
             if handover is not None and handover.new is self and handover.old.retired_by is handover:
                 self.place(workers, self.models.devices(handover.old.replicas()))
             return []
-        kept = sum(replica.state not in ("failed", "stopping") for replica in self.pool)
-        missing = max(0, workers - kept)
+        usable = sum(replica.state not in ("failed", "stopping") for replica in self.pool)
+        missing = max(0, workers - usable)
         return self.place(missing, devices) if missing else []
 
     def reconfigure(self, config: EngineConfig, placements: Sequence[Placement] | None) -> None:

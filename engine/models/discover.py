@@ -52,9 +52,9 @@ def _with_download(entry: ModelEntry, model: FoundModel) -> ModelEntry:
     hub_id = repo_of(repo)
     if not model.downloaded or hub_id is None or is_complete(model.path):
         return entry
-    kept = kept_bytes(repo)
-    problem = f"its download stopped with {kept / 2**30:.2f} GiB; loading it goes on from there"
-    return msgspec.structs.replace(entry, unfinished=hub_id, kept_bytes=kept, problem=problem)
+    num_bytes = kept_bytes(repo)
+    problem = f"its download stopped with {num_bytes / 2**30:.2f} GiB; loading it goes on from there"
+    return msgspec.structs.replace(entry, unfinished=hub_id, kept_bytes=num_bytes, problem=problem)
 
 
 def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[FoundModel]:

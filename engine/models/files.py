@@ -47,7 +47,7 @@ def without_links(path: Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is such a folder; False too where nothing can be called so, or nobody here may look."""
+    """Return whether there is such a folder; False too where the name is none, or this process may not look."""
     try:
         return path.is_dir()
     except OSError:
@@ -177,7 +177,7 @@ def decode_json(content: bytes, kind: type[T], file: Path) -> T:
 
 
 def problem_with(folder: Path, error: Exception) -> str:
-    """What an error says of a folder that was being read: one sentence, whatever was raised. Its files are anybody's,
+    """Return an error of a folder that was being read as one sentence, whatever was raised. Its files are anybody's,
     and what they bring about is a problem of that folder alone."""
     if isinstance(error, EngineError):
         return error.message

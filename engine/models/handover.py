@@ -25,22 +25,22 @@ DRAIN_S = 30.0
 
 
 class Handover:
-    """From `old` to `new`, from the order to load until `complete` or `abandon`. `held` waits for the new model and is
-    in no queue."""
+    """From `old` to `new`, from the order to load until `complete` or `abandon`. `waiting` are for the new model, in no
+    queue."""
 
     def __init__(self, old: Deployment, new: Deployment, tracker: RequestTracker) -> None:
         self.old, self.new = old, new
         self._tracker = tracker
-        self._held: list[Request] = []
+        self._waiting: list[Request] = []
         self.same_model = old.spec.path == new.spec.path
         if self.same_model:
             new.adapters.inherit(old.adapters)
         old.handover = new.handover = self
 
     @property
-    def held(self) -> list[Request]:
+    def waiting(self) -> list[Request]:
         """Requests that wait for the new model."""
-        return [request for request in self._held if request.finish is None]
+        return [request for request in self._waiting if request.finish is None]
 
     @property
     def heir(self) -> Deployment:
@@ -69,24 +69,24 @@ class Handover:
         self._detach()
         if self.old.retired_by is self:
             self.old.keep()
-        held, self._held = self.held, []
+        waiting, self._waiting = self.waiting, []
         if self.old.state in ("ready", "draining"):
-            for request in held:
+            for request in waiting:
                 self.old.take(request)
             self.old.wake_owner()
             self.old.dispatch()
         else:
-            self._tracker.end(held, error.info)
+            self._tracker.end(waiting, error.info)
 
     def expire(self) -> None:
         """The old model's time is up: what it still has moves where it can, and ends where it cannot."""
         if self.same_model:
             self._requeue_running()
-            self._held += self.old.model_queue.take_waiting()
+            self._waiting += self.old.model_queue.take_waiting()
             if self.old.successor is not None:
                 self._deliver()
         else:
-            self._tracker.end(self.old.model_queue.live, self._gone().info)
+            self._tracker.end(self.old.model_queue.live, self._unloaded().info)
 
     def rescue(self) -> None:
         """The old model cannot answer any more: what it had and can move waits for the new one."""
@@ -100,17 +100,17 @@ class Handover:
             if self._may_move(request, self.new):
                 if request.adapter_key:
                     self.old.adapters.keep(request.adapter_key, other.old.adapters)
-                self._held.append(request)
+                self._waiting.append(request)
             else:
-                self._tracker.end((request,), self._gone().info)
+                self._tracker.end((request,), self._unloaded().info)
 
     def _detach(self) -> None:
         self.old.handover = self.new.handover = None
 
     def _retire_old(self, drain_s: float | None) -> None:
-        self.old.retire(drain_s, self._gone(), by=self)
+        self.old.retire(drain_s, self._unloaded(), by=self)
 
-    def _gone(self) -> NoModelLoaded:
+    def _unloaded(self) -> NoModelLoaded:
         old, new = self.old.spec.name, self.new.spec.name
         return NoModelLoaded(f"{old} was unloaded to load {new} before the answer was complete", state="unloaded")
 
@@ -124,7 +124,7 @@ class Handover:
         """Take what waits and can move out of the old queue."""
         for request in self.old.model_queue.take_waiting():
             if self._may_move(request, self.new):
-                self._held.append(request)
+                self._waiting.append(request)
             else:
                 self.old.take(request)
         self.old.dispatch()
@@ -133,15 +133,15 @@ class Handover:
         """Give what is held to the heir. An answer that has no room there beyond what it has is complete."""
         heir, coming = self.heir, self.heir.handover
         if coming is not None and coming.old is heir and heir.state not in ("ready", "draining"):
-            held, self._held = self.held, []
-            coming.take(held, self)
+            waiting, self._waiting = self.waiting, []
+            coming.take(waiting, self)
             return
-        self._held = self.held
-        while self._held:  # what is still held keeps its adapters at the old model, also where one before it ends
-            request = self._held.pop(0)
+        self._waiting = self.waiting
+        while self._waiting:  # what is still held keeps its adapters at the old model, also where one before it ends
+            request = self._waiting.pop(0)
             try:
                 if heir.ended.is_set() or not self._may_move(request, heir):
-                    raise self._gone()
+                    raise self._unloaded()
                 model, tokenizer = heir.require_ready()
                 if request.prompt_of == heir.spec.path:
                     fit_request(request, heir.spec, model, tokenizer)

@@ -27,11 +27,11 @@ _MAX_FILE_TENSORS = 100_000
 """In one file, whose header is decoded in one go."""
 
 _MAX_HEADER_BYTES = 32 * 2**20
-"""Of one file: each of so many tensors may have a name of 200 characters."""
+"""Of one file: each of that many tensors may have a name of 200 characters."""
 
 _MAX_DIMENSIONS = 8
 _MAX_DIMENSION = 2**48
-"""More numbers than any disk holds; a tensor without any may have a dimension as large, beside one of 0."""
+"""More numbers than any disk holds; a tensor without any may have a dimension as large, next to one of 0."""
 
 _MAX_INDEX_BYTES = 32 * 2**20
 _MAX_INDEX_VALUES = 2 * MAX_TENSORS + 1000
@@ -67,7 +67,7 @@ class TensorHeader(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         begin, end = self.data_offsets
         return end - begin
 
@@ -149,7 +149,9 @@ def _indexed(folder: Path, present: list[str]) -> list[str]:
         raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
     for name in needed:
         if "/" in name or not name.endswith(_WEIGHTS):
-            raise ModelLoadFailed(f"{_INDEX} names {quote_value(name)}, which is no safetensors file beside it")
+            raise ModelLoadFailed(
+                f"{_INDEX} names {quote_value(name)}, which is not a safetensors file in the same folder"
+            )
     if missing := sorted(set(needed) - set(present)):
         raise ModelLoadFailed(
             f"{len(missing)} of {len(needed)} weight files are missing, {quote_value(missing[0])} first",

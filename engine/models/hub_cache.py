@@ -60,7 +60,7 @@ def snapshot_of(repo: Path, revision: str | None = None) -> Path | None:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a full commit hash, which always means the same files."""
+    """Return whether a revision is a full commit hash, which always means the same files."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -70,7 +70,7 @@ def is_revision(revision: str) -> bool:
 
 
 def is_complete(snapshot: Path) -> bool:
-    """Whether a snapshot holds its config and all its weights (a download fetches these last)."""
+    """Return whether a snapshot holds its config and all its weights (a download fetches these last)."""
     try:
         return (snapshot / "config.json").is_file() and bool(weight_files(snapshot))
     except (OSError, ModelLoadFailed):
@@ -91,7 +91,7 @@ def part_bytes(repo_id: str, commit: str, name: str) -> int:
 
 
 def kept_bytes(repo: Path) -> int:
-    """What a repository's cache folder holds: whole files and parts of them."""
+    """Return the bytes in a repository's cache folder: of whole files and of parts."""
     try:
         return sum(file.stat().st_size for file in (repo / "blobs").iterdir())
     except OSError:

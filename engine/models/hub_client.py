@@ -249,7 +249,7 @@ def _origin(url: str) -> tuple[str, str, int]:
 
 
 def _is_private(url: str) -> bool:
-    """Return whether nobody on the way reads what is sent: TLS, or a server on this machine that no proxy leads to."""
+    """Return whether no one on the way reads the traffic: TLS, or a server on this machine that no proxy leads to."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:

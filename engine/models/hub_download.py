@@ -48,7 +48,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 class DownloadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to fetch: sizes in bytes by file name. small: to be there before any weights are."""
+    """Files to fetch: sizes in bytes by file name. small: to be there before any weights are."""
 
     repo_id: str
     commit: str
@@ -122,7 +122,7 @@ def cached_bytes(plan: DownloadPlan) -> int:
     return parts + sum(sizes[name] for name in whole)
 
 
-def kept(plan: DownloadPlan) -> str:
+def progress_text(plan: DownloadPlan) -> str:
     """ "3.1 of 9.4 GiB are kept, ..." """
     there, total = cached_bytes(plan), plan.total_bytes
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
@@ -139,7 +139,7 @@ def _is_usable(name: str) -> bool:
     )
 
 
-# One file from the hub into its cache, going on where an earlier try ended, whoever ended it.
+# One file from the hub into its cache, going on where an earlier try ended, whatever ended it.
 #
 # What has come is kept in a file of our own, "<commit>.<name>.part" among the cache's blobs; once it is whole, and its
 # content is what the hub's digest says, it becomes the blob that huggingface_hub would have written.
@@ -176,7 +176,7 @@ def fetch_file(
     name: as `hub_plan` lets it through.  size: bytes as the list of files says, 0 where it does not.
     count: hears of every change of how much of the file is there, and ends the download by raising.
     pause: waits before a retry.
-    Raises ModelLoadFailed while somebody else fetches the file, and for content that is not what was announced;
+    Raises ModelLoadFailed while another process fetches the file, and for content that is not what was announced;
     OSError, and what HubClient raises.
     """
     stored = hub.stored_file(repo_id, commit, name)
@@ -211,7 +211,7 @@ def opener_without_links(path: str, flags: int) -> int:
 
 
 class _Unannounced(ModelLoadFailed):
-    """What came is not what the hub announced, and nothing of it is kept."""
+    """The content is not the one that the hub announced, and nothing of it is kept."""
 
 
 class _FileTransfer:
@@ -314,7 +314,8 @@ def _retry_after_s(error: Exception) -> float | None:
 
 
 def _hold(stream: BinaryIO, part: Path, name: str) -> None:
-    """Until it is closed nobody else writes it. Who had it before may have completed and moved it meanwhile."""
+    """Lock the file for this process until it is closed. Who had it before may have completed and moved it
+    meanwhile."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(stream.fileno()), part.lstat()):
@@ -373,7 +374,7 @@ def download(
             for files in (plan.small, plan.weights):
                 transfer.fetch(files, report, cancelled)
         except LoadCancelled:
-            raise _cancelled(repo_id, kept(plan)) from None
+            raise _cancelled(repo_id, progress_text(plan)) from None
         _write_reference(plan, revision or DEFAULT_REVISION)
     except Exception as error:  # the library lets its HTTP client's errors through, whichever that is
         if isinstance(error, EngineError):
@@ -520,5 +521,5 @@ def _offline(repo_id: str, revision: str | None) -> Path:
     return snapshot
 
 
-def _cancelled(repo_id: str, kept: str = "nothing had come yet") -> LoadCancelled:
-    return LoadCancelled(f"downloading {repo_id} was cancelled; {kept}", model=repo_id)
+def _cancelled(repo_id: str, progress: str = "nothing had come yet") -> LoadCancelled:
+    return LoadCancelled(f"downloading {repo_id} was cancelled; {progress}", model=repo_id)

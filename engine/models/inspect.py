@@ -1,4 +1,4 @@
-"""What a model folder holds and whether it can be loaded here: from config.json and safetensors headers alone."""
+"""Inspection of a model folder: what it has and whether it loads here, from config.json and safetensors headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.models.files import file_names, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.text.tokenizer_config import TokenizerFolder
 
-# Which form of chat template a model folder has, told by the control tokens that its template writes.
+# Which form of chat template a model folder has, recognised by the control tokens that its template writes.
 
 CUSTOM_TEMPLATE = "own"
 """A template of a form that has no name here."""
@@ -176,8 +176,8 @@ _READABLE = ("bfloat16", "float16", "float32")
 
 
 class _Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What the headers say. dtype: of most of the bytes that are plain numbers; packing: the method that their names
-    betray, "" if none."""
+    """A summary of the headers. dtype: of most of the bytes that are plain numbers; packing: the method that their
+    names betray, "" if none."""
 
     parameters: int = 0
     dtype: str = ""
@@ -315,7 +315,7 @@ def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
 
 
 def _method(config: Mapping[str, object]) -> object:
-    """What config.json names, as it is known here: compressed-tensors of 8-bit floats are fp8."""
+    """Return the method that config.json names, under its name here: compressed-tensors of 8-bit floats are fp8."""
     try:
         declared = read_quantisation(config)
     except UnsupportedModel:

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 
 
 class Knobs(TypedDict, total=False):
-    """What is to be another value; what is left out or None stays.
+    """New values of knobs; one that is left out or None stays as it is.
 
     step_tokens: in one step of a worker, where its backend is ours.  threads: of each worker, 0 shares them out.
     """

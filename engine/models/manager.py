@@ -30,6 +30,7 @@ from engine.errors import (
     NoModelLoaded,
     QueueFull,
     RequestTimeout,
+    WorkerNotFound,
 )
 from engine.metrics.meter import Meter
 from engine.models.deployment import Deployment
@@ -111,7 +112,7 @@ class ModelManager:
     # -- names --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """What clients may name: models, and their adapters."""
+        """Return the names that clients may use: of models, and of their adapters."""
         adapters = [adapter.name for deployment in self for adapter in deployment.adapters.specs()]
         return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *adapters]))
 
@@ -153,15 +154,15 @@ class ModelManager:
         """The processes that are ours: this one and the workers'."""
         return {os.getpid(), *(replica.pid for replica in self.replicas() if replica.pid is not None)}
 
-    def devices(self, gone: Collection[Replica] = ()) -> list[DeviceReading]:
+    def devices(self, without: Collection[Replica] = ()) -> list[DeviceReading]:
         """The devices as placement must see them: with what workers were promised set aside, and without those gone."""
-        return with_reservations(self._sampler.latest, self.replicas(), gone)
+        return with_reservations(self._sampler.latest, self.replicas(), without)
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """See Engine.devices."""
-        gone = () if without is None else self.named(without)[0].replicas()
+        leaving = () if without is None else self.named(without)[0].replicas()
         await self.sample_devices()
-        return self.devices(gone)
+        return self.devices(leaving)
 
     async def sample_devices(self) -> None:
         """Read the devices again."""
@@ -169,8 +170,8 @@ class ModelManager:
 
     def new_worker_id(self) -> str:
         """Return an id that no worker has."""
-        taken = {replica.id for replica in self.replicas()}
-        return next(name for name in (f"w{number}" for number in count()) if name not in taken)
+        used = {replica.id for replica in self.replicas()}
+        return next(name for name in (f"w{number}" for number in count()) if name not in used)
 
     def replica(self, worker_id: str) -> tuple[Deployment, Replica]:
         """Return the worker of an id, and its model. Raises InvalidRequest where there is none."""
@@ -178,15 +179,16 @@ class ModelManager:
             for replica in deployment.replicas():
                 if replica.id == worker_id:
                     return deployment, replica
-        raise InvalidRequest(f"there is no worker {worker_id}", param="worker", value=worker_id)
+        ids = ", ".join(replica.id for replica in self.replicas()) or "none"
+        raise WorkerNotFound(f"There is no worker {worker_id}; there are: {ids}", param="worker", value=worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
         """Requests that wait for a worker, or for the model that is to answer them."""
-        held = sum(len(handover.held) for handover in self._handovers())
-        return sum(deployment.model_queue.queued for deployment in self) + held
+        moving = sum(len(handover.waiting) for handover in self._handovers())
+        return sum(deployment.model_queue.queued for deployment in self) + moving
 
     @property
     def waiting(self) -> int:
@@ -469,7 +471,7 @@ class ModelManager:
             _require(not each.replicas() and each.state == "unloaded", f"{each.key} is {each.state} and not listed")
             _require(not each.is_loading, f"{each.key} is not listed and still loads")
         for handover in self._handovers():
-            for request in handover.held:
+            for request in handover.waiting:
                 _require(id(request) in places, f"{request.id} (held) is not live")
                 places[id(request)].append("held")
         for request in self.tracker.live.values():

@@ -1,6 +1,6 @@
-"""What became of each request: its timeline while it lives, and a compact memory of those that ended.
+"""History of requests: the timeline of each while it lives, and a compact memory of those that ended.
 
-Pure: every call is told the time. `Timeline` grows with each output of a worker, so adding to it is three appends.
+Pure: every call gets the time. `Timeline` grows with each output of a worker, so adding to it is three appends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ T = TypeVar("T")
 class WorkerSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A time that a request had a place on a worker, in seconds since it was submitted.
 
-    until_s: None while it is there.  lost: the worker died or was started anew, and the request went back to the queue.
+    until_s: None while it is there.  lost: the worker died or was started again, and the request went back to the
+    queue.
     """
 
     worker: str
@@ -54,7 +55,7 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RequestText(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What was asked and answered, where the operator allowed to keep it. cut: something in the middle was left out."""
+    """Prompt and answer, where the operator allowed to keep them. cut: something in the middle was left out."""
 
     prompt: str
     answer: str
@@ -65,7 +66,7 @@ class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known of one request. Times are seconds since it was submitted.
 
     sampling: parameters that are not neutral, by name.  timeline: whether it is still kept, as it is of the last
-    thousand that ended; where not, only `row` is told.  texts: whether the operator allows texts to be kept.
+    thousand that ended; where not, only `row` is given.  texts: whether the operator allows texts to be kept.
     """
 
     row: RequestRow
@@ -87,18 +88,18 @@ class Timeline:
     _until: array[float] = field(default_factory=lambda: array("d"))
     _tokens: array[int] = field(default_factory=lambda: array("I"))
 
-    def taken(self, worker: str, now: float) -> None:
-        """A worker has it from now on."""
+    def dispatched(self, worker: str, now: float) -> None:
+        """Note that a worker has it from now on."""
         self._stays.append((worker, now, None, False))
 
     def left(self, now: float, *, lost: bool = False) -> None:
-        """The worker that had it, if any did, has it no more."""
+        """Note that the worker that had it, if any did, has it no more."""
         if self._stays and self._stays[-1][2] is None:
             worker, since, _, _ = self._stays[-1]
             self._stays[-1] = (worker, since, now, lost)
 
-    def came(self, now: float, tokens: int) -> None:
-        """Tokens came together. Called for each output of every worker."""
+    def add_tokens(self, now: float, tokens: int) -> None:
+        """Add tokens that arrived together. Called for each output of every worker."""
         self._since.append(now)
         self._until.append(now)
         self._tokens.append(tokens)
@@ -178,7 +179,7 @@ def _shortened(name: str, values: Sequence[object] | dict[int, float] | Grammar)
 
 @dataclass(frozen=True, slots=True)
 class _StoredRequest:
-    """What is kept of a request besides its row and its text. start: when it was submitted, by its timeline's clock."""
+    """A request besides its row and its text. start: when it was submitted, by its timeline's clock."""
 
     adapter: str
     sampling: dict[str, Setting]
@@ -195,7 +196,7 @@ class RequestHistory:
     def __init__(self) -> None:
         self._total = 0
         self._rows: deque[tuple[str, int, bytes]] = deque(maxlen=KEPT_ROWS)
-        self._kept: dict[int, _StoredRequest] = {}
+        self._details: dict[int, _StoredRequest] = {}
         self._texts: dict[int, RequestText] = {}
         self._lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(RequestRow)
@@ -211,9 +212,11 @@ class RequestHistory:
         text: RequestText | None = None,
     ) -> None:
         """Keep a request that ended just now. params: as they were asked for.  start: when it was submitted, by the
-        clock of its timeline, which nobody adds to any more."""
+        clock of its timeline, which grows no more."""
         timeline.join()
-        _put(self._kept, row.order, _StoredRequest(adapter, non_default_params(params), timeline, start), KEPT_DETAILS)
+        _put(
+            self._details, row.order, _StoredRequest(adapter, non_default_params(params), timeline, start), KEPT_DETAILS
+        )
         if text is not None:
             _put(self._texts, row.order, text, KEPT_TEXTS)
         packed = msgspec.msgpack.encode(row)
@@ -236,22 +239,22 @@ class RequestHistory:
         found = next(same, None)
         if found is None:
             return None
-        row, kept = self._decoder.decode(found[2]), self._kept.get(found[1])
-        if kept is None:
+        row, stored = self._decoder.decode(found[2]), self._details.get(found[1])
+        if stored is None:
             return RequestDetail(row=row, timeline=False, texts=texts)
         return RequestDetail(
             row=row,
-            adapter=kept.adapter,
-            sampling=kept.sampling,
-            stays=kept.timeline.stays(kept.start),
-            bursts=kept.timeline.bursts(kept.start),
+            adapter=stored.adapter,
+            sampling=stored.sampling,
+            stays=stored.timeline.stays(stored.start),
+            bursts=stored.timeline.bursts(stored.start),
             text=self._texts.get(found[1]),
             texts=texts,
         )
 
 
-def _put(kept: dict[int, T], order: int, value: T, most: int) -> None:
+def _put(values: dict[int, T], order: int, value: T, limit: int) -> None:
     """Add to a dictionary that forgets its oldest."""
-    kept[order] = value
-    if len(kept) > most:
-        del kept[next(iter(kept))]
+    values[order] = value
+    if len(values) > limit:
+        del values[next(iter(values))]

@@ -86,8 +86,8 @@ class Request:
     adapter_key: of the version of its adapter that it is computed with to its end, as in AdapterSpec.
     cache_scope, shared_tokens: as in BackendRequest.
     deaths: workers that died in a row while they worked on it, without a token to show for it.
-    taken: how many it had generated when its worker began to work on it, None before that.
-    prompt_told: whether its reader has the prompt's log-probabilities.
+    tokens_at_start: tokens that it had generated when its worker began to work on it, None before that.
+    has_prompt_logprobs: True if its reader has the prompt's log-probabilities.
     gaps_s, num_gaps: sum and number of the times between its tokens (see `add_tokens`).
     created_at: unix time.
     """
@@ -115,11 +115,11 @@ class Request:
     choices: Choices | None = None
     continues: bool = False
     embed: bool = False
-    prompt_told: bool = False
+    has_prompt_logprobs: bool = False
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
     deaths: int = 0
-    taken: int | None = None
+    tokens_at_start: int | None = None
     cached_tokens: int = 0
     deadline: asyncio.TimerHandle | None = None
     dispatched: float | None = None
@@ -139,13 +139,13 @@ class Request:
         return f"{self.id}#{self.order}"
 
     @property
-    def suspect(self) -> bool:
-        """Whether it may be what kills workers: it was there each time."""
+    def is_quarantined(self) -> bool:
+        """True if it may be what kills workers: it was there each time."""
         return self.deaths >= QUARANTINE_DEATHS
 
     @property
     def given_up(self) -> bool:
-        """Whether so many workers died of it that no other may have it."""
+        """True if more workers died of it than may: no other gets it."""
         return self.deaths >= MAX_DEATHS
 
     @property
@@ -178,12 +178,12 @@ class Request:
     def worker_died(self) -> None:
         """Count the death of its worker where it may be to blame: the worker had begun with it, and no token came of
         it. One that came further than the time before is no reason why workers die."""
-        if self.taken is not None:
-            self.deaths = 0 if len(self.generated) > self.taken else self.deaths + 1
+        if self.tokens_at_start is not None:
+            self.deaths = 0 if len(self.generated) > self.tokens_at_start else self.deaths + 1
 
     def for_backend(self) -> BackendRequest:
-        """What a worker gets: the prompt and what was generated so far. Nothing is asked for that was told before."""
-        params = msgspec.structs.replace(self.params, prompt_logprobs=None) if self.prompt_told else self.params
+        """Return the request for a worker: the prompt and the tokens so far. Nothing is requested twice."""
+        params = msgspec.structs.replace(self.params, prompt_logprobs=None) if self.has_prompt_logprobs else self.params
         return BackendRequest(
             id=self.wire_id,
             prompt_ids=list(self.prompt_ids),
@@ -198,18 +198,18 @@ class Request:
         )
 
     def row(self, now: float, computed_tokens: int | None = None) -> RequestRow:
-        """Its line in the request table at `now`. computed_tokens: where its worker told; else every token whose
+        """Return its row of the request table at `now`. computed_tokens: as its worker reports; else every token whose
         successor is known."""
         end = now if self.finished is None else self.finished
         itl_s = self.itl_s
-        known = len(self.prompt_ids) + len(self.generated) - 1 if self.generated else 0
+        computed = len(self.prompt_ids) + len(self.generated) - 1 if self.generated else 0
         return RequestRow(
             id=self.id,
             source=self.source,
             state=self._state,
             worker=self.worker,
             prompt_tokens=len(self.prompt_ids),
-            computed_tokens=known if computed_tokens is None else computed_tokens,
+            computed_tokens=computed if computed_tokens is None else computed_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=len(self.generated),
             max_tokens=self.params.max_tokens or 0,

@@ -15,7 +15,7 @@ from engine.snapshot import RequestRow
 
 
 class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new since the delta before.
+    """Everything new since the delta before.
 
     token_ids: every new id, shown or not; logprobs: one per id where asked for.  gaps: seconds between tokens, one for
     each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
@@ -136,7 +136,7 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the request has ended, read to its end or not."""
+        """True if the request has ended, read to its end or not."""
         return self._finish is not None
 
     def cancel(self) -> None:
@@ -176,8 +176,8 @@ class RequestStream:
         self._stop = stop
         self._wake()
 
-    def tell(self, prompt_logprobs: bytes, vector: bytes) -> None:
-        """Add what is told of the prompt to the next delta, which something else makes ready."""
+    def set_prompt_results(self, prompt_logprobs: bytes, vector: bytes) -> None:
+        """Put results of the prompt into the next delta, which something else makes ready."""
         self._prompt_logprobs, self._vector = prompt_logprobs, vector
 
     def end(

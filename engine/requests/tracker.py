@@ -60,7 +60,7 @@ class RequestTracker:
         now = _now()
         assigned = model_queue.dispatcher.assign(slots, now)
         for request, worker in assigned:
-            request.timeline.taken(worker, now)
+            request.timeline.dispatched(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
                 self._meter.dispatched(model_queue.model, now - request.created)
@@ -170,12 +170,12 @@ class RequestTracker:
             gaps.update(between)
             if begins:
                 self._prompted(request, output, now)
-            request.timeline.came(now, len(output.token_ids))
+            request.timeline.add_tokens(now, len(output.token_ids))
         elif output.finish is not None and output.error is None and not request.params.max_tokens:
             self._prompted(request, output, now)
         if output.prompt_logprobs or output.vector:
-            request.prompt_told = bool(output.prompt_logprobs)
-            request.stream.tell(output.prompt_logprobs, output.vector)
+            request.has_prompt_logprobs = bool(output.prompt_logprobs)
+            request.stream.set_prompt_results(output.prompt_logprobs, output.vector)
         request.stream.push(
             output.text,
             output.token_ids,

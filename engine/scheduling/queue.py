@@ -26,7 +26,7 @@ class MutableHeap(Generic[Key, Item]):
     """Items by key, the smallest first, equal keys by item. Every operation is O(log n), amortised.
 
     An item that changes or leaves is only forgotten; its old entry stays in the heap until it comes up or entries
-    outnumber items twice, when the heap is made anew.
+    outnumber items twice, when the heap is made again.
     """
 
     __slots__ = ("_heap", "_keys")
@@ -82,7 +82,7 @@ def urgency(request: Request, ageing_s: float) -> float:
     """Smaller goes first: the moment of arrival, moved back by `ageing_s` for each priority.
 
     The effective priority, priority + waited / ageing_s, grows equally fast for all who wait. So their order never
-    changes, one number given at arrival is enough to keep it, and whoever waits gets past any stream of requests that
+    changes, one number given at arrival is enough to keep it, and a request gets past any stream of requests that
     are p priorities higher once it has waited p * ageing_s longer than they.
     """
     return request.created - request.priority * ageing_s
@@ -265,8 +265,8 @@ class FairQueue:
 #
 # Order: requests that lost their worker first, as their turn has come before; then clients share the places fairly
 # (`engine.scheduling.queue`), and a client's own requests go by priority, which grows with waiting
-# (`engine.scheduling.queue`). A request that lost several workers is a suspect and gets a worker to itself, so that it
-# can harm no other.
+# (`engine.scheduling.queue`). A request that lost several workers is quarantined: it gets a worker to itself, so that
+# it can harm no other.
 #
 # Worker: the one where the request costs least (`engine.scheduling.routing`), given which prefixes each holds, what
 # each has yet to compute, and what its steps were measured to cost (`engine.scheduling.routing`).
@@ -298,21 +298,21 @@ class Dispatcher:
     def __init__(self, *, ageing_s: float = 30.0, page_tokens: int = 16, salt: bytes = b"") -> None:
         self._queue = FairQueue(ageing_s)
         self._lost = PriorityQueue(ageing_s)
-        self._suspects = PriorityQueue(ageing_s)
+        self._quarantined = PriorityQueue(ageing_s)
         self._patient: dict[int, _PrefixWaiter] = {}
         self._workers = Router(page_tokens, salt)
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._lost) + len(self._suspects)
+        return len(self._queue) + len(self._lost) + len(self._quarantined)
 
     def queued_by_client(self) -> dict[str, int]:
         """How many requests of each client wait."""
-        lost = Counter(request.client for line in (self._lost, self._suspects) for request in line)
+        lost = Counter(request.client for line in (self._lost, self._quarantined) for request in line)
         return dict(lost + Counter(self._queue.by_client()))
 
     def waiting(self) -> Iterator[Request]:
         """Every request that waits, in no particular order."""
-        return chain(self._suspects, self._lost, self._queue)
+        return chain(self._quarantined, self._lost, self._queue)
 
     def check(self, active: Mapping[str, Request]) -> None:
         """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
@@ -325,8 +325,8 @@ class Dispatcher:
     def add(self, request: Request) -> None:
         """Queue a request. One that had a worker goes to the head."""
         had_worker = self._release(request) or request.dispatched is not None
-        if request.suspect:
-            self._suspects.add(request)
+        if request.is_quarantined:
+            self._quarantined.add(request)
         elif had_worker:
             self._lost.add(request)
         else:
@@ -340,7 +340,7 @@ class Dispatcher:
     def take_all(self) -> list[Request]:
         """Take out all that wait, in order."""
         self._patient.clear()
-        return [*self._suspects.take_all(), *self._lost.take_all(), *self._queue.take_all()]
+        return [*self._quarantined.take_all(), *self._lost.take_all(), *self._queue.take_all()]
 
     # -- who goes where -----------------------------------------------------------------------------------------
 
@@ -352,10 +352,10 @@ class Dispatcher:
         full, the request lets up to OVERTAKERS of its equals go first, if they fit better into the place there is
         (delay scheduling, Zaharia et al. 2010, counted in requests instead of seconds).
 
-        One whose time is up at `now` is taken out and goes nowhere: whoever keeps its deadline is about to end it.
+        One whose time is up at `now` is taken out and goes nowhere: its deadline is about to end it.
         """
         assigned: list[tuple[Request, str]] = []
-        others = self._place_suspects(slots, now, assigned)
+        others = self._place_quarantined(slots, now, assigned)
         while any(slot.free for slot in others) and (chosen := self._choose(others, now)) is not None:
             request, fit = chosen
             self._send(request, fit, assigned)
@@ -369,10 +369,12 @@ class Dispatcher:
         """The worker is gone, and its pages with it."""
         self._workers.forget(worker)
 
-    def _place_suspects(self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]) -> Sequence[Slot]:
-        """Give suspects empty workers. Where one finds none, the least busy worker gets nothing more until it is empty;
-        the slots of the others are returned."""
-        while (request := self._suspects.first()) is not None:
+    def _place_quarantined(
+        self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]
+    ) -> Sequence[Slot]:
+        """Give quarantined requests empty workers. Where one finds none, the least busy worker gets nothing more until
+        it is empty; the slots of the others are returned."""
+        while (request := self._quarantined.first()) is not None:
             if _expired(request, now):
                 self._take_out(request)
                 continue
@@ -390,13 +392,13 @@ class Dispatcher:
         first: tuple[Request, Fit] | None = None
         patient: list[_PrefixWaiter] = []
         for request in self._candidates(now):
-            known = self._patient.get(request.order)
-            fit = self._workers.fit(request, slots, known.keys if known else None)
-            if not fit.may_wait or (known and known.overtaken >= MAX_OVERTAKERS):
+            waiter = self._patient.get(request.order)
+            fit = self._workers.fit(request, slots, waiter.keys if waiter else None)
+            if not fit.may_wait or (waiter and waiter.overtaken >= MAX_OVERTAKERS):
                 for each in patient:
                     each.overtaken += 1
                 return request, fit
-            patient.append(known or self._remember(request, fit))
+            patient.append(waiter or self._remember(request, fit))
             first = first or (request, fit)
         return first
 
@@ -438,7 +440,7 @@ class Dispatcher:
         self._patient.pop(request.order, None)
         if not self._queue.remove(request):
             self._lost.remove(request)
-            self._suspects.remove(request)
+            self._quarantined.remove(request)
 
 
 def _expired(request: Request, now: float) -> bool:
@@ -478,7 +480,7 @@ class ModelQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is live."""
+        """True if no request is live."""
         return not self._live
 
     def __iter__(self) -> Iterator[Request]:

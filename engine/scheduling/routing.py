@@ -47,8 +47,8 @@ class StepCost:
         self._grow_doubt(_DOUBT)
 
     @property
-    def known(self) -> bool:
-        """Whether enough steps were seen to believe the price."""
+    def is_reliable(self) -> bool:
+        """True if enough steps were seen to believe the price."""
         return self.steps >= _MIN_STEPS
 
     @property
@@ -59,7 +59,7 @@ class StepCost:
         return self._price
 
     def observe(self, step_s: float, prompt_tokens: float, answers: float) -> None:
-        """A step took `step_s` for so many prompt tokens and answers gone on with."""
+        """Learn from a step that took `step_s` for these numbers of prompt tokens and of answers gone on with."""
         features = (1.0, prompt_tokens, answers)
         self._grow_doubt(_DRIFT)
         expected_s = _dot(features, self._prices)
@@ -108,7 +108,7 @@ class PrefixMemory:
         self._remember(reversed(keys))
 
     def changed(self, changes: PrefixChanges) -> None:
-        """What the worker reported."""
+        """Take in a worker's report."""
         for key in changes.dropped:
             self._pages.pop(key, None)
         self._remember(changes.added)
@@ -145,7 +145,7 @@ class Slot(msgspec.Struct, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What a worker can do for a request; made for every worker and request, so cheaply. cached_tokens: of its prompt,
+    """An offer of a worker for a request; made for every worker and request, so cheaply. cached_tokens: of its prompt,
     in the worker's pages; pending_tokens: of other prompts, which the worker computes first; price: what its steps
     cost."""
 
@@ -179,12 +179,13 @@ def choose_worker(offers: Sequence[Offer], tokens: int, answer_tokens: float) ->
 
 
 def may_wait(offers: Sequence[Offer], chosen: Offer) -> bool:
-    """Whether a request had better let another one go before it: a worker without a free place holds so much more of
-    its prompt than the `chosen` one that computing it costs more than a step, the least that being overtaken takes."""
+    """Return whether a request had better let another one go before it: a worker without a free place holds so much
+    more of its prompt than the `chosen` one that computing it costs more than a step, the least that being overtaken
+    takes."""
     price = chosen.price
     step_s = price.fixed_s + chosen.slot.active * price.answer_s
-    held = max(offer.cached_tokens for offer in offers if offer is chosen or not offer.slot.free)
-    return 2 * (held - chosen.cached_tokens) * price.prompt_token_s > step_s
+    cached_tokens = max(offer.cached_tokens for offer in offers if offer is chosen or not offer.slot.free)
+    return 2 * (cached_tokens - chosen.cached_tokens) * price.prompt_token_s > step_s
 
 
 # What the dispatcher knows of one worker.
@@ -205,7 +206,7 @@ class RoutingState:
         return sum(self._missing.values()) if self._missing else 0
 
     def sent(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
-        """A request with these pages goes there; so many of its tokens are not cached."""
+        """Note that a request with these pages goes there. missing_tokens: those that are not cached."""
         self.prefixes.sent(keys)
         self._missing[request_id] = missing_tokens
 
@@ -254,7 +255,7 @@ class Fit:
 
 
 class Router:
-    """What is known of each worker and of the requests that run there. page_tokens, salt: how workers key pages."""
+    """The state of each worker and of the requests that run there. page_tokens, salt: how workers key pages."""
 
     def __init__(self, page_tokens: int, salt: bytes) -> None:
         self._page_tokens = page_tokens
@@ -329,10 +330,10 @@ class Router:
         view = self._views.get(slot.worker)
         if view is None:
             view = self._views[slot.worker] = RoutingState()
-        held = view.prefixes.match(keys)
+        num_pages = view.prefixes.match(keys)
         return Offer(
             slot=slot,
-            cached_tokens=min(held * self._page_tokens, tokens - 1) if held else 0,
+            cached_tokens=min(num_pages * self._page_tokens, tokens - 1) if num_pages else 0,
             pending_tokens=view.pending_tokens,
-            price=(view.cost if view.cost.known else self._typical_cost).price,
+            price=(view.cost if view.cost.is_reliable else self._typical_cost).price,
         )

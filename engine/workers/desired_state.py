@@ -23,7 +23,8 @@ from engine.worker_process.protocol import (
 
 
 class ModelDesiredState:
-    """What every worker of a model is to do, those to come included. threads: of each; 0 shares the cores out."""
+    """The desired state of every worker of a model, those to come included. threads: of each; 0 shares the cores
+    out."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self.max_prompts = config.max_prompts
@@ -34,7 +35,7 @@ class ModelDesiredState:
         self._page_tokens = config.page_tokens
 
     def load(self, placement: Placement, workers: int) -> Load:
-        """What a worker begins with that goes there and is one of so many on this machine."""
+        """Return the load of a worker at a place. workers: number of them on this machine."""
         return Load(
             spec=self.placed(placement),
             max_prompts=self.max_prompts,
@@ -45,7 +46,7 @@ class ModelDesiredState:
         )
 
     def placed(self, placement: Placement) -> ModelSpec:
-        """What a worker loads that goes there."""
+        """Return the model as a worker at that place loads it."""
         return msgspec.structs.replace(
             self._spec,
             device=placement.device,
@@ -61,17 +62,17 @@ class ModelDesiredState:
         return model.native in (None, self._spec.native)
 
     def restarted(self, spec: ModelSpec) -> ModelSpec:
-        """What a worker loads that takes the place of one with `spec`."""
+        """Return the model as a worker loads it that takes the place of one with `spec`."""
         return msgspec.structs.replace(spec, native=self._spec.native)
 
     def threads_each(self, workers: int) -> int:
-        """CPU threads of each of so many workers."""
+        """Return the CPU threads of each of a number of workers."""
         return self.threads or self._spec.threads or max(1, usable_cores() // max(1, workers))
 
 
 class DesiredState:
-    """What one worker is to do. Each order is sent to it at once, and kept in `load`, with which each that takes its
-    place begins.
+    """The desired state of one worker. Each order is sent to it at once, and kept in `load`, with which each that takes
+    its place begins.
 
     attached: what came of the adapters, by key.
     """
@@ -100,7 +101,7 @@ class DesiredState:
             self._order(SetThreads(threads=threads), threads=threads)
 
     def attach(self, adapter: AdapterSpec) -> None:
-        """Let requests name this adapter; `attached` tells what came of it."""
+        """Let requests name this adapter; `attached` gets the result."""
         others = self._without(adapter.key)
         self._order(Attach(adapter=adapter), adapters=(*others, adapter))
 

@@ -145,12 +145,13 @@ class Pool:
             self._leave(replica)
 
     def slots(self) -> list[Slot]:
-        """The replicas that take requests, each as many as its memory allows; one that works on a suspect is full."""
+        """The replicas that take requests, each as many as its memory allows; one that works on a quarantined request
+        is full."""
         slots = []
         for replica in self:
             if replica.state == "ready":
                 places = replica.places(self._desired.max_prompts)
-                active = places if replica.guarded else len(replica.active)
+                active = places if replica.is_quarantined else len(replica.active)
                 slots.append(Slot(worker=replica.id, active=active, max_prompts=places))
         return slots
 
@@ -195,7 +196,7 @@ class Pool:
         placement = self._deployment.place_again(spec)
         if placement is None:
             return self._desired.restarted(spec)
-        _log.warning("%s is placed anew", replica.id, extra={"source": replica.id})
+        _log.warning("%s is placed again, on other devices", replica.id, extra={"source": replica.id})
         return self._desired.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:

@@ -36,17 +36,17 @@ STOP_PATIENCE_S = 5.0
 class HostListener(Protocol):
     """Who hears of the host of the day; what an earlier one still says is dropped."""
 
-    def host_begins(self) -> None:
+    def host_started(self) -> None:
         """It was started, which has its own limits: how long it may be silent counts from now on."""
 
-    def host_said(self, event: Event) -> None:
+    def host_event(self, event: Event) -> None:
         """An event of its worker's."""
 
     def host_failed(self, error: ErrorInfo) -> None:
         """It could not be started at all."""
 
-    def host_ended(self, exit_: WorkerExit, *, expected: bool) -> None:
-        """It ended; expected: nobody had a use for it any more."""
+    def host_exited(self, exit_: WorkerExit, *, expected: bool) -> None:
+        """It ended; expected: it was let go before."""
 
 
 class HostSupervisor:
@@ -61,7 +61,7 @@ class HostSupervisor:
 
     @property
     def occupied(self) -> bool:
-        """Whether there is a host of the day."""
+        """True if there is a host of the day."""
         return self._host is not None
 
     @property
@@ -113,7 +113,7 @@ class HostSupervisor:
             return
         self._live.append(host)
         try:
-            await host.start(partial(self._said, host), partial(self._ended, host))
+            await host.start(partial(self._on_event, host), partial(self._on_exit, host))
         except EngineError as error:
             self._live.remove(host)
             if host is self._host:
@@ -121,7 +121,7 @@ class HostSupervisor:
                 self._listener.host_failed(error.info)
         else:
             if host is self._host:
-                self._listener.host_begins()
+                self._listener.host_started()
 
     async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
         """Stop a host that may still be starting: it could not be stopped before it has started."""
@@ -129,26 +129,26 @@ class HostSupervisor:
             await asyncio.wait((starting,))
         await host.stop(STOP_PATIENCE_S)
 
-    def _said(self, host: WorkerHost, event: Event) -> None:
+    def _on_event(self, host: WorkerHost, event: Event) -> None:
         if host is self._host:
-            self._listener.host_said(event)
+            self._listener.host_event(event)
 
-    def _ended(self, host: WorkerHost, exit_: WorkerExit) -> None:
+    def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
         self._live.remove(host)
         expected = host is not self._host
         if not expected:
             self._host = None
-        self._listener.host_ended(exit_, expected=expected)
+        self._listener.host_exited(exit_, expected=expected)
 
 
 _log = logging.getLogger("engine")
 
 
 class ReplicaOwner(Protocol):
-    """Who is told what happens to a replica; called on the loop, from no deeper than an event."""
+    """The pool that a replica reports to; called on the loop, from no deeper than an event."""
 
     def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
-        """It is about to start with `spec`: that, or the same placed anew where its devices are not there any more."""
+        """It is about to start with `spec`: that, or the same placed again where its devices are not there any more."""
 
     def replica_changed(self, replica: Replica) -> None:
         """Its state or progress is another one now."""
@@ -201,7 +201,7 @@ class Replica:
         self.orders = DesiredState(load, self._hosting.send)
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._told: ErrorInfo | None = None
+        self._reported_error: ErrorInfo | None = None
         self._log_tail: tuple[str, ...] = ()
 
     # -- what the engine asks for -------------------------------------------------------------------------------
@@ -213,17 +213,18 @@ class Replica:
 
     @property
     def planned(self) -> tuple[DeviceShare, ...]:
-        """What placement gave it of each device."""
+        """Share of each device that placement gave it."""
         return self.orders.load.spec.shares
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:
-        """What it takes of each device: as its load said, or as planned before that."""
+        """Share of each device that it uses: as its load reported, or as planned before that."""
         return (self.model.shares if self.model is not None else ()) or self.planned
 
     @property
     def used(self) -> tuple[DeviceShare, ...]:
-        """What it really took of each device, of a CPU with all of its process; () before its load said so."""
+        """Share that it really took of each device, of a CPU with all of its process; () before its load reported
+        it."""
         resident_bytes = self._heartbeat.rss_bytes if self.pid is not None else 0
         return with_resident(self.model.shares, resident_bytes) if self.model is not None else ()
 
@@ -233,9 +234,9 @@ class Replica:
         return self._heartbeat.step_ended_at
 
     @property
-    def guarded(self) -> bool:
-        """Whether it works on a request that may kill it, and so must not get others."""
-        return any(request.suspect for request in self.active.values())
+    def is_quarantined(self) -> bool:
+        """True if it works on a request that may kill it, and so must not get others."""
+        return any(request.is_quarantined for request in self.active.values())
 
     def places(self, max_prompts: int) -> int:
         """Requests it can work on at once: fewer than max_prompts where its memory has been found not to allow them."""
@@ -243,7 +244,7 @@ class Replica:
 
     @property
     def was_ready(self) -> bool:
-        """Whether it has ever held the model."""
+        """True if it has ever had the model loaded."""
         return self.model is not None
 
     def start(self) -> None:
@@ -256,7 +257,7 @@ class Replica:
         self._set_state("starting")
 
     def restart(self) -> None:
-        """Start it anew, whatever it does, and forget its deaths: one left dead is revived, one at work gives its
+        """Start it again, whatever it does, and forget its deaths: one left dead is revived, one at work gives its
         requests back. One that is to leave does so."""
         if self.state in ("draining", "stopping"):
             return
@@ -282,7 +283,7 @@ class Replica:
     def submit(self, request: Request) -> None:
         """Give it a request; only while ready."""
         request.worker = self.id
-        request.taken = None
+        request.tokens_at_start = None
         self.active[request.wire_id] = request
         self._hosting.send(protocol.Submit(request=request.for_backend()))
 
@@ -344,11 +345,11 @@ class Replica:
             self.state = state
             self._owner.replica_changed(self)
 
-    def host_begins(self) -> None:
+    def host_started(self) -> None:
         """HostListener: silence counts from now on."""
         self._heartbeat.begin(self._loop.time())
 
-    def host_said(self, event: protocol.Event) -> None:
+    def host_event(self, event: protocol.Event) -> None:
         """HostListener: an event of the worker's."""
         now = self._loop.time()
         self._heartbeat.sign(event, now)
@@ -366,7 +367,8 @@ class Replica:
                 self._set_state("ready")
             case protocol.RequestStarted(request_id=request_id):
                 if request_id in self.active:
-                    self.active[request_id].taken = len(self.active[request_id].generated)
+                    request = self.active[request_id]
+                    request.tokens_at_start = len(request.generated)
             case protocol.LoadFailed(error=error):
                 self._died(error)
             case protocol.Attached():
@@ -375,7 +377,7 @@ class Replica:
             case protocol.StepBatch():
                 self._stepped(event)
             case protocol.WorkerError(error=error):
-                self._told = error
+                self._reported_error = error
             case protocol.LogLine(level=level, message=message):
                 if self.pid is not None:  # a thread's records are in this process's log already
                     _log.log(level, "%s", message, extra={"source": self.id})
@@ -388,14 +390,14 @@ class Replica:
         """HostListener: the worker could not be started."""
         self._died(error)
 
-    def host_ended(self, exit_: WorkerExit, *, expected: bool) -> None:
+    def host_exited(self, exit_: WorkerExit, *, expected: bool) -> None:
         """HostListener: the worker ended, of itself or because it was let go."""
-        told, self._told = self._told, None
+        reported, self._reported_error = self._reported_error, None
         if self.state != "stopping":
             self._log_tail = tuple(exit_.log_tail.splitlines())
         if not expected:
             how = WorkerFailed(describe_exit(self.id, exit_), worker=self.id, code=exit_.code, signal=exit_.signal)
-            self._died(told or how.info)
+            self._died(reported or how.info)
 
     def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
         """The worker is no use any more: give its requests back, and start another one if it ever worked."""

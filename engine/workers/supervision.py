@@ -1,4 +1,4 @@
-"""What is the matter with a worker: whether it is hung, judged by how long it has been silent, and how one ended."""
+"""Supervision of a worker: whether it hangs, by how long it has been silent, how one ended, and when it restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.worker_process.protocol import Event, LogLine, StepBatch
 CHECK_S = 1.0
 """How often a worker is to be looked at."""
 
-_LONGEST_TURN_S = 2 * CHECK_S
+_MAX_TURN_S = 2 * CHECK_S
 _SLOW_STEPS = 3.0
 
 Activity = Literal["starting", "loading", "working", "idle"] | LoadPhase
@@ -59,7 +59,7 @@ _DOING = MappingProxyType[Activity, str](
 
 
 def activity(state: WorkerState, progress: LoadProgress | None, requests: int) -> Activity:
-    """What a worker is at, with so many requests."""
+    """Return the current activity of a worker with this number of requests."""
     if state == "starting":
         return "starting"
     if state == "loading":
@@ -84,7 +84,7 @@ def describe_silence(worker: str, silent_s: float, activity: Activity, requests:
 
 class AwakeClock:
     """Seconds during which our own loop turned. While it stands still (a suspended machine, a stopped process, a long
-    callback) nobody hears what workers say, so silence in that time is no evidence and passes as two turns at most."""
+    callback) no event of a worker is read, so silence in that time is no evidence and passes as two turns at most."""
 
     def __init__(self, now: float) -> None:
         self._turned_at = now
@@ -96,7 +96,7 @@ class AwakeClock:
 
     def read(self, now: float) -> float:
         """Seconds awake up to `now`."""
-        return self._awake_s + min(now - self._turned_at, _LONGEST_TURN_S)
+        return self._awake_s + min(now - self._turned_at, _MAX_TURN_S)
 
 
 _CAUSES = MappingProxyType({"SIGKILL": "out of memory", "SIGBUS": "a weight file was cut short while it was read"})
@@ -113,11 +113,11 @@ def describe_exit(worker: str, exit_: WorkerExit) -> str:
         how += f" ({cause}, perhaps)"
     lines = exit_.log_tail.strip().splitlines()
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
-    said = crash or (lines[-1].strip() if lines else "")
-    return f"worker {worker} {how}" + (f": {said}" if said else "")
+    line = crash or (lines[-1].strip() if lines else "")
+    return f"worker {worker} {how}" + (f": {line}" if line else "")
 
 
-# Heartbeat: when one worker last gave signs of life, and what they tell of it.
+# Heartbeat: when one worker last gave signs of life, and the pace that they show.
 
 _MAX_CLOCK_DRIFT = 1e-4
 """Of the clocks of two machines, as a share of the time that passes."""
@@ -158,7 +158,7 @@ class Heartbeat:
             self.slowest_step_s = max(self.slowest_step_s, event.step_s)
 
     def _ended_at(self, sent_s: float, now: float) -> float:
-        """This clock's time at the worker's `sent_s`: the report that took least on its way tells how they differ."""
+        """This clock's time at the worker's `sent_s`: the report that took least on its way shows how they differ."""
         drift_s = _MAX_CLOCK_DRIFT * max(0.0, sent_s - self._sent_s)
         self._sent_s, self._clock_ahead_s = sent_s, min(self._clock_ahead_s + drift_s, now - sent_s)
         return sent_s + self._clock_ahead_s
@@ -169,8 +169,8 @@ class Heartbeat:
             self._warm_up_at = now
 
     def ready(self, now: float, step_s: float = 0.0) -> None:
-        """The model is loaded. step_s: what a step of the largest size takes; where that is not told, the warm-up was
-        one."""
+        """The model is loaded. step_s: what a step of the largest size takes; where that is not reported, the warm-up
+        was one."""
         self.ready_at = self.step_at = now
         if step_s or self._warm_up_at is None:
             self.slowest_step_s = step_s

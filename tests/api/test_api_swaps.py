@@ -33,7 +33,7 @@ class OneAtATime(StillProbe):
 
     def read(self, pids: Collection[int] = ()) -> Sequence[DeviceReading]:
         """The CPU with what is left of it."""
-        taken = self.engine is not None and bool(self.engine.publish().workers)
+        taken = self.engine is not None and bool(self.engine.snapshot().workers)
         free = _KEPT_FREE_BYTES + (0 if taken else _WORKER_BYTES)
         return [msgspec.structs.replace(self.readings[0], free_bytes=free)]
 

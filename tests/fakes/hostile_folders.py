@@ -146,7 +146,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     ),
     "an index that leaves the folder": (
         as_file("model.safetensors.index.json", b'{"weight_map":{"a":"../../x.safetensors"}}'),
-        "names ../../x.safetensors, which is no safetensors file beside it",
+        "names ../../x.safetensors, which is not a safetensors file in the same folder",
     ),
     "an index with escapes": (
         as_file("model.safetensors.index.json", b'{"weight_map":{"a":"\\u001b]52;c;QQ==\\u0007.safetensors"}}'),

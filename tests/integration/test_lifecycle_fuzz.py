@@ -239,7 +239,7 @@ class Player:
             others = ("unload", "reconfigure", "close", "restart", "drain")
             meddled = any(self.last.get(other, -1.0) >= began for other in others)
             if self.calm and not meddled:
-                assert not any(each.gone.is_set() for each in staying), "a load that was refused changed something"
+                assert not any(each.ended.is_set() for each in staying), "a load that was refused changed something"
                 alone = len(held) <= (0 if beside else 1) and held == staying  # one that leaves still has its memory
                 assert not (alone and settled) or knobs["workers"] > self.machine.room, "a load was refused that fits"
             raise
@@ -250,7 +250,7 @@ class Player:
         meant = [each for each in self.engine._models if name in ("", each.spec.name)]
         meant = meant if name else [each for each in meant if each is self.engine._models.first]
         await self.engine.unload(name, drain_s=self.random.choice((0.0, 0.2, 30.0)))
-        assert all(each.gone.is_set() for each in meant), f"{[(each.key, each.state) for each in meant]} stay"
+        assert all(each.ended.is_set() for each in meant), f"{[(each.key, each.state) for each in meant]} stay"
 
     def cancel_load(self) -> Awaitable[object]:
         """Cancel what loads."""

@@ -191,4 +191,4 @@ async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:
         crowded = advice_scenes.crowded(requests=scenes.requests())
         link.show(msgspec.structs.replace(crowded, at=crowded.at + 2))
         app.refresh_screen()
-        assert any(QUEUE in advice.sentence for advice in app.adviser.said)
+        assert any(QUEUE in advice.sentence for advice in app.adviser.advice)

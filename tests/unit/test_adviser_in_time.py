@@ -61,8 +61,8 @@ def test_advice_taken_keeps_quiet_until_its_effect_can_be_seen() -> None:
     adviser = Adviser()
     queue = {"queued": 20, "history": steady(queued=20)}
     (advice,) = adviser.listen(at(0, **queue))
-    adviser.taken(advice)
-    assert adviser.said == ()
+    adviser.follow(advice)
+    assert adviser.advice == ()
     assert adviser.listen(at(thresholds.HUSH_S - 1, **queue)) == ()
     assert codes(adviser.listen(at(thresholds.HUSH_S + 1, **queue))) == ["queue"]
 
@@ -89,7 +89,7 @@ def test_time_that_goes_back_begins_anew() -> None:
     adviser = Adviser()
     for second in range(100, 112):
         adviser.listen(hot(second))
-    assert codes(adviser.said) == ["device_hot"]
+    assert codes(adviser.advice) == ["device_hot"]
     assert adviser.listen(hot(3)) == ()
 
 

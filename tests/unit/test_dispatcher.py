@@ -220,7 +220,7 @@ def test_suspects_are_alone_on_their_worker_and_nobody_waits_for_ever(
     running: dict[str, list[Request]] = {f"w{n}": [] for n in range(workers)}
     ended = 0
     for _ in range(20 * len(arrivals)):
-        guarded = {worker for worker, requests in running.items() if any(each.suspect for each in requests)}
+        guarded = {worker for worker, requests in running.items() if any(each.is_quarantined for each in requests)}
         places = [
             Slot(worker=worker, active=max_prompts if worker in guarded else len(requests), max_prompts=max_prompts)
             for worker, requests in running.items()
@@ -229,7 +229,7 @@ def test_suspects_are_alone_on_their_worker_and_nobody_waits_for_ever(
             running[worker].append(each)
         for requests in running.values():
             assert len(requests) <= max_prompts
-            assert len(requests) <= 1 or not any(each.suspect for each in requests)
+            assert len(requests) <= 1 or not any(each.is_quarantined for each in requests)
         busy = [requests for requests in running.values() if requests]
         if busy:
             requests = random.choice(busy)  # type: ignore[attr-defined]

@@ -31,8 +31,8 @@ def _row(order: int, **fields: object) -> RequestRow:
 
 def _ended(kept: RequestHistory, order: int, text: RequestText | None = None, **fields: object) -> None:
     timeline = Timeline()
-    timeline.taken("w0", 100.0 + order)
-    timeline.came(101.0 + order, 1)
+    timeline.dispatched("w0", 100.0 + order)
+    timeline.add_tokens(101.0 + order, 1)
     timeline.left(102.0 + order)
     kept.ended(_row(order, **fields), timeline, 100.0 + order, params=GREEDY, adapter="poet", text=text)
 
@@ -43,7 +43,7 @@ def _ended(kept: RequestHistory, order: int, text: RequestText | None = None, **
 def test_a_short_answer_keeps_every_burst() -> None:
     timeline = Timeline()
     for at, tokens in ((10.0, 1), (10.5, 4), (11.0, 2)):
-        timeline.came(at, tokens)
+        timeline.add_tokens(at, tokens)
     assert timeline.bursts(10.0) == (
         TokenBatch(since_s=0.0, until_s=0.0, tokens=1),
         TokenBatch(since_s=0.5, until_s=0.5, tokens=4),
@@ -56,7 +56,7 @@ def test_bursts_are_few_in_order_and_lose_no_token(came: list[tuple[int, int]]) 
     timeline, now = Timeline(), 50.0
     for gap_ms, tokens in came:
         now += gap_ms / 1000
-        timeline.came(now, tokens)
+        timeline.add_tokens(now, tokens)
     bursts = timeline.bursts(50.0)
     assert len(bursts) == min(len(came), len(bursts)) <= MAX_TOKEN_BATCHES
     assert sum(burst.tokens for burst in bursts) == sum(tokens for _, tokens in came)
@@ -68,7 +68,7 @@ def test_the_longest_pauses_outlive_the_joining() -> None:
     timeline, now = Timeline(), 0.0
     for index in range(3000):
         now += 4.0 if index in (700, 2100) else 0.01
-        timeline.came(now, 1)
+        timeline.add_tokens(now, 1)
     bursts = timeline.bursts(0.0)
     gaps = sorted(after.since_s - before.until_s for before, after in itertools.pairwise(bursts))
     assert gaps[-2:] == [pytest.approx(4.0)] * 2
@@ -77,10 +77,10 @@ def test_the_longest_pauses_outlive_the_joining() -> None:
 def test_a_stay_says_when_and_whether_its_worker_was_lost() -> None:
     timeline = Timeline()
     timeline.left(4.5)
-    timeline.taken("w0", 5.0)
+    timeline.dispatched("w0", 5.0)
     timeline.left(6.0, lost=True)
     timeline.left(6.5)
-    timeline.taken("w1", 7.0)
+    timeline.dispatched("w1", 7.0)
     first, second = timeline.stays(5.0)
     assert (first.worker, first.since_s, first.until_s, first.lost) == ("w0", 0.0, 1.0, True)
     assert (second.worker, second.since_s, second.until_s, second.lost) == ("w1", 2.0, None, False)

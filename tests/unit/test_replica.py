@@ -306,9 +306,9 @@ async def test_a_request_that_came_further_is_not_to_blame() -> None:
         stage.host.step(protocol.RequestOutput(request_id=moving.wire_id, token_ids=[5]))
         await stage.die()
         assert (stuck.deaths, moving.deaths) == (deaths, 0)
-    assert stuck.suspect
+    assert stuck.is_quarantined
     stage.replica.submit(stuck)
     stage.host.take()
     stage.host.step(protocol.RequestOutput(request_id=stuck.wire_id, token_ids=[5]))
     await stage.die()
-    assert not stuck.suspect
+    assert not stuck.is_quarantined

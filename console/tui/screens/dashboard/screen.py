@@ -25,7 +25,7 @@ from console.tui.view import View
 
 
 class DashboardScreen(ConsoleScreen):
-    """What is on and how well it goes."""
+    """The dashboard's keys and panels."""
 
     MODE = "dashboard"
     AUTO_FOCUS = "#request-table"
@@ -131,7 +131,7 @@ class DashboardScreen(ConsoleScreen):
             return
         match advice[at].action:
             case Turn(knob=knob, by=by):
-                self.console.adviser.taken(advice[at])
+                self.console.adviser.follow(advice[at])
                 self.console.action_step(knob, by)
             case Open(mode=mode):
                 self.console.action_open(mode)

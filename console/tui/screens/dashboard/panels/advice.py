@@ -38,7 +38,7 @@ class AdvicePanel(DashboardPanel):
     def show(self, view: View) -> None:
         """Draw the advice again, where it changed; keys that follow it change with it."""
         assert isinstance(self.screen, AppScreen)
-        advice = self.screen.console.adviser.said
+        advice = self.screen.console.adviser.advice
         if advice != self.advice:
             resized = len(advice) != len(self.advice)
             self.advice = advice
