@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from console.api.admin.calls import CallEndpoints
+from console.api.admin.calls import AdminOperations, CallEndpoints
 from console.api.admin.endpoints import Admin
 from console.api.admin.events import Events
 from console.api.context import ApiContext
@@ -34,7 +34,6 @@ from console.api.http.request_body import (
 from console.api.openapi import OpenApi
 from console.api.pages.pages import Pages
 from console.api.status_endpoints import Operations
-from console.link.protocol import EngineLink
 
 
 def application(
@@ -43,11 +42,11 @@ def application(
     door: Authenticator,
     *,
     on_loopback: Callable[[], bool],
-    link: Callable[[], EngineLink] | None = None,
+    admin: AdminOperations | None = None,
 ) -> web.Application:
     """An application for one run of a server.
 
-    on_loopback: whether it listens there alone.  link: what a console elsewhere is shown; None where there is none.
+    on_loopback: whether it listens there alone.  admin: what operators may ask for; None for nothing.
     """
     settings, traffic = context.settings, context.traffic
     addresses = AddressLimiter(settings.address_rate, time.monotonic)
@@ -69,11 +68,9 @@ def application(
     app[BODY_THREAD] = context.body_thread
     app[BODY_BYTES] = Counter()
     endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
-    if context.operator is not None:
-        endpoints.append(Admin(context, context.operator).routes())
-        if link is not None:
-            endpoints.append(Events(context, link).routes())
-            endpoints.append(CallEndpoints(context, link, context.operator.admit).routes())
+    if admin is not None:
+        for group in (Admin(context, admin), Events(context, admin), CallEndpoints(context, admin)):
+            endpoints.append(group.routes())
     for routes in endpoints:
         app.add_routes(with_expect_handler(routes))
     app.on_response_prepare.append(

@@ -13,7 +13,6 @@ from msgspec import structs
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from console.api.admin.operator import Operator
 from console.api.http.auth import client_of, tenant_of
 from console.api.http.json_bounds import MAX_VALUES, JsonBounds
 from console.api.http.observability import AccessLog, HttpMetrics, RequestObserver, add_work
@@ -91,14 +90,12 @@ MAX_REPEATED = 2**20
 class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
-    operator: who carries out what the admin endpoints are asked; None where there are none.
     watchers: the observers of every request.  body_thread: for work on long bodies.
     unnamed_models: names that clients send for the first model.
     """
 
     engine: Engine
     settings: ApiSettings
-    operator: Operator | None = None
     unnamed_models: frozenset[str] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     watchers: RequestObservers = field(default_factory=RequestObservers)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
-from console.api.admin.operator import Operator
+from console.api.admin.calls import AdminOperations, Admit
 from console.api.app import application
 from console.api.context import ApiContext
 from console.api.dialects.registry import DialectRegistry, discover
@@ -48,23 +48,23 @@ class ApiServer:
     """Serves one engine; may be started and stopped again. `status` and `report` may be called from any thread, every
     other method belongs to the engine's loop.
 
-    operator: who carries out what admin endpoints are asked; without one there are none.
-    link: what a console elsewhere is shown and may ask for, made when the first one comes; None where there is none.
+    admit: finds what operators name.  link: what they are shown and may ask for; without these there are no admin
+    endpoints.
     """
 
     def __init__(
         self,
         engine: Engine,
         settings: ApiSettings,
-        operator: Operator | None = None,
+        admit: Admit | None = None,
         link: Callable[[], EngineLink] | None = None,
     ) -> None:
-        self._link = link
+        self._admin = None if admit is None or link is None else AdminOperations(link, admit)
         self._settings = settings
         self._wanted = Address(settings.host, settings.port)
         dialects = discover()
         unnamed = frozenset[str]().union(*(dialect.unnamed_models for dialect in dialects))
-        self._context = ApiContext(engine, settings, operator, unnamed)
+        self._context = ApiContext(engine, settings, unnamed)
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
         self._door = Authenticator(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
@@ -133,7 +133,7 @@ class ApiServer:
             self._dialects,
             self._door,
             on_loopback=lambda: is_loopback(self._wanted.host),
-            link=self._link,
+            admin=self._admin,
         )
 
     async def stop(self, drain_s: float = 5.0) -> None:

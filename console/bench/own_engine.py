@@ -77,7 +77,7 @@ async def _watched(runtime: Runtime, name: str, show: Showing) -> AsyncIterator[
 
     async def watch() -> None:
         while True:
-            show(*load_text(name, (runtime.finding() or runtime.engine.status).progress))
+            show(*load_text(name, (runtime.download_status() or runtime.engine.status).progress))
             await asyncio.sleep(_LOOK_S)
 
     watching = asyncio.create_task(watch())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -79,7 +79,7 @@ class DialectReading(msgspec.Struct, frozen=True, kw_only=True):
     on: bool = True
     requests: int = 0
     example_path: str = ""
-    example_body: dict[str, object] = {}
+    example_body: dict[str, Any] = {}
 
 
 class ClientReading(msgspec.Struct, frozen=True, kw_only=True):

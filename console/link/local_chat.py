@@ -9,8 +9,7 @@ from weakref import ReferenceType, ref
 
 from console.api.requests.conversation import Turn, render
 from console.link.chat import ChatDelta, ChatMessage, DeltaFeed, DraftCount, stream_deltas
-from console.runtime.loops import LoopThread
-from console.runtime.runtime import Runtime
+from console.runtime.loops import EngineLoop
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import NoModelLoaded, from_info
@@ -22,8 +21,8 @@ from engine.text.tokenizer import Tokenizer
 class LocalConversation:
     """Implements console.link.chat.ConversationLink."""
 
-    def __init__(self, runtime: Runtime, loop: LoopThread) -> None:
-        self._runtime = runtime
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+        self._engine = engine
         self._loop = loop
         self._counted = _Counted()
 
@@ -34,16 +33,16 @@ class LocalConversation:
 
         def begin(feed: DeltaFeed) -> Future[None]:
             encode = _encoder(messages, continue_answer=continue_answer)
-            return self._loop.submit(_converse(self._runtime.engine, encode, params, model, feed, continue_answer))
+            return self._loop.submit(_converse(self._engine, encode, params, model, feed, continue_answer))
 
         return stream_deltas(begin)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
         """What asking `draft` would take, counted beside the loop."""
-        tokenizer = self._runtime.engine.tokenizer_of(model)
+        tokenizer = self._engine.tokenizer_of(model)
         if tokenizer is None:
             raise NoModelLoaded("no model is loaded", state="unloaded")
-        context = context_of(self._runtime.engine.snapshot(), model)
+        context = context_of(self._engine.snapshot(), model)
         return await self._counted.count(tokenizer, tuple(messages), draft, context)
 
 

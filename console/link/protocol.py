@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -18,13 +18,24 @@ from console.link.tuning import TuningLink
 from console.settings.addresses import is_loopback, unix_path
 from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.backends.base import LoadProgress
-from engine.config import SamplingParams
+from engine.config import MAX_TIMEOUT_S, SamplingParams
 from engine.doctor.report import Report
 from engine.errors import ErrorInfo
 from engine.models.catalog import ModelEntry
 from engine.placement.estimate import Estimate
 from engine.requests.history import RequestDetail
 from engine.snapshot import LogEntry, RequestRow, Snapshot
+
+DRAIN_S = 30.0
+MAX_PATH = 4096
+MAX_NAME = 256
+
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+FolderName = ModelName
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Scale = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)]
 
 # What the screens ask of requests: those that ended, all about one of them, and to cancel what waits.
 
@@ -86,8 +97,20 @@ class ModelsLink(Protocol):
     def fetching(self) -> Fetching | None:
         """The download under way, None where there is none. At once."""
 
-    async def load(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> None:
-        """Load a model with `changes`; returns when it is ready, and remembers what it was loaded with."""
+    async def load(
+        self,
+        model: ModelName,
+        changes: LoadOptions = NO_OPTIONS,
+        *,
+        beside: bool = False,
+        name: Name = "",
+        rename: bool = True,
+    ) -> None:
+        """Load a model with `changes`; returns when it is ready, and remembers what it was loaded with.
+
+        beside: keep the models that are loaded.  name: clients' name of it, its own if empty.
+        rename: where another model has its own name, it gets a number; else the load is refused.
+        """
 
     async def download(self, model: str) -> None:
         """Fetch a hub id (org/name[@revision]) into the hub cache and load nothing; what is there is not fetched again.
@@ -95,8 +118,8 @@ class ModelsLink(Protocol):
         EngineLink.cancel_load stops it, and what has come stays for the next time.
         """
 
-    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS) -> Estimate:
-        """What loading it with `changes` would take of each device now."""
+    async def estimate(self, model: ModelName, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
+        """Return what loading it with `changes` would take of each device now. beside: never in place of a model."""
 
     async def remembered(self, model: str) -> LoadOptions:
         """What it was last loaded with; nothing where it never was."""
@@ -198,8 +221,8 @@ class EngineLink(Protocol):
     async def cancel_load(self) -> None:
         """Stop the load (or download) under way."""
 
-    async def unload(self, model: str = "") -> None:
-        """Drain and unload a model, the first by default."""
+    async def unload(self, model: str = "", *, drain_seconds: Seconds = DRAIN_S) -> None:
+        """Unload a model, the first by default; cut off requests that run longer than `drain_seconds`."""
 
     async def reconfigure(
         self,
@@ -220,7 +243,7 @@ class EngineLink(Protocol):
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """What loading a model would take of each device now; the knobs are those in use unless given."""
 
-    async def attach(self, name: str, path: str, model: str = "") -> None:
+    async def attach(self, name: AdapterName, path: FolderName, model: str = "", *, scale: Scale = 1.0) -> None:
         """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""
 
     async def detach(self, name: str, model: str = "") -> None:

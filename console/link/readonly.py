@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
-from console.link.protocol import ApiStatus, EngineLink
+from console.link.protocol import EngineLink
 from console.link.rpc import Call, NullConversation, RpcLink, invoke
 from console.link.status import LinkStatus, link_status
 from engine.errors import EngineError
-from engine.snapshot import LogEntry, Snapshot
 
 
 class ReadOnly(EngineError):
@@ -28,18 +27,6 @@ class ReadOnlyLink(RpcLink):
         self.conversation = NullConversation(self, _refusal)
         self._link = link
 
-    def snapshot(self) -> Snapshot:
-        """As it is."""
-        return self._link.snapshot()
-
-    def api_status(self) -> ApiStatus:
-        """As it is."""
-        return self._link.api_status()
-
-    def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
-        """As they are."""
-        return self._link.logs(after)
-
     def standing(self) -> LinkStatus:
         """That of the other link, and that this one takes no commands."""
         return msgspec.structs.replace(link_status(self._link), read_only=True)
@@ -53,14 +40,6 @@ class ReadOnlyLink(RpcLink):
         if call.changes:
             raise _refusal()
         return await invoke(call, self._link, arguments)
-
-    async def start_api(self) -> None:
-        """Refused."""
-        raise _refusal()
-
-    async def stop_api(self, *, finish: bool = False) -> None:
-        """Refused."""
-        raise _refusal()
 
 
 def _refusal() -> ReadOnly:

@@ -43,6 +43,23 @@ Names = Literal["model", "adapter", "setting", "options"]
 that names no folder; options of a load may name folders too."""
 
 
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """An endpoint of a call besides /admin/call: its arguments are the path's, else the query's or the body's.
+
+    summary: a sentence for /openapi.json.  about: the fields, likewise.
+    renamed: names in the path, and the arguments that they are.  fixed: arguments that a client does not give.
+    any_of: arguments of which one must be given.
+    """
+
+    method: Literal["POST", "DELETE"]
+    path: str
+    summary: str
+    about: str = ""
+    renamed: dict[str, str] = {}
+    fixed: dict[str, Any] = {}
+    any_of: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call. scope: watch changes nothing, admin may, or costs the engine's machine something.
@@ -52,6 +69,7 @@ class Call:
     at_once: a screen polls it and cannot wait; blank: what it gives, by its arguments, while nothing is known yet.
     named: those of its arguments that name something on the engine's machine.
     check: raises EngineError for arguments that are taken in the engine's process alone.
+    route: an endpoint of its own, None for most.
     """
 
     name: str
@@ -63,6 +81,7 @@ class Call:
     blank: Callable[..., object]
     named: Mapping[str, Names]
     check: Callable[..., None]
+    route: Route | None
 
     @property
     def group(self) -> str:
@@ -93,11 +112,12 @@ def _call(
     looks: bool = False,
     blank: Callable[..., object] = lambda **_: None,
     check: Callable[..., None] = lambda **_: None,
+    route: Route | None = None,
     **named: Names,
 ) -> Call:
     group, _, method = name.partition(".")
     function = getattr(GROUPS[group], method)
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
     fields: list[Any] = [
         (each.name, hints[each.name]) + (() if each.default is inspect.Parameter.empty else (each.default,))
         for each in inspect.signature(function).parameters.values()
@@ -119,8 +139,13 @@ def _call(
         blank=blank,
         named=named,
         check=check,
+        route=route,
     )
 
+
+_LOAD_FIELDS = """model: by a name as --model takes it. What is left out is as the settings and the knobs have it.
+
+name: clients' name of it, its own if empty.  beside: keep the models that are loaded."""
 
 _TABLE = (
     _call("engine.logs", "watch", blank=lambda after=0: (after, ())),
@@ -128,21 +153,96 @@ _TABLE = (
     _call("engine.sampling_defaults", "watch", blank=lambda **_: SamplingParams()),
     _call("engine.diagnose", "admin", looks=True),
     _call("engine.load", "admin", model="model"),
-    _call("engine.cancel_load", "admin"),
-    _call("engine.unload", "admin"),
-    _call("engine.reconfigure", "admin"),
-    _call("engine.restart_worker", "admin"),
+    _call(
+        "engine.cancel_load",
+        "admin",
+        route=Route(method="POST", path="/admin/cancel-load", summary="Stop the load under way"),
+    ),
+    _call(
+        "engine.unload",
+        "admin",
+        route=Route(
+            method="POST",
+            path="/admin/unload",
+            summary="Unload a model",
+            about="model: the first where empty.  drain_seconds: how long its running requests may go on.",
+        ),
+    ),
+    _call(
+        "engine.reconfigure",
+        "admin",
+        route=Route(
+            method="POST",
+            path="/admin/reconfigure",
+            summary="Turn a model's knobs while it serves",
+            about="model: the first where empty. What is left out is not changed.",
+            any_of=("workers", "max_prompts", "idle_unload_s"),
+        ),
+    ),
+    _call(
+        "engine.restart_worker",
+        "admin",
+        route=Route(
+            method="POST",
+            path="/admin/workers/{id}/restart",
+            summary="Restart a worker",
+            renamed={"id": "worker_id"},
+        ),
+    ),
     _call("engine.drain_worker", "admin"),
     _call("engine.estimate", "admin", looks=True, model="model"),
-    _call("engine.attach", "admin", path="adapter"),
-    _call("engine.detach", "admin"),
+    _call(
+        "engine.attach",
+        "admin",
+        path="adapter",
+        route=Route(
+            method="POST",
+            path="/admin/adapters",
+            summary="Attach an adapter to a model",
+            about="name: requests' name of it.  path: its folder, or its name as it is found in the models folders.",
+        ),
+    ),
+    _call(
+        "engine.detach",
+        "admin",
+        route=Route(
+            method="DELETE",
+            path="/admin/adapters/{name:.+}",
+            summary="Detach an adapter",
+            about="its model; the first if left out",
+        ),
+    ),
     _call("engine.cancel_request", "admin"),
     _call("conversation.count_tokens", "admin", looks=True),
     _call("models.defaults", "watch", blank=lambda **_: LoadOptions()),
     _call("models.fetching", "watch"),
-    _call("models.load", "admin", model="model", changes="options"),
+    _call(
+        "models.load",
+        "admin",
+        model="model",
+        changes="options",
+        route=Route(
+            method="POST",
+            path="/admin/load",
+            summary="Load a model; goes on if its client leaves. With Accept: text/event-stream, its state to the end",
+            about=_LOAD_FIELDS,
+            fixed={"rename": False},
+        ),
+    ),
     _call("models.download", "admin", model="model"),
-    _call("models.estimate", "admin", looks=True, model="model", changes="options"),
+    _call(
+        "models.estimate",
+        "admin",
+        looks=True,
+        model="model",
+        changes="options",
+        route=Route(
+            method="POST",
+            path="/admin/estimate",
+            summary="What a load would take of each device",
+            about=_LOAD_FIELDS,
+        ),
+    ),
     _call("models.remembered", "watch"),
     _call("models.forget", "admin"),
     _call("requests.finished", "watch", blank=lambda after=0: (after, ())),
@@ -172,16 +272,19 @@ _TABLE = (
 )
 CALLS: Mapping[str, Call] = {call.name: call for call in _TABLE}
 
-LOCAL_ONLY = frozenset(
-    {
-        "engine.snapshot",  # they come as events
-        "engine.api_status",
-        "conversation.chat",  # goes to /v1/chat/completions
-        "engine.start_api",  # carries the calls themselves
-        "engine.stop_api",
-    }
-)
-"""Methods of the protocols that are no calls, each for its own reason."""
+LOCAL_CALLS: Mapping[str, Call] = {
+    call.name: call
+    for call in (
+        _call("engine.snapshot", "watch"),  # elsewhere they come as events
+        _call("engine.api_status", "watch"),
+        _call("engine.start_api", "admin"),  # carries the calls themselves
+        _call("engine.stop_api", "admin"),
+    )
+}
+"""Calls that only a console in the engine's process makes."""
+
+STREAMS = frozenset({"conversation.chat"})
+"""Methods that are no calls: chats go to /v1/chat/completions."""
 
 
 async def invoke(call: Call, link: EngineLink, arguments: Mapping[str, object]) -> object:
@@ -262,7 +365,7 @@ def as_link(link: RpcLink) -> EngineLink:
 
 
 def _method(caller: Caller, name: str) -> Callable[..., Any]:
-    call = CALLS.get(name)
+    call = CALLS.get(name) or LOCAL_CALLS.get(name)
     if call is None:
         raise AttributeError(name)
 

@@ -58,7 +58,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
                 _say(f"listening on {status.url}")
                 if status.is_open:
                     _say(f"--no-auth: everybody who reaches {status.url} may ask, without a key", alarming=True)
-            with recording(runtime.own_link(), settings.record):
+            with recording(runtime.link(), settings.record):
                 if not await _load(runtime, choice, stop):
                     return 0
                 _say(f"{choice.name} is ready")
@@ -101,16 +101,16 @@ async def _close(runtime: Runtime, stop: _Stop, drain_s: float) -> None:
 async def _reload(runtime: Runtime) -> None:
     """Use what config.toml says now, and say what that changed."""
     try:
-        used, later = await runtime.saved.reload()
+        used, later = await runtime.live_settings.reload()
     except EngineError as error:
         _say(f"the settings stay as they are: {error.message}", alarming=True)
         return
     for how, names in (("used now", used), ("used by the next load or start", later)):
         if names:
-            _say(f"{runtime.saved.path()} was read again; {how}: {', '.join(names)}")
+            _say(f"{runtime.live_settings.path()} was read again; {how}: {', '.join(names)}")
     if not used and not later:
-        has_file = is_file(Path(runtime.saved.path()))
-        _say(f"{runtime.saved.path()} {'was read again' if has_file else 'is not there'}; nothing has changed")
+        has_file = is_file(Path(runtime.live_settings.path()))
+        _say(f"{runtime.live_settings.path()} {'was read again' if has_file else 'is not there'}; nothing has changed")
 
 
 class _Stop:

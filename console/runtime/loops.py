@@ -1,4 +1,4 @@
-"""Asyncio loops on other threads, and the caller's own with the same face."""
+"""Asyncio loops on other threads, and the caller's own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LoopThread:
-    """An asyncio loop on a thread of its own: where the engine, or a connection to one, lives while a screen has the
-    main thread."""
+class EngineLoop:
+    """The asyncio loop of an engine, or of a connection to one, as other threads see it."""
 
-    def __init__(self, name: str = "engine") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine there; safe from any thread."""
@@ -29,6 +26,15 @@ class LoopThread:
         """Call a function there; safe from any thread, ignored when the loop is gone."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+class LoopThread(EngineLoop):
+    """A loop on a thread of its own, while a screen has the main thread."""
+
+    def __init__(self, name: str = "engine") -> None:
+        super().__init__(asyncio.new_event_loop())
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End the loop and wait for its thread."""
@@ -47,11 +53,8 @@ class LoopThread:
             self._loop.close()
 
 
-class CurrentLoop(LoopThread):
-    """The loop that is running, for who is on it already; it stops with whoever runs it."""
+class CurrentLoop(EngineLoop):
+    """The loop that is running, for code that is on it already."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    def stop(self) -> None:
-        """Not ours to stop."""
+        super().__init__(asyncio.get_running_loop())

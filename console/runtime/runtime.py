@@ -18,12 +18,13 @@ import msgspec
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.bench.bench_runs import Benches
+from console.link.local import LocalEngine
 from console.link.protocol import ApiStatus, EngineLink, Fetching
 from console.runtime.doctor import diagnose
 from console.runtime.estimate import estimate_for
 from console.runtime.loading import LookupFunction, ModelChoice, ModelLookup, backend_for, engine_config, find_model
 from console.runtime.loops import CurrentLoop
-from console.runtime.operator import RuntimeOperator
+from console.runtime.open_folders import OpenFolders
 from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, load_options
 from console.settings.running_settings import LiveSettings
 from console.settings.schema import Settings, data_dir
@@ -113,10 +114,8 @@ class Runtime:
         cluster: Cluster | None = None,
         sources: Sources | None = None,
     ) -> None:
-        self.settings = settings
         self.starting = False
         """Whether a first model is yet to be loaded: a screen need not offer one meanwhile."""
-        self.saved = LiveSettings(self, sources or Sources())
         self.state_dir = state_dir
         self._cluster = cluster
         self.engine = Engine(
@@ -125,12 +124,19 @@ class Runtime:
             probe=cluster.probe() if cluster is not None else None,
         )
         self.engine.publish_for(settings.refresh_hz)
-        self.api = ApiServer(self.engine, api_settings(settings, state_dir), RuntimeOperator(self), self.own_link)
-        self.tuning = Tuning(self)
+        self.live_settings = LiveSettings(self.engine, settings, sources or Sources())
+        self.open_folders = OpenFolders(self.engine, lambda: self.settings)
+        self.api = ApiServer(self.engine, api_settings(settings, state_dir), self.open_folders.admit, self.link)
         self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().under_way)
+        self.tuning = Tuning(self.engine, state_dir, lambda: self.benches.report().under_way)
         self._api_error: ErrorInfo | None = None
-        self._link: EngineLink | None = None
-        self._finding: ModelLookup | None = None
+        self._link: LocalEngine | None = None
+        self._lookup: ModelLookup | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in use."""
+        return self.live_settings.current
 
     @classmethod
     async def open(
@@ -149,7 +155,7 @@ class Runtime:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
         await self.engine.start()
         kept_in = () if self.state_dir is None else (data_dir(), self.state_dir)
-        for warning in (*key_warnings(self.settings, self.saved.sources), *folder_warnings(kept_in)):
+        for warning in (*key_warnings(self.settings, self.live_settings.sources), *folder_warnings(kept_in)):
             log.warning("%s", warning)
         if self.settings.api:
             await self.start_api()
@@ -173,7 +179,9 @@ class Runtime:
             await self._load(choice.spec, self.settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
-        fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, name)
+        fitting, tuned = await asyncio.to_thread(
+            settings_for, self.live_settings.sources, self.settings, self.state_dir, name
+        )
         settings = changed(fitting, changes.as_settings())
         spec = await self._find(name, partial(find_model, settings, name))
         own = self._free_name(spec.name) if beside and renames else spec.name
@@ -182,25 +190,25 @@ class Runtime:
 
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
         """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
-        if self._finding is not None:
-            raise EngineBusy(f"{self._finding.name} is being fetched; cancel that first", model=self._finding.name)
-        self._finding = finding = ModelLookup(name)
+        if self._lookup is not None:
+            raise EngineBusy(f"{self._lookup.name} is being fetched; cancel that first", model=self._lookup.name)
+        self._lookup = finding = ModelLookup(name)
         try:
             found = await finding.by(find)
         finally:
-            self._finding = None
+            self._lookup = None
         if finding.cancelled.is_set():
             raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
         return found
 
-    async def download(self, name: str) -> None:
+    async def download(self, model: str) -> None:
         """Fetch a hub id and load nothing. Raises EngineError."""
         folders = self.settings.models_dir
-        await self._find(name, lambda report, cancelled: resolve(name, folders, report=report, cancelled=cancelled))
+        await self._find(model, lambda report, cancelled: resolve(model, folders, report=report, cancelled=cancelled))
 
     def _free_name(self, name: str) -> str:
         """The name, or "name-2" and on where models have it."""
-        taken = {model.name for model in self.engine.snapshot().models}
+        taken = {model.name for model in self.engine.models()}
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         return next(each for each in (name, *itertools.islice(numbered, len(taken))) if each not in taken)
 
@@ -214,47 +222,47 @@ class Runtime:
 
     async def cancel_load(self) -> None:
         """Stop a download or a load under way."""
-        if self._finding is not None:
-            self._finding.cancelled.set()
+        if self._lookup is not None:
+            self._lookup.cancelled.set()
         else:
             await self.engine.cancel_load()
 
-    def finding(self) -> ModelStatus | None:
-        """The download under way as a status, None when there is none."""
-        finding = self._finding
-        if finding is None or finding.progress is None:
-            return None
-        return ModelStatus(state="loading", progress=finding.progress)
-
     def fetching(self) -> Fetching | None:
-        """The download under way, whatever is loaded; None when there is none."""
-        finding = self._finding
-        if finding is None or finding.progress is None:
+        """Return the download under way; None where there is none."""
+        lookup = self._lookup
+        if lookup is None or lookup.progress is None:
             return None
-        return Fetching(model=finding.name, progress=finding.progress)
+        return Fetching(model=lookup.name, progress=lookup.progress)
+
+    def download_status(self) -> ModelStatus | None:
+        """Return the download under way as the status of a model; None where there is none."""
+        download = self.fetching()
+        return None if download is None else ModelStatus(state="loading", progress=download.progress)
 
     async def list_models(self) -> Sequence[ModelEntry]:
         """Models on this machine: those found, and the one that was loaded from somewhere else."""
         choose = partial(backend_for, self.settings)
         entries = await asyncio.to_thread(discover, self.settings.models_dir, choose)
-        spec = self.engine.snapshot().status.spec
+        spec = self.engine.status.spec
         if spec is None or any(entry.path == spec.path for entry in entries):
             return entries
         opened = await asyncio.to_thread(inspect, spec.path, choose)
         return [*entries, msgspec.structs.replace(opened, name=spec.name, origin=str(spec.path.parent))]
 
-    async def attach(self, name: str, path: str, model: str = "") -> None:
+    async def attach(self, name: str, path: str, model: str = "", scale: float = 1.0) -> None:
         """Make the LoRA adapter in the folder `path` usable under `name`. Raises EngineError."""
         folder = home_expanded(path)
         described = await asyncio.to_thread(describe_adapter, folder)
         if described.problem:
             raise UnsupportedModel(described.problem, param="path")
-        await self.engine.attach(AdapterSpec(name=name, path=folder), model)
+        await self.engine.attach(AdapterSpec(name=name, path=folder, scale=scale), model)
 
     async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
         """What `load` with the same arguments would take of each device: beside what is loaded, or in place of the
         model that it replaces where it fits only so. Raises EngineError."""
-        fitting, tuned = await asyncio.to_thread(settings_for, self.saved.sources, self.settings, self.state_dir, model)
+        fitting, tuned = await asyncio.to_thread(
+            settings_for, self.live_settings.sources, self.settings, self.state_dir, model
+        )
         knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in tuned}
         settings = changed(fitting, {**knobs, **changes.as_settings(), "model": model})
         now = await self.engine.devices()
@@ -271,9 +279,14 @@ class Runtime:
             msgspec.structs.replace(alone, verdict=f"In place of {replaced}: {alone.verdict}") if alone.fits else found
         )
 
+    async def _settings_for(self, model: str) -> tuple[Settings, frozenset[str]]:
+        """Return the settings for a model, and the names of those that autotune found for it."""
+        sources = self.live_settings.sources
+        return await asyncio.to_thread(settings_for, sources, self.settings, self.state_dir, model)
+
     def _replaced_by(self, name: str) -> str:
         """The name of the loaded model whose place one called `name` would take; "" for none."""
-        loaded = [each.name for each in self.engine.snapshot().models if each.status.spec is not None]
+        loaded = [each.name for each in self.engine.models() if each.status.spec is not None]
         first = self.engine.status.spec
         if name in loaded or first is None:
             return name if name in loaded else ""
@@ -283,7 +296,7 @@ class Runtime:
         """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""
         cancelled = threading.Event()
         try:
-            sources = self.saved.sources
+            sources = self.live_settings.sources
             return await asyncio.to_thread(diagnose, self.settings, sources, cancelled=cancelled.is_set)
         finally:
             cancelled.set()
@@ -308,12 +321,10 @@ class Runtime:
             return status
         return msgspec.structs.replace(status, clients=0, connections=0, requests=0, error=self._api_error)
 
-    def own_link(self) -> EngineLink:
-        """What a console elsewhere gets: the link that one in this process would have, made on the engine's loop."""
+    def link(self) -> EngineLink:
+        """Return the link of code on the engine's loop: what a console elsewhere gets, and a recording."""
         if self._link is None:
-            from console.link.local import LocalLink
-
-            self._link = LocalLink(self, CurrentLoop())
+            self._link = LocalEngine(self, CurrentLoop())
         return self._link
 
     async def close(self, drain_s: float = 5.0, patience_s: float | None = None) -> None:
@@ -322,8 +333,8 @@ class Runtime:
         self.engine.refuse_new()
         await self.tuning.cancel()
         await self.benches.close()
-        if self._finding is not None:
-            self._finding.cancelled.set()
+        if self._lookup is not None:
+            self._lookup.cancelled.set()
         clock = asyncio.get_running_loop().time
         until = clock() + drain_s
         await self.api.stop(drain_s=drain_s)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from console.link.settings import SettingRow
 from console.settings.config_file import WatchedFiles, edited, replace_file
@@ -14,10 +14,8 @@ from console.settings.load_options import knob_values
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import SECRETS, Settings, flag_of
 from console.settings.sources import Sources, changed, read_file
+from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest
-
-if TYPE_CHECKING:
-    from console.runtime.runtime import Runtime
 
 _OBSERVED = {
     "slo_ttft": "slo_ttft_s",
@@ -29,12 +27,16 @@ _OBSERVED = {
 
 
 class LiveSettings:
-    """Those of one runtime. `rows` and `path` may be called from any thread, `save` on the runtime's loop."""
+    """Implements SettingsLink. `rows` and `path` may be called from any thread, `save` on the engine's loop.
 
-    def __init__(self, runtime: Runtime, sources: Sources) -> None:
-        self._runtime = runtime
+    current: the settings in use.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, sources: Sources) -> None:
+        self.current = settings
+        self._engine = engine
         self._sources = sources
-        self._coming = runtime.settings
+        self._coming = settings
         self._file = WatchedFiles(sources.file)
         self._writing = asyncio.Lock()
 
@@ -51,7 +53,7 @@ class LiveSettings:
         """Every setting, in the order of the schema; a file that somebody else changed is read again."""
         if self._file.changed():
             self._reread()
-        return tuple(setting_rows(self._runtime.settings, self._coming, self._sources, self._turned()))
+        return tuple(setting_rows(self.current, self._coming, self._sources, self._turned()))
 
     async def save(self, name: str, value: str | None) -> SettingRow:
         """Write one setting, or take it out of the file (None).
@@ -79,7 +81,7 @@ class LiveSettings:
             coming = sources.settings()
             used, later = list[str](), list[str]()
             for name in Settings.model_fields:
-                if getattr(coming, name) == getattr(self._runtime.settings, name):
+                if getattr(coming, name) == getattr(self.current, name):
                     continue
                 if flag_of(name).used == "start":
                     later.append(name)
@@ -93,17 +95,17 @@ class LiveSettings:
     async def _use(self, name: str, coming: Settings) -> None:
         value = getattr(coming, name)
         if knob := flag_of(name).knob:
-            await self._runtime.engine.reconfigure(**{knob: value})
+            await self._engine.reconfigure(**{knob: value})
         if name in _OBSERVED:
-            await self._runtime.engine.observe({_OBSERVED[name]: value})
+            await self._engine.observe({_OBSERVED[name]: value})
         if name == "prefix_sharing":
-            self._runtime.engine.share_prefixes(value)
+            self._engine.share_prefixes(value)
         if name == "refresh_hz":
-            self._runtime.engine.publish_for(value)
-        self._runtime.settings = self._runtime.settings.model_copy(update={name: value})
+            self._engine.publish_for(value)
+        self.current = self.current.model_copy(update={name: value})
 
     def _turned(self) -> dict[str, object]:
-        return knob_values(self._runtime.engine.config)
+        return knob_values(self._engine.config)
 
     def _reread(self) -> None:
         """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""

@@ -147,7 +147,8 @@ async def serving(
     )
     if operator is not None:
         operator.engine = engine
-    server = ApiServer(engine, settings or ApiSettings(port=0), operator, link)
+    admit = None if operator is None else operator.admit
+    server = ApiServer(engine, settings or ApiSettings(port=0), admit, link or (operator.link if operator else None))
     await engine.start()
     try:
         if load:

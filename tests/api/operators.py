@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 
-from console.settings.load_options import LoadOptions
+from console.link.local import LocalEngine
+from console.link.protocol import EngineLink
+from console.runtime.loops import CurrentLoop
+from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import ModelNotFound
-from engine.placement.estimate import Estimate
-from engine.snapshot import ModelStatus
 from tests.fakes.model import fake_spec
 
 
@@ -22,47 +24,96 @@ def named_spec(folder: Path, name: str, **fields: object) -> ModelSpec:
 
 
 class FolderOperator:
-    """Implements Operator. `names`: the models there are; engine: set by who serves it."""
+    """Models of admin requests. `names`: the models there are; engine: set by who serves it; orders: loads so far."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.engine: Engine | None = None
         self.orders: list[tuple[str, LoadOptions]] = []
-        self._folder = folder
-        self._names = names
-
-    async def load_model(self, model: str, options: LoadOptions, *, name: str = "", beside: bool = False) -> None:
-        """Load one of `names`."""
-        self.orders.append((model, options))
-        if model not in self._names:
-            raise ModelNotFound(f"no model is called {model}; there are: {', '.join(self._names)}")
-        assert self.engine is not None
-        await self.engine.load(
-            named_spec(self._folder, model, max_model_len=options.max_model_len),
-            beside=beside,
-            workers=options.num_workers,
-            max_prompts=options.max_prompts,
-            idle_unload_s=options.idle_unload,
-        )
-
-    async def cancel_load(self) -> None:
-        """Cancel the engine's load."""
-        assert self.engine is not None
-        await self.engine.cancel_load()
-
-    def finding(self) -> ModelStatus | None:
-        """Nothing is ever downloaded."""
-        return None
-
-    async def estimate(self, model: str, options: LoadOptions, *, beside: bool = False) -> Estimate:
-        """Not asked of it."""
-        raise NotImplementedError
+        self.names = names
+        self.folder = folder
 
     async def admit(self, kind: str, value: Any) -> Any:
-        """Names alone."""
+        """Names alone; of an adapter its folder."""
         if isinstance(value, str) and value.startswith("/"):
             raise ModelNotFound(f"{value} lies in none of the folders that models are taken from")
-        return value
+        return str(self.folder / value) if kind == "adapter" else value
 
-    async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
-        """Whatever is asked for."""
-        return AdapterSpec(name=name, path=self._folder / path, scale=scale)
+    def link(self) -> EngineLink:
+        """The engine as its console has it, which loads one of `names`."""
+        assert self.engine is not None
+        runtime = cast(Any, SimpleNamespace(engine=self.engine, **_NO_SERVICES))
+        link = LocalEngine(runtime, CurrentLoop())
+        link.cancel_load = self.engine.cancel_load
+        link.models = FolderModels(self, self.engine)  # type: ignore[assignment]
+        link.attach = self._attach  # type: ignore[method-assign]
+        return link
+
+    async def _attach(self, name: str, path: str, model: str = "", *, scale: float = 1.0) -> None:
+        assert self.engine is not None
+        await self.engine.attach(AdapterSpec(name=name, path=Path(path), scale=scale), model)
+
+
+class FolderModels:
+    """The part of a ModelsLink that admin requests use."""
+
+    def __init__(self, operator: FolderOperator, engine: Engine) -> None:
+        self._operator = operator
+        self._engine = engine
+
+    def fetching(self) -> None:
+        """Nothing is ever downloaded."""
+
+    async def note_knobs(self, model: str) -> None:
+        """Nothing is remembered."""
+
+    async def load(
+        self,
+        model: str,
+        changes: LoadOptions = NO_OPTIONS,
+        *,
+        beside: bool = False,
+        name: str = "",
+        rename: bool = True,
+    ) -> None:
+        """Load one of the operator's names."""
+        operator = self._operator
+        operator.orders.append((model, changes))
+        if model not in operator.names:
+            raise ModelNotFound(f"no model is called {model}; there are: {', '.join(operator.names)}")
+        await self._engine.load(
+            named_spec(operator.folder, model, max_model_len=changes.max_model_len),
+            beside=beside,
+            workers=changes.num_workers,
+            max_prompts=changes.max_prompts,
+            idle_unload_s=changes.idle_unload,
+        )
+
+
+async def _nothing(*_: object, **__: object) -> None:
+    """Not asked of it."""
+
+
+_NO_SERVICES: dict[str, Any] = {
+    "api": None,
+    "benches": None,
+    "live_settings": None,
+    "tuning": None,
+    "state_dir": None,
+    "starting": False,
+    "fetching": lambda: None,
+    "download_status": lambda: None,
+    **dict.fromkeys(
+        (
+            "api_status",
+            "list_models",
+            "cancel_load",
+            "diagnose",
+            "start_api",
+            "stop_api",
+            "download",
+            "load",
+            "estimate",
+        ),
+        _nothing,
+    ),
+}

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp.web_request import BaseRequest
 
+from console.api.admin.calls import AdminOperations
 from console.api.admin.endpoints import Admin
 from console.api.context import ApiContext
 from console.api.server import ApiSettings
@@ -133,8 +134,9 @@ async def test_every_way_to_name_this_machine_is_taken(admin: Served, host: str)
 
 async def test_every_admin_endpoint_is_in_the_manual(admin: Served) -> None:
     manual = (Path(__file__).parents[2] / "docs/admin-api.md").read_text(encoding="utf-8")
+    operator = FolderOperator(Path())
     context = ApiContext(admin.engine, ApiSettings())
-    for route in Admin(context, FolderOperator(Path())).routes():
+    for route in Admin(context, AdminOperations(operator.link, operator.admit)).routes():
         path = route.path.replace(":.+", "")
         assert f"## {route.method} {path}\n" in manual
 

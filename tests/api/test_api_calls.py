@@ -18,7 +18,7 @@ import pytest
 
 from console.api.server import ApiServer, ApiSettings
 from console.link.frames import Frame, FrameEvent, FrameReader
-from console.link.rpc import CALLS, GROUPS, LOCAL_ONLY
+from console.link.rpc import CALLS, GROUPS, LOCAL_CALLS, STREAMS
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelLoadFailed
@@ -33,7 +33,7 @@ from tests.fakes.link import FakeLink
 async def shown(folder: Path, link: FakeLink, **settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A server that shows `link`, and a client of it."""
     engine = Engine(EngineConfig(worker_host="thread"))
-    server = ApiServer(engine, ApiSettings(port=0, **settings), FolderOperator(folder), lambda: link)
+    server = ApiServer(engine, ApiSettings(port=0, **settings), FolderOperator(folder).admit, lambda: link)
     await engine.start()
     await server.start()
     try:
@@ -100,7 +100,7 @@ async def test_a_rate_that_cannot_be_is_refused(tmp_path: Path, hz: str) -> None
 async def test_a_server_that_stops_tells_who_watches_and_does_not_wait_for_it(tmp_path: Path) -> None:
     link = FakeLink()
     engine = Engine(EngineConfig(worker_host="thread"))
-    server = ApiServer(engine, ApiSettings(port=0), FolderOperator(tmp_path), lambda: link)
+    server = ApiServer(engine, ApiSettings(port=0), FolderOperator(tmp_path).admit, lambda: link)
     await engine.start()
     await server.start()
     async with aiohttp.ClientSession(server.status().url) as http, http.get("/admin/events?hz=0.1") as response:
@@ -239,7 +239,7 @@ def test_every_method_of_every_protocol_is_a_call_or_kept_at_home_for_a_reason()
         for name, member in vars(protocol).items()
         if inspect.isfunction(member) and not name.startswith("_")
     }
-    assert methods == CALLS.keys() | LOCAL_ONLY
+    assert methods == CALLS.keys() | LOCAL_CALLS.keys() | STREAMS
 
 
 def test_every_call_is_written_down() -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -145,7 +144,7 @@ async def test_an_answer_held_to_a_grammar_has_every_character_that_the_grammar_
 
 
 async def test_the_console_goes_on_with_a_begun_answer_alone(api: Served) -> None:
-    conversation = LocalConversation(cast(Any, SimpleNamespace(engine=api.engine)), CurrentLoop())
+    conversation = LocalConversation(api.engine, CurrentLoop())
     question, begun = ChatMessage(role="user", content="x"), ChatMessage(role="assistant", content="how")
     params = SamplingParams(max_tokens=3)
     for messages, expected in (([question, begun], ANSWER), ([question], ANSWER[1:])):

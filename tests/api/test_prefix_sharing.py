@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,8 +12,7 @@ import pytest
 from console.api.server import ApiSettings
 from console.link.chat import ChatMessage
 from console.link.local_chat import LocalConversation
-from console.runtime.loops import CurrentLoop, LoopThread
-from console.runtime.runtime import Runtime
+from console.runtime.loops import CurrentLoop
 from engine.backends.torch.backend import TorchBackend
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from tests.api.harness import Served, bearer, serving
@@ -168,9 +166,7 @@ async def test_everybody_shares_everything_where_the_operator_says_so(tmp_path: 
 async def test_the_chat_of_the_console_is_a_tenant_of_its_own(computing_api: Served) -> None:
     tokenizer = computing_api.engine.tokenizer
     assert tokenizer is not None
-    chat = LocalConversation(
-        cast(Runtime, SimpleNamespace(engine=computing_api.engine)), cast(LoopThread, CurrentLoop())
-    )
+    chat = LocalConversation(computing_api.engine, CurrentLoop())
     for _ in range(2):
         [delta async for delta in chat.chat([ChatMessage(role="user", content=QUESTION)], SamplingParams(max_tokens=1))]
     named_so = await bearer(computing_api, "console", "use")

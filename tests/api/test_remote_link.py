@@ -79,7 +79,8 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.fake = remembering()
         self.engine = Engine(EngineConfig(worker_host="thread"))
-        self.server = ApiServer(self.engine, ApiSettings(port=0), FolderOperator(folder, "demo"), lambda: self.fake)
+        admit = FolderOperator(folder, "demo").admit
+        self.server = ApiServer(self.engine, ApiSettings(port=0), admit, lambda: self.fake)
         self.loop = LoopThread("remote")
         self.link: RemoteLink | None = None
 
@@ -184,7 +185,7 @@ async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> No
         async for _ in link.conversation.chat(HI, SamplingParams()):
             pass
     assert link.snapshot() == served.fake.current
-    again = ApiServer(served.engine, ApiSettings(port=port), FolderOperator(Path()), lambda: served.fake)
+    again = ApiServer(served.engine, ApiSettings(port=port), FolderOperator(Path()).admit, lambda: served.fake)
     await again.start()
     await until(lambda: served.standing == "live")
     await link.reconfigure(workers=2)

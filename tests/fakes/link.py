@@ -220,7 +220,7 @@ class FakeLink:
         if "load" in self._gates:
             self.release("load")
 
-    async def unload(self, model: str = "") -> None:
+    async def unload(self, model: str = "", *, drain_seconds: float = 30.0) -> None:
         """Back to no model."""
         await self.record("unload", **({"model": model} if model else {}))
         if len(self.current.models) > 1:
@@ -263,7 +263,7 @@ class FakeLink:
         """As `models.estimate`."""
         return await self.models.estimate(model, LoadOptions(num_workers=workers, max_prompts=max_prompts))
 
-    async def attach(self, name: str, path: str, model: str = "") -> None:
+    async def attach(self, name: str, path: str, model: str = "", *, scale: float = 1.0) -> None:
         """Keeps the call alone."""
         await self.record("attach", name=name, path=path, **({"model": model} if model else {}))
 

@@ -42,7 +42,15 @@ class FakeModels:
         """The download given."""
         return self.download_now
 
-    async def load(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> None:
+    async def load(
+        self,
+        model: str,
+        changes: LoadOptions = NO_OPTIONS,
+        *,
+        beside: bool = False,
+        name: str = "",
+        rename: bool = True,
+    ) -> None:
         """As FakeLink.load, and remembered."""
         await self._link.begin_load(model, beside=beside, **changes.given())
         self.kept[model] = changes
@@ -52,7 +60,7 @@ class FakeModels:
         assert is_hub_id(model)
         await self._link.record("download", model=model)
 
-    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS) -> Estimate:
+    async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
         """What is expected, whatever is asked for; `asked` keeps what that was."""
         link = self._link
         self.asked.append((model, changes))

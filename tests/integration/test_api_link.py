@@ -11,6 +11,7 @@ import pytest
 
 from console.link.local import LocalLink
 from console.link.protocol import EngineLink
+from console.link.rpc import as_link
 from console.runtime.loops import CurrentLoop
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
@@ -24,7 +25,7 @@ async def linked(state: Path) -> AsyncIterator[EngineLink]:
     runtime = Runtime(Settings(port=0), state_dir=state)
     await runtime.start()
     try:
-        yield LocalLink(runtime, CurrentLoop())
+        yield as_link(LocalLink(runtime, CurrentLoop()))
     finally:
         await runtime.close(drain_s=0.0)
 

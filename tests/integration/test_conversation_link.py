@@ -11,6 +11,7 @@ from console.link.chat import ChatMessage
 from console.link.local import LocalLink
 from console.link.local_chat import context_of
 from console.link.protocol import EngineLink
+from console.link.rpc import as_link
 from console.runtime.loops import CurrentLoop
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
@@ -30,7 +31,7 @@ async def link() -> AsyncIterator[EngineLink]:
     await runtime.start()
     try:
         await runtime.load("demo")
-        yield LocalLink(runtime, CurrentLoop())
+        yield as_link(LocalLink(runtime, CurrentLoop()))
     finally:
         await runtime.close(drain_s=0.0)
 
@@ -70,7 +71,7 @@ async def test_without_a_model_counting_says_so() -> None:
     await runtime.start()
     try:
         with pytest.raises(NoModelLoaded):
-            await LocalLink(runtime, CurrentLoop()).conversation.count_tokens([], "x")
+            await as_link(LocalLink(runtime, CurrentLoop())).conversation.count_tokens([], "x")
     finally:
         await runtime.close(drain_s=0.0)
 

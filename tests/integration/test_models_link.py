@@ -12,16 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from console.api.admin.calls import AdminOperations
 from console.link.local import LocalLink
 from console.link.protocol import EngineLink
+from console.link.rpc import CALLS, as_link
 from console.runtime.loops import CurrentLoop
-from console.runtime.operator import RuntimeOperator
 from console.runtime.runtime import Runtime
 from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.settings.schema import Settings
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.devices import new_probe
 from engine.errors import LoadCancelled, ModelNotFound
+from engine.placement.estimate import Estimate
 from tests.fakes.engines import until
 from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
 from tests.fakes.tiny_models import make_tiny_model
@@ -46,7 +48,7 @@ async def linked(models: Path, state: Path | None = None, **settings: Any) -> As
     runtime = Runtime(Settings(api=False, models_dir=(models,), worker_host="thread", **settings), state_dir=state)
     await runtime.start()
     try:
-        yield LocalLink(runtime, CurrentLoop()), runtime
+        yield as_link(LocalLink(runtime, CurrentLoop())), runtime
     finally:
         await runtime.close(drain_s=0.0)
 
@@ -119,9 +121,10 @@ async def test_the_estimate_of_an_order_over_http_has_the_knobs_of_the_load(mode
     async with linked(models, devices="sim:1,1") as (link, runtime):
         await link.models.load("tiny")
         await link.reconfigure(max_prompts=5)
-        operator = RuntimeOperator(runtime)
-        estimated = await operator.estimate("tiny", NO_OPTIONS)
-        await operator.load_model("tiny", NO_OPTIONS)
+        operations = AdminOperations(runtime.link, runtime.open_folders.admit)
+        estimated = await operations.carry_out(CALLS["models.estimate"], {"model": "tiny"})
+        await operations.carry_out(CALLS["models.load"], {"model": "tiny"})
+        assert isinstance(estimated, Estimate)
         assert estimated.max_prompts == runtime.engine.publish().models[0].max_prompts == 5
 
 

@@ -8,8 +8,9 @@ from typing import Any, get_args, get_origin
 import msgspec
 import pytest
 
-from console.api.admin.endpoints import LoadBody
+from console.api.admin.bodies import body_of
 from console.link.frames import from_plain, to_plain
+from console.link.rpc import CALLS
 from console.runtime.loading import requested_spec
 from console.settings.load_options import LoadOptions, load_options, value_type
 from console.settings.schema import Settings
@@ -20,6 +21,9 @@ from engine.errors import InvalidRequest
 from engine.models.knobs import changed_fields
 from tests.fakes.link import MODELS
 
+LOAD = CALLS["models.load"]
+assert LOAD.route is not None
+LoadBody = body_of(LOAD, LOAD.route)
 OPTIONS = {name: (field, flag) for name, field, flag in load_options()}
 
 
@@ -51,9 +55,9 @@ def test_an_option_goes_from_every_door_to_the_worker(name: str, folder: Path) -
     own = LoadOptions(**{name: value})
     assert from_plain(to_plain(own), LoadOptions) == own
     sent = list(value) if isinstance(value, tuple) else value
-    assert LoadBody.of({"model": "m", name: sent}).options == own
+    assert LoadBody.of({"model": "m", name: sent}).arguments["changes"] == own
     if knob := OPTIONS[name][1].knob:
-        assert LoadBody.of({"model": "m", knob: sent}).options == own
+        assert LoadBody.of({"model": "m", knob: sent}).arguments["changes"] == own
 
     backends = OPTIONS[name][1].backends or ("torch",)
     entry = msgspec.structs.replace(MODELS[1], backend=backends[0])

@@ -43,7 +43,7 @@ def running(config: Path, flags: dict[str, Any] | None = None, env: dict[str, st
 
 
 def row(runtime: Runtime, name: str) -> SettingRow:
-    return next(row for row in runtime.saved.rows() if row.name == name)
+    return next(row for row in runtime.live_settings.rows() if row.name == name)
 
 
 def written(config: Path, text: str) -> Path:
@@ -53,7 +53,7 @@ def written(config: Path, text: str) -> Path:
 
 
 def test_there_is_a_row_for_every_setting_of_the_schema_in_its_order(config: Path) -> None:
-    rows = running(config).saved.rows()
+    rows = running(config).live_settings.rows()
     assert [each.name for each in rows] == [name for name, _, _ in fields()]
     assert all(each.help and each.group for each in rows)
 
@@ -88,19 +88,19 @@ def mode(config: Path) -> int:
 
 
 async def test_a_saved_value_is_read_at_the_next_start(config: Path) -> None:
-    await running(config).saved.save("port", "9001")
+    await running(config).live_settings.save("port", "9001")
     assert load_settings({}, env={}, file=config).port == 9001
 
 
 async def test_saving_keeps_comments_order_and_all_other_lines(config: Path) -> None:
     written(config, COMMENTED)
-    await running(config).saved.save("max_prompts", "12")
+    await running(config).live_settings.save("max_prompts", "12")
     assert said(config) == COMMENTED.replace("max_prompts = 8", "max_prompts = 12")
 
 
 async def test_taking_a_setting_out_leaves_the_default_and_the_other_lines(config: Path) -> None:
     written(config, COMMENTED)
-    saved = await running(config).saved.save("max_prompts", None)
+    saved = await running(config).live_settings.save("max_prompts", None)
     assert saved.saved is None
     assert "max_prompts" not in said(config)
     assert "# as many as the card takes" in said(config)
@@ -108,7 +108,7 @@ async def test_taking_a_setting_out_leaves_the_default_and_the_other_lines(confi
 
 async def test_the_sample_file_can_be_saved_into(config: Path) -> None:
     written(config, sample())
-    await running(config).saved.save("port", "9002")
+    await running(config).live_settings.save("port", "9002")
     assert said(config) == sample() + "port = 9002\n"
 
 
@@ -142,7 +142,7 @@ async def test_a_bad_value_is_one_sentence_and_the_file_stays_as_it_was(
 ) -> None:
     written(config, COMMENTED)
     with pytest.raises(InvalidRequest) as caught:
-        await running(config).saved.save(name, value)
+        await running(config).live_settings.save(name, value)
     assert complaint in caught.value.message
     assert "\n" not in caught.value.message
     assert said(config) == COMMENTED
@@ -151,7 +151,7 @@ async def test_a_bad_value_is_one_sentence_and_the_file_stays_as_it_was(
 async def test_a_value_that_contradicts_another_is_not_saved(config: Path) -> None:
     written(config, "cache_bits = 4\n")
     with pytest.raises(InvalidRequest, match="give one of them"):
-        await running(config).saved.save("cache_8bit", "on")
+        await running(config).live_settings.save("cache_8bit", "on")
     assert said(config) == "cache_bits = 4\n"
 
 
@@ -159,13 +159,13 @@ async def test_a_mistake_that_somebody_typed_into_the_file_meanwhile_is_named_an
     runtime = running(config)
     written(config, "prot = 1\n")
     with pytest.raises(InvalidRequest, match="'prot' in"):
-        await runtime.saved.save("port", "9000")
+        await runtime.live_settings.save("port", "9000")
     assert said(config) == "prot = 1\n"
 
 
 async def test_knobs_are_turned_at_once_and_others_wait_for_the_next_start(config: Path) -> None:
     runtime = running(config)
-    knob, waiting = await runtime.saved.save("max_prompts", "5"), await runtime.saved.save("port", "9000")
+    knob, waiting = await runtime.live_settings.save("max_prompts", "5"), await runtime.live_settings.save("port", "9000")
     assert runtime.engine.config.max_prompts == 5
     assert (knob.value, knob.source, knob.waits) == ("5", "file", False)
     assert (waiting.value, waiting.saved, waiting.waits, waiting.when) == ("8000", "9000", True, "start")
@@ -173,9 +173,9 @@ async def test_knobs_are_turned_at_once_and_others_wait_for_the_next_start(confi
 
 async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> None:
     runtime = running(config)
-    saved = await runtime.saved.save("slo_ttft", "500ms")
+    saved = await runtime.live_settings.save("slo_ttft", "500ms")
     assert (saved.value, saved.when, saved.waits) == ("0.5", "now", False)
-    await runtime.saved.save("energy_rate", "0.3")
+    await runtime.live_settings.save("energy_rate", "0.3")
     await runtime.engine.start()
     await runtime.engine.reset_session()
     insight = runtime.engine.publish().insight
@@ -186,7 +186,7 @@ async def test_an_slo_and_the_price_of_energy_are_used_at_once(config: Path) -> 
 async def test_who_shares_prefixes_is_changed_at_once(config: Path) -> None:
     runtime = running(config)
     assert runtime.engine.prefix_sharing == "key"
-    saved = await runtime.saved.save("prefix_sharing", "system")
+    saved = await runtime.live_settings.save("prefix_sharing", "system")
     assert (saved.value, saved.when, saved.waits) == ("system", "now", False)
     assert runtime.engine.prefix_sharing == "system"
     assert running(config, {"prefix_sharing": "all"}).engine.prefix_sharing == "all"
@@ -196,21 +196,21 @@ async def test_a_faster_screen_gets_snapshots_as_often_and_a_slower_one_no_fewer
     runtime = running(config, {"refresh_hz": "10"})
     assert runtime.engine.publish_s == 0.1
     runtime = running(config)
-    await runtime.saved.save("refresh_hz", "8")
+    await runtime.live_settings.save("refresh_hz", "8")
     assert runtime.engine.publish_s == 0.125
-    await runtime.saved.save("refresh_hz", "1")
+    await runtime.live_settings.save("refresh_hz", "1")
     assert runtime.engine.publish_s == 0.25
 
 
 async def test_a_setting_of_loads_is_used_by_the_next_one(config: Path) -> None:
     runtime = running(config)
-    assert (await runtime.saved.save("cache_bits", "8")).when == "load"
+    assert (await runtime.live_settings.save("cache_bits", "8")).when == "load"
     assert runtime.settings.cache_bits == 8
 
 
 async def test_a_flag_still_wins_over_what_is_saved(config: Path) -> None:
     runtime = running(config, {"max_prompts": "3"})
-    saved = await runtime.saved.save("max_prompts", "5")
+    saved = await runtime.live_settings.save("max_prompts", "5")
     assert (saved.value, saved.saved, saved.wins, saved.waits) == ("3", "5", "--max_prompts", False)
     assert runtime.engine.config.max_prompts == 3
 
@@ -225,16 +225,16 @@ async def test_what_the_engine_refuses_is_not_saved(config: Path) -> None:
     runtime = running(config)
     await runtime.engine.close(drain_s=0.0)
     with pytest.raises(EngineClosed):
-        await runtime.saved.save("max_prompts", "5")
+        await runtime.live_settings.save("max_prompts", "5")
     assert said(config) == ""
 
 
 async def test_no_row_holds_a_secret(config: Path) -> None:
     written(config, 'api_key = "from-the-file"\n')
     runtime = running(config, {"api_key": "from-a-flag"})
-    shown = await runtime.saved.save("api_key", "typed-now")
+    shown = await runtime.live_settings.save("api_key", "typed-now")
     assert (shown.value, shown.saved, shown.secret) == (HIDDEN, HIDDEN, True)
-    told = repr(runtime.saved.rows())
+    told = repr(runtime.live_settings.rows())
     assert not any(secret in told for secret in ("from-the-file", "from-a-flag", "typed-now"))
     assert load_settings({}, env={}, file=config).api_key is not None
 
@@ -245,7 +245,7 @@ async def test_no_row_holds_the_password_of_an_address(config: Path) -> None:
     runtime = running(config, flags)
     shown = row(runtime, "otlp_traces_endpoint")
     assert (shown.value, shown.saved, shown.secret) == (HIDDEN, HIDDEN, True)
-    assert "of-the-file" not in repr(runtime.saved.rows()) and "of-a-flag" not in repr(runtime.saved.rows())
+    assert "of-the-file" not in repr(runtime.live_settings.rows()) and "of-a-flag" not in repr(runtime.live_settings.rows())
     written(config, "")
     open_one = running(config, {"otlp_traces_endpoint": "http://otel:4318"})
     assert row(open_one, "otlp_traces_endpoint").value == "http://otel:4318"
@@ -262,13 +262,13 @@ async def test_paths_are_saved_as_they_were_typed(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "models").mkdir()
-    await running(config).saved.save("models_dir", "~/models")
+    await running(config).live_settings.save("models_dir", "~/models")
     assert tomllib.loads(said(config)) == {"models_dir": ["~/models"]}
     assert load_settings({}, env={}, file=config).models_dir == (tmp_path / "models",)
 
 
 async def test_a_new_file_is_its_owners_alone(config: Path) -> None:
-    await running(config).saved.save("port", "1")
+    await running(config).live_settings.save("port", "1")
     assert mode(config) == 0o600
 
 
@@ -312,7 +312,7 @@ async def test_a_pipe_that_settings_came_from_is_not_waited_for_again(config: Pa
     runtime = running(written(config, "max_prompts = 8\n"))
     os.mkfifo(config.with_name("pipe"))
     os.replace(config.with_name("pipe"), config)  # noqa: PTH105
-    for again in (runtime.saved.reload(), runtime.saved.save("max_prompts", "9")):
+    for again in (runtime.live_settings.reload(), runtime.live_settings.save("max_prompts", "9")):
         with pytest.raises(InvalidRequest, match=r"config\.toml is a pipe, which is read at the start alone"):
             await again
     assert row(runtime, "max_prompts").value == "8"

@@ -176,8 +176,8 @@ async def test_a_settings_file_that_a_key_is_saved_into_becomes_its_owners_alone
     config.chmod(0o644)
     found = sources(config)
     runtime = Runtime(found.settings(), sources=found)
-    await runtime.saved.save("port", "8002")
+    await runtime.live_settings.save("port", "8002")
     assert stat.S_IMODE(config.stat().st_mode) == 0o644
-    await runtime.saved.save("api_key", KEY)
+    await runtime.live_settings.save("api_key", KEY)
     assert KEY in config.read_text()
     assert stat.S_IMODE(config.stat().st_mode) == 0o600

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,14 +32,34 @@ Admit = Callable[[Names, Any], Awaitable[Any]]
 _LOOK_S = 0.25
 
 
+class AdminOperations:
+    """Carries out calls of clients over HTTP: all that they name is looked up first."""
+
+    def __init__(self, link: Callable[[], EngineLink], admit: Admit) -> None:
+        self._link = link
+        self._admit = admit
+
+    @property
+    def link(self) -> EngineLink:
+        """The engine, as a console in its process has it."""
+        return self._link()
+
+    async def carry_out(self, call: Call, arguments: Mapping[str, Any]) -> object:
+        """Return the result of a call. Raises EngineError."""
+        call.check(**arguments)
+        admitted = {
+            name: await self._admit(kind, arguments[name]) for name, kind in call.named.items() if name in arguments
+        }
+        return await invoke(call, self.link, {**arguments, **admitted})
+
+
 class CallEndpoints:
     """The endpoint. Who only looks is answered while the server stops, too; what was ordered is carried out even where
     its client leaves before."""
 
-    def __init__(self, context: ApiContext, link: Callable[[], EngineLink], admit: Admit) -> None:
+    def __init__(self, context: ApiContext, operations: AdminOperations) -> None:
         self._context = context
-        self._link = link
-        self._admit = admit
+        self._operations = operations
         self._orders: set[asyncio.Task[object]] = set()
 
     def routes(self) -> list[web.RouteDef]:
@@ -57,7 +77,7 @@ class CallEndpoints:
         if call.scope != "watch":
             raise MethodNotAllowed(f"{call.name} changes something: it takes POST", allowed="POST")
         arguments = _arguments(call, dict(request.query), strict=False)
-        return json_response({"result": to_plain(await self._carry_out(call, arguments))})
+        return json_response({"result": to_plain(await self._operations.carry_out(call, arguments))})
 
     @describes(
         "Ask or order what a console in this process may; its arguments are the body",
@@ -68,7 +88,7 @@ class CallEndpoints:
         call = _known(request)
         document = await run_offloaded(request, partial(_document, body_bytes(request)))
         arguments = await run_offloaded(request, partial(_arguments, call, document, strict=True))
-        order = asyncio.create_task(self._carry_out(call, arguments), name=call.name)
+        order = asyncio.create_task(self._operations.carry_out(call, arguments), name=call.name)
         self._orders.add(order)
         order.add_done_callback(self._ended)
         if SSE.content_type not in request.headers.get("Accept", ""):
@@ -90,12 +110,6 @@ class CallEndpoints:
             if self._context.traffic.closing and not order.done():
                 raise EngineClosed("The server is stopping")
         return order.result()
-
-    async def _carry_out(self, call: Call, arguments: dict[str, Any]) -> object:
-        call.check(**arguments)
-        for argument, kind in call.named.items():
-            arguments[argument] = await self._admit(kind, arguments[argument])
-        return await invoke(call, self._link(), arguments)
 
 
 def _known(request: web.Request) -> Call:

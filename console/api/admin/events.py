@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
+from console.api.admin.calls import AdminOperations
 from console.api.context import ApiContext
 from console.api.http.errors import NotAuthorized
 from console.api.http.traffic import Call, call_of
 from console.api.requests.schemas import describes
 from console.api.requests.stream import ChunkStream
 from console.link.frames import Frame, FrameWriter
-from console.link.protocol import EngineLink
 from engine.errors import EngineClosed, InvalidRequest
 
 DEFAULT_HZ = 2.0
@@ -22,11 +21,11 @@ SLOWEST_HZ, FASTEST_HZ = 0.1, 10.0
 
 
 class Events:
-    """The endpoint. link: the engine, as a console in its process would have it."""
+    """The endpoint."""
 
-    def __init__(self, context: ApiContext, link: Callable[[], EngineLink]) -> None:
+    def __init__(self, context: ApiContext, operations: AdminOperations) -> None:
         self._context = context
-        self._link = link
+        self._operations = operations
 
     def routes(self) -> list[web.RouteDef]:
         """Where it is found."""
@@ -47,7 +46,7 @@ class Events:
     async def _follow(self, chunks: ChunkStream, pause_s: float, call: Call) -> None:
         """Who watches holds up no stop: it is told of it, and asks again if it wants to see the rest. A key that is
         revoked shows no more."""
-        link, writer, traffic = self._link(), FrameWriter(), self._context.traffic
+        link, writer, traffic = self._operations.link, FrameWriter(), self._context.traffic
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 
@@ -27,10 +27,6 @@ from engine.metrics.slo import Slo
 from engine.models.files import home_expanded
 from engine.system.runtime import run_detached, run_uninterrupted
 
-if TYPE_CHECKING:
-    from console.runtime.runtime import Runtime
-
-
 # One run of tuning: what it is made of, what is told of it, and what is kept in the end.
 
 SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 2.0, 6.0
@@ -44,10 +40,16 @@ class Run:
     """
 
     def __init__(
-        self, runtime: Runtime, serving: Serving, order: TuneOrder, mix: Mix | None, on_change: Callable[[], None]
+        self,
+        engine: Engine,
+        state_dir: Path | None,
+        serving: Serving,
+        order: TuneOrder,
+        mix: Mix | None,
+        on_change: Callable[[], None],
     ) -> None:
-        engine = runtime.engine
-        self._runtime = runtime
+        self._engine = engine
+        self._state_dir = state_dir
         self._serving = serving
         self._order = order
         self.unkept = ""
@@ -115,7 +117,7 @@ class Run:
         order, search = self._order, self.tuner.search
         kept = TunedProfile(
             model=model_key(self._serving.name, self._serving.spec.path),
-            hardware=hardware_of(self._runtime.engine.snapshot().devices),
+            hardware=hardware_of(self._engine.snapshot().devices),
             at=time.time(),
             applied=self.tuner.applied,
             settings=settings_of(found.setting, [knob.name for knob in search.space.knobs]),
@@ -125,7 +127,7 @@ class Run:
             percentile=order.percentile,
             mix=self._mix.said,
         )
-        file = TunedProfiles(self._runtime.state_dir)
+        file = TunedProfiles(self._state_dir)
         self.unkept = ""
         try:
             await asyncio.to_thread(file.keep, kept)
@@ -175,10 +177,15 @@ def _load_s(engine: Engine, model: str) -> float | None:
 
 
 class Tuning:
-    """Of one runtime; on its loop, but for `report`, which any thread may call."""
+    """Of one engine; on its loop, but for `report`, which any thread may call.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    is_measured: whether a bench is under way, which would measure what is tried.
+    """
+
+    def __init__(self, engine: Engine, state_dir: Path | None, is_measured: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._state_dir = state_dir
+        self._is_measured = is_measured
         self._run: Run | None = None
         self._task: asyncio.Task[None] | None = None
         self._report = TuningReport()
@@ -194,10 +201,10 @@ class Tuning:
         """See TuningLink.start. mix: what requests are like, as the order or the session has them if None."""
         self._refuse_if_busy()
         self._refuse_users(order)
-        serving = await self._runtime.engine.serving(order.model)
+        serving = await self._engine.serving(order.model)
         found = mix or await mix_of_order(order, serving)
         self._refuse_if_busy()
-        self._run = run = Run(self._runtime, serving, self._with_slo(order), found, self._changed)
+        self._run = run = Run(self._engine, self._state_dir, serving, self._with_slo(order), found, self._changed)
         self._report = run.report("running")
         self._task = run_detached(self._to_its_end(run))
 
@@ -228,11 +235,11 @@ class Tuning:
     def _refuse_if_busy(self) -> None:
         if self._task is not None and not self._task.done():
             raise EngineBusy("settings are being tried already; cancel that first", state="tuning")
-        if self._runtime.benches.report().under_way:
+        if self._is_measured():
             raise EngineBusy("a bench goes on, which would measure what is tried; cancel that first", state="bench")
 
     def _refuse_users(self, order: TuneOrder) -> None:
-        most = self._runtime.engine.config.max_queue
+        most = self._engine.config.max_queue
         if order.users is not None and order.users > most:
             raise InvalidRequest(
                 f"{order.users:,} users would fill the queue, which takes {most:,}, and others would be turned away",
@@ -241,7 +248,7 @@ class Tuning:
 
     def _with_slo(self, order: TuneOrder) -> TuneOrder:
         """With what the settings ask of latency, where the order leaves that open."""
-        config = self._runtime.engine.config
+        config = self._engine.config
         return msgspec.structs.replace(
             order, slo_ttft_s=order.slo_ttft_s or config.slo_ttft_s, slo_itl_s=order.slo_itl_s or config.slo_itl_s
         )

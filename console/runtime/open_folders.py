@@ -1,4 +1,4 @@
-"""What is asked of a runtime over HTTP: names and settings to what the runtime does, and no path that is not ours."""
+"""Models, adapters and settings that clients over HTTP may name, and the folders that are open to them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from console.link.rpc import Names
 from console.settings.load_options import LoadOptions, load_options, names_folder
-from console.settings.schema import fields
-from engine.config import AdapterSpec
+from console.settings.schema import Settings, fields
+from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.adapters import CONFIG, describe_adapter
 from engine.models.discover import DEMO, find_folders
 from engine.models.files import home_expanded, is_file, is_folder
 from engine.models.hub_cache import hub_cache_folder
 from engine.models.resolve import resolve_local
-from engine.placement.estimate import Estimate
-from engine.snapshot import ModelStatus
-
-if TYPE_CHECKING:
-    from console.runtime.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -34,29 +29,15 @@ _ABOUT_FOLDERS = frozenset({"model", *(name for name, field, _ in fields() if na
 """Settings by which folders would be opened to who may only name those that are open."""
 
 
-class RuntimeOperator:
-    """Implements console.api.admin.operator.Operator."""
+class OpenFolders:
+    """Finds what clients over HTTP name, and refuses folders outside of those that are open to them.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    settings: the settings now.
+    """
 
-    async def load_model(self, model: str, options: LoadOptions, *, name: str = "", beside: bool = False) -> None:
-        """Find, fetch and load a model."""
-        admitted, options = await self.admit("model", model), await self.admit("options", options)
-        await self._runtime.load(admitted, called=name, beside=beside, changes=options)
-
-    async def cancel_load(self) -> None:
-        """Stop the download or load under way."""
-        await self._runtime.cancel_load()
-
-    def finding(self) -> ModelStatus | None:
-        """The download under way."""
-        return self._runtime.finding()
-
-    async def estimate(self, model: str, options: LoadOptions, *, beside: bool = False) -> Estimate:
-        """What the load would take of each device now."""
-        admitted, options = await self.admit("model", model), await self.admit("options", options)
-        return await self._runtime.estimate(admitted, options, beside=beside)
+    def __init__(self, engine: Engine, settings: Callable[[], Settings]) -> None:
+        self._engine = engine
+        self._settings = settings
 
     async def admit(self, kind: Names, value: Any) -> Any:
         """Return a name as the settings find it, the folder of an adapter, a setting that names no folder, or options
@@ -87,15 +68,10 @@ class RuntimeOperator:
         """The folder of an adapter, or of a model."""
         if option == "lora":
             return str(self._adapter_folder(name, option))
-        found = resolve_local(self._admitted(name, option), self._runtime.settings.models_dir)
+        found = resolve_local(self._admitted(name, option), self._settings().models_dir)
         if found is None:
             raise ModelNotFound(f"{option}: no model is called {name}", param=option)
         return str(found)
-
-    async def find_adapter(self, name: str, path: str, scale: float) -> AdapterSpec:
-        """The adapter in a folder of ours, or found there under that name."""
-        folder = await asyncio.to_thread(_looked_up, self._adapter_folder, path, "path")
-        return AdapterSpec(name=name, path=folder, scale=scale)
 
     def _admitted(self, name: str, param: str = "model") -> str:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
@@ -104,12 +80,12 @@ class RuntimeOperator:
         if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
             self._refuse_outside(folder, param)
         loaded = self._loaded().get(name)
-        if loaded is not None and resolve_local(name, self._runtime.settings.models_dir) is None:
+        if loaded is not None and resolve_local(name, self._settings().models_dir) is None:
             return str(loaded)
         return name
 
     def _adapter_folder(self, path: str, param: str = "path") -> Path:
-        found = {each.name: each.path for each in find_folders(self._runtime.settings.models_dir, CONFIG)}
+        found = {each.name: each.path for each in find_folders(self._settings().models_dir, CONFIG)}
         folder = found.get(path)
         if folder is None:
             folder = home_expanded(path)
@@ -126,7 +102,7 @@ class RuntimeOperator:
 
     def _folders(self) -> Iterator[Path]:
         """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
-        settings = self._runtime.settings
+        settings = self._settings()
         yield from (hub_cache_folder(), *settings.models_dir, *self._loaded().values())
         if is_folder(first := home_expanded(settings.model)):
             yield first
@@ -134,7 +110,7 @@ class RuntimeOperator:
             yield home_expanded(settings.lora)
 
     def _loaded(self) -> dict[str, Path]:
-        models = self._runtime.engine.snapshot().models
+        models = self._engine.models()
         return {model.name: model.status.spec.path for model in models if model.status.spec is not None}
 
 
