@@ -1,4 +1,4 @@
-"""`ericllm plan`: from flags to answers."""
+"""`ericllm plan`: simulate a cluster: how many cards, and what happens when a node dies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LOADING = (
 """Settings of a load that change what a step costs, as `ericllm` takes them."""
 _DESCRIPTION = (
     "Simulate a cluster from measured step costs, with the engine's own dispatcher and scheduler: how many cards it "
-    "takes for so many users or requests a second within an SLO, what happens when a node dies at the peak, and where "
+    "takes for users or requests a second within an SLO, what happens when a node dies at the peak, and where "
     "the front door saturates. Costs come from --costs FILE; without it, or with --measure, the model's steps are "
     "measured here first, in about 20 seconds, and kept in FILE where one is given. docs/planning.md says what is "
     "simulated and what is not."
@@ -88,12 +88,6 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--threads", type=_count, metavar="N", help="CPU threads of the measured worker (default: all)")
     group.add_argument(
         "--speed", type=_positive, default=1.0, metavar="X", help="of the cards against the measured one (default 1)"
-    )
-    group.add_argument(
-        "--validate",
-        type=_count,
-        metavar="ROUNDS",
-        help="answer nothing; compare the simulator with real runs of MODEL on this machine, on three loads",
     )
 
 
@@ -135,7 +129,7 @@ def _add_demand(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--workers", type=_count, metavar="N", help="so many, instead of as many as it takes")
+    group.add_argument("--workers", type=_count, metavar="N", help="number of workers, instead of finding it")
     group.add_argument("--most-workers", type=_count, default=1024, metavar="N", help="to try (default 1024)")
     group.add_argument("--cards-per-worker", type=_count, default=1, metavar="N", help="devices of each (default 1)")
     group.add_argument("--workers-per-node", type=_count, default=1, metavar="N", help="that die together (default 1)")
@@ -237,9 +231,6 @@ def questions(given: argparse.Namespace) -> Collection[str]:
 
 def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
     """Flags, and why they would be of no use."""
-    if given.validate is not None:
-        yield sorted(given.named - {"model", "validate", "as_json"}), "--validate has loads and clusters of its own"
-        return
     if given.costs is not None and not given.measure:
         measured = ("model", "threads", "seconds", *LOADING)
         yield measured, f"the costs in {given.costs} are of what was measured then; --measure measures again"
@@ -275,27 +266,12 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     refuse_unused(given)
     progress = Progress(sys.stderr)
     try:
-        if given.validate is not None:
-            text = _validated(given, progress.show)
-        else:
-            with SimulationProcesses() as processes:
-                report = _answered(given, progress.show, processes.run)
-            text = _json(report) if given.as_json else plan_text(report)
+        with SimulationProcesses() as processes:
+            report = _answered(given, progress.show, processes.run)
     finally:
         progress.end()
-    write(text, as_json=given.as_json)
+    write(_json(report) if given.as_json else plan_text(report), as_json=given.as_json)
     return 0
-
-
-def _validated(given: argparse.Namespace, show: Show) -> str:
-    from console.planning.validation import LOADS, compared, validate, validate_kept, validation_text
-
-    loads = tuple(LOADS)
-    kept = compared(asyncio.run(validate_kept(given.model, loads, seconds=30.0, show=show)))
-    found = compared(asyncio.run(validate(given.model, loads, rounds=given.validate, seconds=10.0, show=show)))
-    if given.as_json:
-        return _json({"timekeepers": kept, "model": found})
-    return f"Workers that only keep time\n\n{validation_text(kept)}\n\n{given.model}\n\n{validation_text(found)}"
 
 
 class SimulationProcesses:

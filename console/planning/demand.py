@@ -42,7 +42,7 @@ class RequestedDemand:
     traced: bool = False
 
     def demand(self, strength: float) -> Demand:
-        """The demand, so many times as strong."""
+        """Return the demand multiplied by `strength`."""
         return self.of(strength, self.duration_s)
 
     def longer_share(self, tokens: int) -> float:
@@ -106,7 +106,7 @@ def _prefixed(mix: Mix) -> str:
 
 def _mix(given: argparse.Namespace) -> Mix:
     if given.shared > 1:
-        raise InvalidRequest(f"--shared is {given.shared:g}; it is a share, 1 at most", param="shared")
+        raise InvalidRequest(f"--shared is {given.shared:g}; it is a share, max 1", param="shared")
     return Mix(
         prompt=Length.parse(given.prompt, "prompt"),
         output=Length.parse(given.output, "output"),

@@ -36,7 +36,7 @@ _PREFILLS = (96, 512, 1536)
 
 
 class Design(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: answers at once up to max_prompts, contexts up to longest_tokens, steps of step_tokens."""
+    """Measured points: answers at once up to max_prompts, contexts up to longest_tokens, steps of step_tokens."""
 
     max_prompts: int
     step_tokens: int
@@ -161,13 +161,13 @@ def loaded(local: LocalModel, design: Design) -> Replica:
 
 
 _ROUNDS = 3
-LONGEST_TOKENS = 3072
+MAX_CONTEXT_TOKENS = 3072
 WITHOUT_GUESSES = MappingProxyType({"draft_model": None, "ngram_draft": False, "draft_tokens": None})
 """Settings of a load: a step that guesses is none of those that are simulated."""
 
 
 class MeterOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is to measure. changes: settings of the load."""
+    """A measurement of the child. changes: settings of the load."""
 
     model: str
     design: Design
@@ -207,7 +207,7 @@ class MeasuredWorker:
         await self._child.end(kill=True)
 
     async def steps(self, seconds: float) -> list[StepSample]:
-        """Steps over the design, as many points as come within about so many seconds."""
+        """Steps over the design, as many points as fit into about `seconds`."""
         assert self._child is not None, "it is to be entered first"
         return msgspec.json.decode(await self._child.ask(b"%g" % seconds), type=list[StepSample])
 
@@ -222,12 +222,12 @@ async def measure(
     seconds: float,
     show: Show,
 ) -> MeasuredModel:
-    """Step costs of a model here, in about so many seconds after its load. changes: settings of that. Raises
+    """Step costs of a model here, in about `seconds` after its load. changes: settings of that. Raises
     EngineError."""
     local = local_model(model, threads=threads, changes={**changes, **WITHOUT_GUESSES})
     page_tokens = EngineConfig().page_tokens
     design = Design(
-        max_prompts=max_prompts, step_tokens=step_tokens, page_tokens=page_tokens, longest_tokens=LONGEST_TOKENS
+        max_prompts=max_prompts, step_tokens=step_tokens, page_tokens=page_tokens, longest_tokens=MAX_CONTEXT_TOKENS
     )
     kv_tokens = _kv_tokens(model, design, changes)
     samples: list[StepSample] = []
@@ -258,8 +258,8 @@ async def measure(
 
 
 def _kv_tokens(model: str, design: Design, changes: Mapping[str, object]) -> int:
-    """What the KV pages of a worker would hold if it served here, with all the memory that is free now; what is
-    measured with holds no more than that takes."""
+    """Return what the KV pages of a worker would hold if it served here, with all the memory that is free now; the
+    measurement itself holds no more than it needs."""
     asked = {"max_prompts": design.max_prompts, "step_tokens": design.step_tokens, "num_workers": 1}
     found = estimate_for(load_settings({"model": model, **asked, **changes, **WITHOUT_GUESSES}))
     return found.placements[0].kv_tokens if found.fits else design.kv_tokens

@@ -1,4 +1,4 @@
-"""What a plan says to a person: a table and a sentence for each question."""
+"""The report of a plan: a table and a sentence for each question."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def misses_text(summary: Summary, cluster: Cluster, slo: Slo) -> str:
 
 
 def _reason(miss: Miss, count: int, cluster: Cluster, slo: Slo) -> str:
-    """What became of so many of them."""
+    """The reason, as the predicate of `count` requests."""
     one = count == 1
     match miss:
         case "too long":
@@ -96,14 +96,14 @@ def _heading(report: PlanReport) -> str:
         for name, seconds in (("TTFT", goal.slo.ttft_s), ("ITL", goal.slo.itl_s))
         if seconds is not None
     ]
-    held = " and ".join(bounds) if bounds else "being answered at all"
+    bound = " and ".join(bounds) if bounds else "being answered at all"
     faster = f" Cards here are {report.speed:g} times as fast." if report.speed != 1 else ""
     lines = [
-        f"{measured.model} as measured on {measured.machine} ({_configuration(measured)}): the costs tell a step to "
+        f"{measured.model} as measured on {measured.machine} ({_configuration(measured)}): the costs predict a step to "
         f"{measured.fit.error_median:.1%} (median; 95% of steps to {measured.fit.error_p95:.0%}).{faster}",
         f"A worker: {cluster.max_prompts} requests at once, {cluster.step_tokens} tokens a step, KV pages for "
         f"{cluster.kv_tokens} tokens, {cluster.max_model_len} of context. Queue: {cluster.max_queue}.",
-        f"Demand: {report.demand}. Goal: {goal.share:.0%} of requests within {held}.",
+        f"Demand: {report.demand}. Goal: {goal.share:.0%} of requests within {bound}.",
     ]
     return "\n".join([*lines, *_notes(report)])
 
@@ -118,7 +118,7 @@ def _configuration(measured: MeasuredModel) -> str:
 
 
 def _notes(report: PlanReport) -> Iterator[str]:
-    """What is simulated beyond what was measured, and what little was counted."""
+    """Notes on extrapolation and on small samples."""
     measured, cluster = report.measured, report.cluster
     if not measured.max_prompts:
         yield "Note: the file does not say how many answers at once were measured; measure again to know."
@@ -156,7 +156,7 @@ def _workers_text(answer: WorkersAnswer, report: PlanReport) -> str:
             least = "at least " if answer.margin >= 1 else ""
             margin = f"; they carry {least}{answer.margin:.0%} more demand within the goal"
         sentence = f"It takes {_cards(answer.workers, report.cards_per_worker)}{margin}."
-    alone = ["one by one", "", "", *_row(answer.alone)[2:-2], "", ""]  # how much is done so, tells nothing
+    alone = ["one by one", "", "", *_row(answer.alone)[2:-2], "", ""]  # rates of single requests mean nothing
     rows = [alone, *([str(each.workers), *_row(each.summary)] for each in trials)]
     return f"{sentence}\n\n{table(['workers', *_HEADER], rows)}"
 
@@ -164,7 +164,7 @@ def _workers_text(answer: WorkersAnswer, report: PlanReport) -> str:
 def _none_text(answer: WorkersAnswer, report: PlanReport) -> str:
     """Why no number of workers meets the goal, and for what requests miss it."""
     shown = answer.trials[-1].summary if answer.trials else answer.alone
-    said = {
+    reason = {
         "requests": "No number of workers meets the goal: requests miss it even where each has a worker to itself.",
         "front": (
             f"More workers do not meet the goal: the one front door is full, {shown.front_busy:.0%} busy and up to "
@@ -173,7 +173,7 @@ def _none_text(answer: WorkersAnswer, report: PlanReport) -> str:
         "most": f"{answer.most} workers, the most that were tried, do not meet the goal.",
     }[answer.why or "most"]
     left = " Other questions are answered for a number of workers that --workers gives."
-    return f"{said} {misses_text(shown, report.cluster, report.goal.slo)}{left}"
+    return f"{reason} {misses_text(shown, report.cluster, report.goal.slo)}{left}"
 
 
 def _death_text(answer: DeathAnswer, report: PlanReport) -> str:

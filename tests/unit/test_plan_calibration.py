@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from console.planning.validation import Figures, calibrated, probe_simulated, simulated_answers
 from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Mix, OpenDemand
 from engine.simulation.lengths import uniform
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
+from tools.performance.plan_validation import Figures, calibrated, probe_simulated, simulated_answers
 
 pytestmark = pytest.mark.long
 

@@ -285,7 +285,6 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
         (["--workers", "9", "--ask", "cards"], "--workers says how many there are"),
         (["--workers", "9", "--most-workers", "10"], "--most-workers would change nothing"),
         (["--ask", "cards", "--restart", "2m"], "--restart would change nothing: no node dies"),
-        (["--validate", "1", "--users", "9"], "--costs would change nothing: --validate"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

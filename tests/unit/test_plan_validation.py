@@ -7,8 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from console.planning.timekeeper import TimekeepingBackend
-from console.planning.validation import Answer, Comparison, Run, validation_text
 from engine.backends.base import BackendRequest
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InvalidRequest
@@ -16,6 +14,8 @@ from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Ask, TraceDemand
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts
+from tools.performance.plan_validation import Answer, Comparison, Run, validation_text
+from tools.performance.timekeeper import TimekeepingBackend
 
 CLUSTER = Cluster(
     costs=StepCosts(fixed_s=0.01, decode_s=1e-3, prompt_token_s=1e-4),

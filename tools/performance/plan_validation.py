@@ -1,9 +1,14 @@
-"""The simulator against the engine: the same requests to both, on this machine, within the same minutes."""
+"""The simulator of `ericllm plan` against the engine: the same requests to both, on this machine, within minutes.
+
+python -m tools.performance.plan_validation MODEL --rounds 5
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -12,11 +17,10 @@ from typing import Literal
 import msgspec
 
 from console.bench.engine_target import all_ready
-from console.bench.progress import Show
+from console.bench.progress import Progress, Show
 from console.bench.text import table
 from console.planning.local_model import LocalModel, local_model
 from console.planning.measuring import Design, MeasuredWorker
-from console.planning.timekeeper import VOCAB_SIZE, TimekeepingBackend
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import WorkerFailed
@@ -28,6 +32,8 @@ from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import StepCosts, StepSample
+from tools.command import exit_code
+from tools.performance.timekeeper import VOCAB_SIZE, TimekeepingBackend
 
 # Real runs and simulated ones of the same requests, side by side.
 
@@ -42,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared."""
+    """The figures that are compared."""
 
     output_tokens_per_s: float
     ttft_p50_s: float
@@ -135,7 +141,7 @@ def _medians(runs: Sequence[Figures]) -> Figures:
 def _off(real: Sequence[Figures], simulated: Sequence[Figures]) -> dict[str, Deviation]:
     found = {}
     for name in Figures.__struct_fields__:
-        shares = [getattr(said, name) / getattr(was, name) - 1 for was, said in zip(real, simulated, strict=True)]
+        shares = [getattr(other, name) / getattr(one, name) - 1 for one, other in zip(real, simulated, strict=True)]
         found[name] = Deviation(median(shares), min(shares), max(shares))
     return found
 
@@ -177,8 +183,8 @@ def _off_text(off: Deviation) -> str:
 
 def _note(found: Comparison) -> str:
     slower = ", ".join(f"{slowness - 1:+.0%}" for slowness in found.slowness if slowness != 1.0)
-    told = f"{found.load}: {found.requests} requests in {found.runs} runs"
-    return f"{told}, steps slower in them by {slower}" if slower else told
+    text = f"{found.load}: {found.requests} requests in {found.runs} runs"
+    return f"{text}, steps slower in them by {slower}" if slower else text
 
 
 # Requests to a real engine in this process, when they are due.
@@ -208,9 +214,9 @@ async def _answer(engine: Engine, ask: Ask, prompt: list[int], began_s: float) -
     return Answer(ask.at_s, first_s - began_s, clock() - began_s, tokens)
 
 
-# What the engine's loop costs beside steps, found by putting small probes to the real engine and to the simulator.
+# Costs of the engine's loop besides steps, found by putting small probes to the real engine and to the simulator.
 #
-# Steps are measured in a worker that has the machine to itself. In an engine, what it tells wakes another process on
+# Steps are measured in a worker that has the machine to itself. In an engine, its messages wake another process on
 # the same cores, and a request waits for that process to get one. How long, depends on the machine and on who else is
 # there, so it is measured in the same minutes as the steps: by some answers with requests in their midst, and by twice
 # as many answers as there are places, all asked for at once. None of these is a load that the simulator is judged by.
@@ -221,7 +227,7 @@ async def _answer(engine: Engine, ask: Ask, prompt: list[int], began_s: float) -
 _STREAMS, _STREAM_EVERY_S = 12, 0.25
 _AMID = 3
 _SINGLES, _SINGLE_EVERY_S, _LATER_EACH_S = 3, 0.03, 1.2e-4
-"""Amid so many answers; each a little later in a step than the one before, or all would wait equally long for it."""
+"""Requests amid answers; each a little later in a step than the one before, or all would wait equally long for it."""
 _CROWDS = 3
 _PROMPT_TOKENS = 96
 _ANSWER_TOKENS = 96
@@ -263,20 +269,22 @@ def probe_simulated(cluster: Cluster) -> Probes:
 
 
 def calibrated(cluster: Cluster, real: Sequence[Probes]) -> Cluster:
-    """The cluster with the times of its loop that tell these probes best: until a request or a message gets through,
-    and what a message and what is in it cost. The rest of its costs stay as they are. The simulator is not quite linear
+    """Return the cluster with the times of its loop that predict these probes best: until a request or a message gets
+    through, and what a message and what is in it cost. The rest of its costs stay as they are. The simulator is not quite linear
     in them, so they are found by Gauss and Newton's method, and the first, passed twice, once more by itself."""
     took = [median(values) for values in zip(*(each.values for each in real), strict=True)]
     found = [0.0] * len(took)
     for _ in range(_ITERATIONS):
-        told = probe_simulated(_with(cluster, *found)).values
+        predicted = probe_simulated(_with(cluster, *found)).values
         moved = [probe_simulated(_with(cluster, *_nudged(found, place))).values for place in range(len(found))]
         rows = [
-            [(values[probe] - told[probe]) / nudge_s for values, nudge_s in zip(moved, _NUDGES_S, strict=True)]
+            [(values[probe] - predicted[probe]) / nudge_s for values, nudge_s in zip(moved, _NUDGES_S, strict=True)]
             for probe in range(len(took))
         ]
         reached = [sum(slope * cost for slope, cost in zip(row, found, strict=True)) for row in rows]
-        missing = [real_s - said_s + at_s for real_s, said_s, at_s in zip(took, told, reached, strict=True)]
+        missing = [
+            real_s - predicted_s + at_s for real_s, predicted_s, at_s in zip(took, predicted, reached, strict=True)
+        ]
         found = solve(rows, missing, [1 / seconds**2 for seconds in took])
     for _ in range(_ITERATIONS):
         found[0] = max(0.0, found[0] + (took[0] - probe_simulated(_with(cluster, *found)).first_s) / 2)
@@ -380,7 +388,7 @@ async def validate(model: str, loads: Sequence[LoadName], *, rounds: int, second
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What is known of the machine in some minutes: steps, and what the loop costs beside them."""
+    """Measurements of the machine in some minutes: steps, and the costs of the loop besides them."""
 
     steps: list[StepSample]
     probes: list[Probes]
@@ -391,8 +399,8 @@ class _Measured:
     def cluster(self) -> Cluster:
         """As it was then. The fit sets outliers apart, which slow a run all the same, so their seconds count in."""
         fit = fit_steps(self.steps)
-        told_s = sum(fit.costs.seconds(sample.shape) for sample in self.steps)
-        costs = fit.costs.slower(sum(sample.seconds for sample in self.steps) / told_s)
+        predicted_s = sum(fit.costs.seconds(sample.shape) for sample in self.steps)
+        costs = fit.costs.slower(sum(sample.seconds for sample in self.steps) / predicted_s)
         return calibrated(_cluster(costs, fit.course), self.probes)
 
 
@@ -510,3 +518,26 @@ async def validate_kept(model: str, loads: Sequence[LoadName], *, seconds: float
         return found
     finally:
         await engine.close(drain_s=0)
+
+
+def main() -> int:
+    """Run both comparisons and print their tables."""
+    parser = argparse.ArgumentParser(description="Compare the simulator with real runs, under three loads.")
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each load (default 5)")
+    arguments = parser.parse_args()
+    return exit_code(lambda: _compare(arguments.model, arguments.rounds))
+
+
+def _compare(model: str, rounds: int) -> None:
+    progress, loads = Progress(sys.stderr), tuple(LOADS)
+    try:
+        timed = compared(asyncio.run(validate_kept(model, loads, seconds=30.0, show=progress.show)))
+        real = compared(asyncio.run(validate(model, loads, rounds=rounds, seconds=10.0, show=progress.show)))
+    finally:
+        progress.end()
+    print(f"Workers that only keep time\n\n{validation_text(timed)}\n\n{model}\n\n{validation_text(real)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,10 +33,10 @@ VOCAB_SIZE = 4096
 
 @dataclass(slots=True)
 class _Job:
-    """A request: its sequence, and how many tokens of its answer were told."""
+    """A request: its sequence, and how many tokens of its answer were sent."""
 
     sequence: TokenSequence
-    told: int = 0
+    sent: int = 0
 
 
 class TimekeepingBackend:
@@ -118,13 +118,13 @@ class TimekeepingBackend:
         self._loaded.limits.set_step_tokens(step_tokens)
 
     def has_work(self) -> bool:
-        """Whether any request is live."""
+        """Return whether any request is live."""
         return bool(self._jobs)
 
     def step(self) -> Sequence[TokenEvent]:
         """Plan, sleep, and a token for everybody who gets one. A step is all that a worker's loop does for it, so what
         was done since the last one was due counts in, and what a sleep was too long."""
-        began_s = max(self._due_s, self._clock() - _MOST_LATE_S)
+        began_s = max(self._due_s, self._clock() - _MAX_LATE_S)
         plan = self._loaded.plan()
         events = [TokenEvent(request_id=each.id, finish="length") for each in plan.exhausted]
         if plan.chunks:
@@ -134,13 +134,13 @@ class TimekeepingBackend:
         ended = set(map(id, self._loaded.commit(plan, ([TOKEN_ID] for _ in sampled))))
         for sequence in sampled:
             job = self._jobs[sequence.id]
-            job.told += 1
+            job.sent += 1
             events.append(
                 TokenEvent(
                     request_id=sequence.id,
                     token_id=TOKEN_ID,
                     finish="length" if id(sequence) in ended else None,
-                    cached_tokens=sequence.cached_tokens if job.told == 1 else None,
+                    cached_tokens=sequence.cached_tokens if job.sent == 1 else None,
                 )
             )
         for event in events:
@@ -161,7 +161,7 @@ class TimekeepingBackend:
             prompt_tokens_computed=scheduler.counters.prompt_tokens_computed,
             preemptions=scheduler.counters.preemptions,
             sequences=tuple(
-                SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.known)
+                SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
                 for each in (*scheduler.running, *scheduler.waiting)
             ),
         )
@@ -194,4 +194,4 @@ class TimekeepingBackend:
         return self._scheduler
 
 
-_MOST_LATE_S = 0.05
+_MAX_LATE_S = 0.05
