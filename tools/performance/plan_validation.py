@@ -270,8 +270,9 @@ def probe_simulated(cluster: Cluster) -> Probes:
 
 def calibrated(cluster: Cluster, real: Sequence[Probes]) -> Cluster:
     """Return the cluster with the times of its loop that predict these probes best: until a request or a message gets
-    through, and what a message and what is in it cost. The rest of its costs stay as they are. The simulator is not quite linear
-    in them, so they are found by Gauss and Newton's method, and the first, passed twice, once more by itself."""
+    through, and what a message and what is in it cost. The rest of its costs stay as they are. The simulator is not
+    quite linear in them, so they are found by Gauss and Newton's method, and the first, passed twice, once more by
+    itself."""
     took = [median(values) for values in zip(*(each.values for each in real), strict=True)]
     found = [0.0] * len(took)
     for _ in range(_ITERATIONS):
