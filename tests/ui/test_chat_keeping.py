@@ -204,7 +204,7 @@ async def test_settings_are_kept_as_a_preset_and_the_preset_can_be_deleted(chats
         await pilot.press("d", "y")
         await until(pilot, lambda: "Poet" not in screen_text(app))
         await pilot.press("d")
-        await until(pilot, lambda: "Presets that come with the program stay." in said(app))
+        await until(pilot, lambda: "Built-in presets cannot be deleted." in said(app))
         assert app.screen.query_one(OptionList).option_count > 3
     assert ChatStore(chats).presets() == []
 

@@ -1,4 +1,4 @@
-"""How a conversation asks: whom, with which system prompt and sampling. An empty field leaves that to the model."""
+"""Settings of a conversation: model, system prompt and sampling. An empty field is the model's default."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from console.tui.widgets.glyphs import fitted
 from engine.config import PARAMETERS, Parameter, SamplingParams
 from engine.errors import InvalidRequest
 
-# Presets: system prompts and sampling under names, to choose from.
+# Presets: named system prompts and sampling settings.
 
 _NAME_WIDTH = 16
 
 
 class PresetsScreen(ModalScreen[Preset | None]):
-    """The preset that was chosen; None where none was. settings: those in use, which can be kept as a preset."""
+    """Returns the chosen preset, or None. settings: the current ones, which can be saved as a preset."""
 
     AUTO_FOCUS = "OptionList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Leave", id="presets.leave", tooltip="Leave the settings as they were"),
-        Binding("n", "keep", "Keep", id="presets.keep", tooltip="Keep the settings in use under a name"),
-        Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a preset of your own"),
+        Binding("escape", "leave", "Cancel", id="presets.leave", tooltip="Change nothing"),
+        Binding("n", "keep", "Save", id="presets.keep", tooltip="Save the current settings under a name"),
+        Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a saved preset"),
     ]
 
     def __init__(self, store: ChatStore, settings: ChatSettings) -> None:
@@ -44,47 +44,47 @@ class PresetsScreen(ModalScreen[Preset | None]):
         self._presets: list[Preset] = []
 
     def compose(self) -> ComposeResult:
-        """One line for each."""
+        """Yield one line for each preset, and the keys."""
         with Vertical(classes="dialog presets"):
             yield Label("Presets", classes="dialog-title")
             yield OptionList(compact=True)
             yield Label(
                 Content.from_markup(
-                    "enter uses it  [@click=screen.keep]n keeps what is in use[/]  [@click=screen.delete]d deletes[/]  "
-                    "[@click=screen.leave]esc leaves[/]"
+                    "enter use  [@click=screen.keep]n save current settings[/]  [@click=screen.delete]d delete[/]  "
+                    "[@click=screen.leave]esc cancel[/]"
                 ),
                 classes="ways",
             )
 
     def on_mount(self) -> None:
-        """Show them."""
+        """Show the presets."""
         self._show()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Enter or a click."""
+        """Return the preset."""
         self.dismiss(self._presets[event.option_index])
 
     def action_leave(self) -> None:
-        """None of them."""
+        """Return None."""
         self.dismiss(None)
 
     def action_keep(self) -> None:
-        """Ask for a name."""
+        """Ask for a name and save the current settings under it."""
 
         def keep(name: str | None) -> None:
             if name:
                 self._store.keep_preset(Preset(name=name, settings=self._settings))
                 self._show(name)
 
-        self.app.push_screen(LineScreen("Keep the settings in use as", accept="Keep", placeholder="Name"), keep)
+        self.app.push_screen(LineScreen("Save current settings as", accept="Save", placeholder="Name"), keep)
 
     def action_delete(self) -> None:
-        """One of the operator's own."""
+        """Delete the highlighted preset, once confirmed."""
         at = self.query_one(OptionList).highlighted
         if at is None:
             return
         if self._presets[at].builtin:
-            self.notify("Presets that come with the program stay.", severity="warning")
+            self.notify("Built-in presets cannot be deleted.", severity="warning")
             return
         name = self._presets[at].name
 
@@ -93,7 +93,7 @@ class PresetsScreen(ModalScreen[Preset | None]):
                 self._store.delete_preset(name)
                 self._show()
 
-        self.app.push_screen(ConfirmScreen("Delete this preset?", name, yes="Delete", no="Keep"), delete)
+        self.app.push_screen(ConfirmScreen("Delete this preset?", name, yes="Delete", no="Cancel"), delete)
 
     def _show(self, name: str = "") -> None:
         self._presets = all_presets(self._store.presets())
@@ -110,9 +110,9 @@ class PresetsScreen(ModalScreen[Preset | None]):
 
 
 _ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if name in PARAMETERS)
-"""Rows of the parameters that can be set here."""
+"""Parameters in the form."""
 
-IN_VIEW = "the model in view"
+MODEL_IN_VIEW = "Model in view"
 
 
 def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
@@ -123,7 +123,7 @@ def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams
 
 
 class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
-    """Edits settings; None when the operator changed nothing. models: names that can be asked."""
+    """Returns the edited settings, or None if cancelled. models: names of the loaded models."""
 
     AUTO_FOCUS = "#system"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -131,7 +131,7 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         Binding(
             "ctrl+t,ctrl+r", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"
         ),
-        Binding("escape", "leave", "Leave", id="chat.settings.leave", tooltip="Leave the settings as they were"),
+        Binding("escape", "leave", "Cancel", id="chat.settings.leave", tooltip="Discard changes"),
     ]
 
     def __init__(
@@ -151,14 +151,14 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         self._title = title
 
     def compose(self) -> ComposeResult:
-        """The model, a text box for the system prompt, a grid of small fields, one line for what is wrong."""
+        """Yield the model, the system prompt, a grid of parameters and a line for errors."""
         named = [*self._models, *({self._settings.model} - {"", *self._models})]
         with Vertical(classes="dialog chat-settings"):
             yield Label(self._title, classes="dialog-title", markup=False)
             with Horizontal(classes="model"):
                 yield Label("Model")
                 yield Select(
-                    [(IN_VIEW, ""), *((Text(name), name) for name in named)],
+                    [(MODEL_IN_VIEW, ""), *((Text(name), name) for name in named)],
                     value=self._settings.model,
                     allow_blank=False,
                     compact=True,
@@ -173,19 +173,19 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Use (ctrl+s)", variant="primary", id="save", compact=True)
                 yield Button("Presets (ctrl+t)", id="presets", compact=True)
-                yield Button("Leave (esc)", id="leave", compact=True)
+                yield Button("Cancel (esc)", id="leave", compact=True)
 
     def on_mount(self) -> None:
-        """Fill in the numbers."""
+        """Fill in the settings."""
         self._fill(self._settings)
 
     def action_save(self) -> None:
-        """Check, then use."""
+        """Return the settings if they are valid."""
         if (settings := self._checked()) is not None:
             self.dismiss(settings)
 
     def action_presets(self) -> None:
-        """Fill the form from a preset, or keep what is in it as one."""
+        """Fill the form from a preset, or save it as one."""
         settings = self._checked()
         if settings is None:
             return
@@ -197,15 +197,15 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         self.app.push_screen(PresetsScreen(self._store, settings), use)
 
     def action_leave(self) -> None:
-        """As they were."""
+        """Discard changes."""
         self.dismiss(None)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """The mouse's way."""
+        """Act as the button's key does."""
         {"save": self.action_save, "presets": self.action_presets, "leave": self.action_leave}[event.button.id or ""]()
 
     def on_input_submitted(self) -> None:
-        """Enter in a field."""
+        """Act as Save does."""
         self.action_save()
 
     def _fill(self, settings: ChatSettings) -> None:
@@ -219,7 +219,7 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
 
     def _placeholder(self, row: Parameter) -> str:
         value = getattr(self._defaults, row.name)
-        return "model's own" if value is None else f"{value:g}"
+        return "model default" if value is None else f"{value:g}"
 
     def _checked(self) -> ChatSettings | None:
         try:
