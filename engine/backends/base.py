@@ -25,8 +25,8 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     banned_next: ids that the very next token must not be (a rewound banned string); they bind that token alone.
     adapter: key of an attached LoRA adapter to compute with, as in AdapterSpec; "" is the model as it was loaded.
     cache_scope: whose requests may find its pages in the prefix cache: those of the same scope.
-    shared_tokens: of so many leading tokens of the prompt, the full pages are of the scope "", where the requests of
-        every scope look for such pages of theirs. A backend may share fewer, never more.
+    shared_tokens: leading tokens of the prompt whose full pages are of the scope "", where the requests of every scope
+        look for them. A backend may share fewer, never more.
     continues: the answer goes on with the text of its prompt; else it is a text of its own, a turn of a chat say.
     params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
     embed: it ends then with "stop" and a vector instead; max_tokens is 0.
@@ -54,7 +54,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     """Log-probability (natural log, of the model's own distribution before any sampling knob) of a token,
     with the `top` most likely alternatives as (id, logprob), best first.
 
-    rank: 1 for the likeliest token of the vocabulary; told of a prompt's tokens alone, 0 of others.
+    rank: 1 for the likeliest token of the vocabulary; for a prompt's tokens alone, 0 for others.
     """
 
     token_id: int
@@ -75,7 +75,7 @@ def pack_logprobs(logprobs: TokenLogprobs) -> bytes:
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:
-    """What was packed."""
+    """Decode `pack_logprobs`."""
     return _LOGPROBS.decode(packed) if packed else ()
 
 
@@ -102,7 +102,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenMask(Protocol):
-    """What the tokens of one answer are held to. It is told of every token of the answer, and knows nothing else.
+    """Constraint on the tokens of one answer. It gets every token of the answer, and depends on nothing else.
 
     ended: whether nothing may come but the answer's end.  error: why nothing at all may come any more; "" while
     anything may.
@@ -136,7 +136,7 @@ class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load ended with. kv_tokens: tokens that the worker's KV pages hold together.
+    """Properties of a loaded model. kv_tokens: tokens that the worker's KV pages hold together.
 
     attention, attention_reason: which attention computes, and why that one, in a few words.
     linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "fbgemm float16", "onednn" or "plain";
@@ -182,10 +182,10 @@ class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
 
 class DraftPosition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Tokens guessed at one position ahead (the first is that after the next token), and how many of them held."""
+    """Tokens drafted at one position ahead (the first is that after the next token), and how many were accepted."""
 
-    guessed: int = 0
-    held: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +194,8 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens, prefix_hit_tokens: of each prompt once, whatever resumes its request, what was looked up in the
     prefix cache and what of it was found.
 
-    draft_tokens, draft_accepted: tokens guessed ahead, and those of them that held.  drafts: the same by position,
-    where the backend can tell.
+    draft_tokens, draft_accepted: tokens drafted, and those of them that were accepted.  drafts: the same by
+    position, where the backend counts them so.
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
     """
 
@@ -268,13 +268,13 @@ class Backend(Protocol):
         """
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Return whether `step` would do anything."""
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
 
     def prefix_changes(self) -> PrefixChanges:
-        """What changed in the prefix cache since the last call; nothing where the backend cannot tell."""
+        """Return changes of the prefix cache since the last call; none where the backend does not track them."""
 
     def attach(self, adapter: AdapterSpec) -> int:
         """Make a LoRA adapter usable by requests from the next step on, under its key; the bytes it takes. Raises

@@ -487,9 +487,11 @@ class Deployment:
             self.model_queue.prepare(request, run_detached(retokenize(request, request.encode, self)), _now())
 
     def finished(self, request: Request) -> None:
-        """Take a request that ended from its worker, and let go of adapters that were there for it alone."""
+        """Take a request that ended from its worker, whose place goes to the next, and let go of adapters that were
+        there for it alone."""
         self.release(request)
         self.adapters.settle(self.adapter_users())
+        self.dispatch()
         if self.desired != "serving":
             self._signal.set()
 
@@ -523,11 +525,11 @@ class Deployment:
 
         later: the devices without the workers that these replace.
         """
-        return self._planner.place(workers, self.config, devices, held=bool(self.replicas()), later=later)
+        return self._planner.place(workers, self.config, devices, resident=bool(self.replicas()), later=later)
 
     def place_again(self, spec: ModelSpec) -> Placement | None:
         """Return where a worker goes whose devices are not there any more; None while they are, or without room."""
-        return self._planner.anew(spec, self.config, self.models.devices())
+        return self._planner.relocate(spec, self.config, self.models.devices())
 
     def worker_loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
         """Note what a worker's load really took of each device, and of its process."""

@@ -1,4 +1,4 @@
-"""What loading a model would take of each device, and whether it fits: before anything is loaded. Pure."""
+"""Estimate of a load: memory of each device, and whether it fits, before anything is loaded. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from engine.config import ModelSpec
 from engine.placement.facts import ModelFacts
 from engine.placement.model_memory import Correction, Workload
-from engine.placement.plan import Placement, Plan, Seat, plan
+from engine.placement.plan import DevicePlan, Placement, Plan, plan
 from engine.snapshot import DeviceReading
 
 
 class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """One device with everything planned on it.
 
-    others_bytes: in use already, by whomever.  headroom_bytes: kept free.  free_bytes: left beyond that.
+    others_bytes: in use already, by any process.  headroom_bytes: kept free.  free_bytes: left beyond that.
     short_bytes: what is lacking; without it, the six others sum to total_bytes.
     """
 
@@ -36,7 +36,7 @@ class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What would become of a load.
+    """Result that a load would have.
 
     weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
     problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
@@ -64,7 +64,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_load(self) -> bool:
-        """Whether a load would succeed, as far as can be foretold."""
+        """True if a load would succeed, as far as can be foretold."""
         return self.fits and not self.problem
 
 
@@ -99,7 +99,7 @@ def estimate(
         max_prompts=workload.max_prompts,
         weights_bytes=costs.weights_bytes,
         kv_token_bytes=costs.kv_token_bytes,
-        devices=tuple(map(_device, found.seats)),
+        devices=tuple(map(_device, found.device_plans)),
         placements=found.placements,
         fits=found.fits,
         verdict=_verdict(found, problem),
@@ -110,20 +110,20 @@ def estimate(
     )
 
 
-def _device(seat: Seat) -> DeviceEstimate:
-    device = seat.device
+def _device(planned: DevicePlan) -> DeviceEstimate:
+    device = planned.device
     return DeviceEstimate(
         id=device.id,
         name=device.name,
         kind=device.kind,
         total_bytes=device.total_bytes,
-        weights_bytes=seat.weights_bytes,
-        kv_bytes=seat.kv_bytes,
-        working_bytes=seat.working_bytes,
+        weights_bytes=planned.weights_bytes,
+        kv_bytes=planned.kv_bytes,
+        working_bytes=planned.working_bytes,
         others_bytes=device.total_bytes - device.free_bytes,
-        headroom_bytes=min(seat.headroom_bytes, device.free_bytes),
-        free_bytes=max(0, device.free_bytes - seat.headroom_bytes - seat.used_bytes),
-        short_bytes=seat.short_bytes,
+        headroom_bytes=min(planned.headroom_bytes, device.free_bytes),
+        free_bytes=max(0, device.free_bytes - planned.headroom_bytes - planned.used_bytes),
+        short_bytes=planned.short_bytes,
         node=device.node,
     )
 
@@ -140,12 +140,14 @@ def _verdict(found: Plan, problem: str) -> str:
     if problem:
         return f"It cannot be loaded: {problem}"
     if not found.fits:
-        on_devices = any(seat.short_bytes for seat in found.seats if seat.device.kind == found.costs.kind)
+        on_devices = any(
+            planned.short_bytes for planned in found.device_plans if planned.device.kind == found.costs.kind
+        )
         where = "" if on_devices else " the RAM that simulated devices are kept in, though it fits the devices"
         return f"It does not fit{where}: {found.shortage}."
     tokens = sorted({placement.kv_tokens for placement in found.placements})
-    held = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    kv_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
     workers = len(found.placements)
     short = "" if tokens[0] >= found.costs.context_tokens else ", less than the whole context"
     whom = f"{workers} workers, each" if workers > 1 else "a worker"
-    return f"It fits: {whom} with KV pages for {held} tokens{short}."
+    return f"It fits: {whom} with KV pages for {kv_text} tokens{short}."

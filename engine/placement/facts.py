@@ -1,4 +1,4 @@
-"""What a model folder says of the memory that it will take: its shape, and its weights by part. No tensor is read."""
+"""Facts about a model folder that decide its memory: its shape, and its weights by part. No tensor is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COUNTED = (*_NAMES["layers"], "num_local_experts", "num_experts", "n_routed_exp
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A model folder and what else its spec loads.
 
-    shape: also of architectures that no backend here knows, as far as config.json tells.  tied: the head is the
+    shape: also of architectures that no backend here knows, as far as config.json has it.  tied: the head is the
     embedding.  stamp: changes when the weight files do.  draft: the model that guesses ahead.
     adapter_bytes: of the LoRA adapter that is loaded with it.
     """
@@ -98,7 +98,7 @@ def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
 
 def _refuse_beyond_machines(folder: Path, shape: ModelConfig, parts: ModelParts) -> None:
     """Raise UnsupportedModel for weights, or keys and values of one context, that no machine could hold: each size may
-    be plausible, but whoever plans with their products should be able to tell others of them."""
+    be plausible, but their products would overflow what plans and messages hold."""
     weights = sum(part.elements for part in (parts.embedding, *parts.layers, parts.norm, parts.head))
     context = shape.layers * shape.kv_heads * shape.head_dim * shape.max_model_len
     for what, numbers in (("weights", weights), ("keys and values of a context", context)):
@@ -161,7 +161,7 @@ def _general_shape(folder: Path, config: Mapping[str, object], tensors: Mapping[
         rope=RopeConfig(),
         max_model_len=read_context(config),
         eos_token_ids=(),
-        checkpoint_dtype=next((known for known in _DTYPES if known == dtype), "bfloat16" if dtype else "float32"),
+        checkpoint_dtype=next((name for name in _DTYPES if name == dtype), "bfloat16" if dtype else "float32"),
     )
 
 

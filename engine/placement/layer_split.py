@@ -32,10 +32,10 @@ _SEARCH_STEPS = 20
 
 
 class SplitProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be arranged.
+    """Workers to be arranged over devices.
 
     room: bytes that may be taken of each device.  groups: numbers of devices that a worker may span, those of one
-    machine.  pages: KV pages that each worker has at the least.  held: workers of the model are there already.
+    machine.  pages: KV pages that each worker has at the least.  resident: workers of the model are there already.
     later: bytes that may be taken once the workers that these replace are gone, () where none are: a device is
     preferred by that.
     """
@@ -44,7 +44,7 @@ class SplitProblem(msgspec.Struct, frozen=True, kw_only=True):
     room: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     pages: int
-    held: bool = False
+    resident: bool = False
     later: tuple[int, ...] = ()
 
     @property
@@ -54,12 +54,12 @@ class SplitProblem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_bytes(self) -> int:
-        """What of it another one on the same device does not take again."""
+        """Bytes that a second worker on the same device does not take again."""
         return self.costs.weights_bytes if self.costs.shares_weights else 0
 
     def next_whole_bytes(self, others: int) -> int:
-        """A worker on one device beside `others` that were arranged there."""
-        return self.whole_bytes - self.shared_bytes * (self.held or others > 0)
+        """Return the bytes of a worker on one device next to `others` that were arranged there."""
+        return self.whole_bytes - self.shared_bytes * (self.resident or others > 0)
 
     def segment_bytes(self, segment: Segment) -> int:
         """A segment with its KV pages."""
@@ -70,14 +70,14 @@ class SplitProblem(msgspec.Struct, frozen=True, kw_only=True):
         return self.needs_with(workers, [self.pages] * len(workers))
 
     def needs_with(self, workers: Sequence[WorkerSegments], pages: Sequence[int]) -> tuple[int, ...]:
-        """The same with so many KV pages for each worker."""
+        """As `needs`, with these numbers of KV pages for the workers."""
         needed, whole_ones = [0] * len(self.room), [0] * len(self.room)
-        for worker, held in zip(workers, pages, strict=True):
+        for worker, count in zip(workers, pages, strict=True):
             for segment in worker:
-                needed[segment.device] += self.costs.share("", segment.start, segment.stop, held).total_bytes
+                needed[segment.device] += self.costs.share("", segment.start, segment.stop, count).total_bytes
                 whole_ones[segment.device] += len(worker) == 1
         return tuple(
-            need - self.shared_bytes * max(0, count - (not self.held))
+            need - self.shared_bytes * max(0, count - (not self.resident))
             for need, count in zip(needed, whole_ones, strict=True)
         )
 

@@ -1,4 +1,4 @@
-"""What loads really used against what was planned, per model: it corrects the next plan.
+"""Memory that loads really used against what was planned, per model: it corrects the next plan.
 
 Weights are corrected both ways. Working memory only upwards: the warm-up after a load does not see the long contexts
 that the plan leaves room for.
@@ -50,12 +50,12 @@ class LoadHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_load(self, identity: str, load: MeasuredLoad) -> LoadHistory:
         """With one more; models beyond MAX_MODELS that were not loaded for longest are forgotten."""
-        kept = {key: loads for key, loads in self.loads.items() if key != identity}
-        kept[identity] = (*self.loads.get(identity, ()), load)[-MAX_LOADS:]
-        return LoadHistory(loads=dict(list(kept.items())[-MAX_MODELS:]))
+        by_identity = {key: loads for key, loads in self.loads.items() if key != identity}
+        by_identity[identity] = (*self.loads.get(identity, ()), load)[-MAX_LOADS:]
+        return LoadHistory(loads=dict(list(by_identity.items())[-MAX_MODELS:]))
 
     def correction(self, identity: str) -> Correction:
-        """What the loads of that model teach: the most that any of the last ones took."""
+        """Return the correction by the loads of that model: the most that any of the last ones took."""
         loads = self.loads.get(identity, ())
         factors = [
             load.used_weights_bytes / load.planned_weights_bytes
@@ -111,7 +111,7 @@ class LoadHistoryFile:
         except FileNotFoundError:
             return LoadHistory()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            _log.warning("%s cannot be read and is replaced: %s", self._file, error)
             return LoadHistory()
 
     def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> None:
@@ -129,7 +129,7 @@ class LoadHistoryFile:
 
 
 class PlacementPlanner:
-    """Placements for one spec. ledger: what loads really used; None where that is kept nowhere."""
+    """Placements for one spec. ledger: what loads really used; None where they are not recorded."""
 
     def __init__(self, spec: ModelSpec, ledger: LoadHistoryFile | None) -> None:
         self._spec = spec
@@ -148,34 +148,35 @@ class PlacementPlanner:
         config: EngineConfig,
         devices: Sequence[DeviceReading],
         *,
-        held: bool = False,
+        resident: bool = False,
         later: Sequence[DeviceReading] = (),
     ) -> list[Placement]:
-        """Placements of so many new workers. held: others of the model run, whose weights they may share.  later: the
-        devices without the workers that they replace.
+        """Return placements of new workers. resident: others of the model run, whose weights they may share.  later:
+        the devices without the workers that they replace.
 
         Raises InsufficientMemory with the numbers, InvalidRequest for a device or split that cannot be.
         """
         return place(
             workers,
-            self._known,
+            self._read_facts,
             computable(devices),
             self._spec,
             workload_of(config),
             correct=self._ledger.correction,
-            held=held,
+            resident=resident,
             later=later,
         )
 
-    def anew(self, spec: ModelSpec, config: EngineConfig, devices: Sequence[DeviceReading]) -> Placement | None:
-        """Where a worker goes whose devices are not there any more; None while they are, or where none has room."""
+    def relocate(self, spec: ModelSpec, config: EngineConfig, devices: Sequence[DeviceReading]) -> Placement | None:
+        """Return a new placement of a worker whose devices are lost; None while they are there, or where none has
+        room."""
         there = {device.id for device in devices}
         if not devices or all(share.device in there for share in spec.shares):
             return None
         try:
             return self.place(1, config, devices)[0]
         except EngineError as error:
-            _log.error("%s: a worker cannot be placed anew: %s", spec.name, error.message)
+            _log.error("%s: a worker cannot be placed again: %s", spec.name, error.message)
             return None
 
     async def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
@@ -185,7 +186,7 @@ class PlacementPlanner:
             await self._reread()
 
     @property
-    def _known(self) -> ModelFacts:
+    def _read_facts(self) -> ModelFacts:
         assert self._facts is not None, "read() comes first"
         return self._facts
 
@@ -195,5 +196,5 @@ class PlacementPlanner:
 
 
 def workload_of(config: EngineConfig) -> Workload:
-    """What a worker is to be able to do at once."""
+    """Return what a worker has to be able to do at once."""
     return Workload(max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens)

@@ -1,4 +1,4 @@
-"""What a model takes of each device that it is put on: the numbers, and what follows from them."""
+"""Memory that a model takes of each device: weights, KV pages, working memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DeviceKind = Literal["cpu", "cuda", "simulated"]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is to do at once; the fields are EngineConfig's."""
+    """Work that a worker has to be able to do at once; the fields are EngineConfig's."""
 
     max_prompts: int = 16
     step_tokens: int = 512
@@ -38,7 +38,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """What earlier loads teach: weights are multiplied by a factor, working memory on each device has bytes added.
+    """Correction by earlier loads: weights are multiplied by a factor, working memory on each device has bytes added.
 
     loads: how many they were.
     """
@@ -104,7 +104,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.layers * self.page_bytes // self.page_tokens)
 
     def pages(self, tokens: int) -> int:
-        """KV pages that hold so many tokens."""
+        """Return the KV pages that hold these tokens."""
         return -(-tokens // self.page_tokens)
 
     def weights_of(self, start: int, stop: int) -> int:
@@ -114,7 +114,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.layer_bytes[start:stop]) + ends
 
     def share(self, device: str, start: int, stop: int, pages: int) -> DeviceShare:
-        """What layers [start, stop) take of `device`, with `pages` KV pages."""
+        """Return the share of layers [start, stop) on `device`, with `pages` KV pages."""
         first, last = start == 0, stop == self.layers
         working = self.head_working_bytes if last else self.working_bytes
         weights = self.weights_of(start, stop)
@@ -241,7 +241,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def torch_costs(
     facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
 ) -> ModelCosts:
-    """What the model takes, and all of its draft model where the first layer is."""
+    """Return the costs of a model, with all of its draft model where the first layer is."""
     main = _alone(facts, spec, kind, workload, dtype, identity)
     if facts.draft is None:
         return main
@@ -307,7 +307,7 @@ def _saved_bytes(shape: ModelConfig, layer: int, spec: ModelSpec, item: int, *, 
 def _ends_bytes(
     facts: ModelFacts, spec: ModelSpec, shape: ModelConfig, kind: DeviceKind, item: int, *, halves: bool
 ) -> tuple[int, int, int]:
-    """What goes with the first layer and with the last, and what of that is one thing where both lie together."""
+    """Return the bytes that go with the first layer and with the last, and those of both that are the same tensor."""
     parts, quantised = facts.parts, spec.weights != "auto"
     embedding = item * parts.embedding.elements
     head = embedding if facts.tied else item * parts.head.elements
@@ -328,7 +328,7 @@ def _ends_bytes(
 def _working_bytes(
     shape: ModelConfig, workload: Workload, context: int, heads: HeadFormat, *, gathers: bool
 ) -> tuple[int, int]:
-    """What the largest step takes on a device without the head, and on the one that has it."""
+    """Return the bytes of the largest step on a device without the head, and on the one that has it."""
     steps = largest_step(
         step_tokens=workload.step_tokens,
         max_prompts=workload.max_prompts,
@@ -354,13 +354,14 @@ def costs_of(
     bfloat16: bool,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
 ) -> ModelCosts:
-    """What `facts` cost on devices of `kind`. bfloat16: whether a CPU computes in it if nothing else is asked for.
+    """Return the costs of `facts` on devices of `kind`. bfloat16: whether a CPU computes in it if nothing else is asked
+    for.
 
-    correct: what earlier loads of that identity teach.
+    correct: the correction by earlier loads of that identity.
     """
     dtype = default_dtype(facts, spec, kind, bfloat16)
-    held = (str(facts.path), facts.stamp, facts.backend, dtype, spec.weights, str(spec.cache_bits), kind)
+    fields = (str(facts.path), facts.stamp, facts.backend, dtype, spec.weights, str(spec.cache_bits), kind)
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
-    identity = "|".join((*held, *draft))
+    identity = "|".join((*fields, *draft))
     bill = exllama_costs if facts.backend == "exllamav2" else torch_costs
     return corrected(bill(facts, spec, kind, workload, dtype, identity), correct(identity))

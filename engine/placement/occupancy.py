@@ -30,16 +30,16 @@ class MemoryHolder(Protocol):
 
 
 def with_reservations(
-    readings: Sequence[DeviceReading], workers: Sequence[MemoryHolder], gone: Collection[MemoryHolder] = ()
+    readings: Sequence[DeviceReading], workers: Sequence[MemoryHolder], leaving: Collection[MemoryHolder] = ()
 ) -> list[DeviceReading]:
     """The devices with the memory set aside that workers were promised and do not hold yet; on simulated ones, which
     nothing else accounts for, with all that was promised. What is promised there is promised of the machine's RAM too.
-    gone: workers that are taken as gone. Failed ones hold nothing, and were promised nothing any more."""
-    staying = [worker for worker in workers if worker not in gone and worker.state != "failed"]
+    leaving: workers that count as gone. Failed ones hold nothing, and have no promise."""
+    staying = [worker for worker in workers if worker not in leaving and worker.state != "failed"]
     holding = [worker for worker in workers if worker.state in _HOLDING]
     simulated = account(readings, {worker.id: worker.planned for worker in staying})
     promised = _sums(worker.planned for worker in staying if worker.state in _TO_COME)
-    freed = _sums(worker.shares for worker in holding if worker in gone)
+    freed = _sums(worker.shares for worker in holding if worker in leaving)
     found: list[DeviceReading] = []
     for reading, accounted in zip(readings, simulated, strict=True):
         if reading.kind == "simulated":
@@ -54,7 +54,7 @@ def with_reservations(
 
 def _ram(workers: Iterable[MemoryHolder], cpu: str, simulated: Collection[str]) -> int:
     """RAM that workers on `cpu` and on the simulated devices of its machine take, or will have taken. What workers of
-    a model share counts once: known by its size, for nothing else tells here whose it is."""
+    a model share counts once: it is identified by its size, the only sign of whose it is."""
     shared: set[int] = set()
     own = 0
     for worker in workers:

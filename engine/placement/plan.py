@@ -49,8 +49,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return self.shares[0].device if len(self.shares) == 1 else "auto"
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned for one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits."""
+class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Planned use of one device. short_bytes: what it lacks of used_bytes + headroom_bytes; 0 where all fits."""
 
     device: DeviceReading
     headroom_bytes: int = 0
@@ -70,49 +70,51 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     costs: ModelCosts
     placements: tuple[Placement, ...]
-    seats: tuple[Seat, ...]
+    device_plans: tuple[DevicePlan, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether no device lacks anything."""
-        return not any(seat.short_bytes for seat in self.seats)
+        """True if no device lacks memory."""
+        return not any(planned.short_bytes for planned in self.device_plans)
 
     @property
     def shortage(self) -> str:
-        """What each device lacks, the worst first; "" where all fits."""
+        """Memory that each device lacks, as a sentence, the worst first; "" where all fits."""
         return "; ".join(
-            f"{_name(seat)}: needed {_mib(seat.used_bytes)} (weights {_mib(seat.weights_bytes)}, "
-            f"KV pages {_mib(seat.kv_bytes)}, working memory {_mib(seat.working_bytes)}) beside "
-            f"{_mib(seat.headroom_bytes)} kept free, and {_mib(seat.device.free_bytes, up=False)} are free: "
-            f"short by {_mib(seat.short_bytes)}"
-            for seat in self._lacking
+            f"{_name(planned)}: needed {_mib(planned.used_bytes)} (weights {_mib(planned.weights_bytes)}, "
+            f"KV pages {_mib(planned.kv_bytes)}, working memory {_mib(planned.working_bytes)}) plus "
+            f"{_mib(planned.headroom_bytes)} kept free, and {_mib(planned.device.free_bytes, up=False)} are free: "
+            f"short by {_mib(planned.short_bytes)}"
+            for planned in self._lacking
         )
 
     def refusal(self) -> InsufficientMemory:
         """The error of a plan that does not fit; in its details the numbers of the worst device and of each."""
         worst, number = self._lacking[0], len(self.placements)
         details: dict[str, Detail] = {}
-        for seat in self._lacking:
-            details |= {f"{_name(seat)}.{key}": value for key, value in _numbers(seat).items()}
+        for planned in self._lacking:
+            details |= {f"{_name(planned)}.{key}": value for key, value in _numbers(planned).items()}
         whom = f"{number} workers with {self.costs.name} do" if number > 1 else f"a worker with {self.costs.name} does"
         return InsufficientMemory(f"{whom} not fit: {self.shortage}", device=_name(worst), **_numbers(worst), **details)
 
     @property
-    def _lacking(self) -> list[Seat]:
-        return sorted((seat for seat in self.seats if seat.short_bytes), key=lambda seat: -seat.short_bytes)
+    def _lacking(self) -> list[DevicePlan]:
+        return sorted(
+            (planned for planned in self.device_plans if planned.short_bytes), key=lambda planned: -planned.short_bytes
+        )
 
 
-def _numbers(seat: Seat) -> dict[str, Detail]:
+def _numbers(planned: DevicePlan) -> dict[str, Detail]:
     return {
-        "needed_bytes": seat.used_bytes,
-        "free_bytes": seat.device.free_bytes,
-        "headroom_bytes": seat.headroom_bytes,
-        "short_bytes": seat.short_bytes,
+        "needed_bytes": planned.used_bytes,
+        "free_bytes": planned.device.free_bytes,
+        "headroom_bytes": planned.headroom_bytes,
+        "short_bytes": planned.short_bytes,
     }
 
 
-def _name(seat: Seat) -> str:
-    return f"{seat.device.node}/{seat.device.id}" if seat.device.node else seat.device.id
+def _name(planned: DevicePlan) -> str:
+    return f"{planned.device.node}/{planned.device.id}" if planned.device.node else planned.device.id
 
 
 def _mib(size_bytes: int, *, up: bool = True) -> str:
@@ -139,17 +141,17 @@ def place(
     workload: Workload | None = None,
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
-    held: bool = False,
+    resident: bool = False,
     later: Sequence[DeviceReading] = (),
 ) -> list[Placement]:
-    """A placement for each of `workers` new workers of a model; what other workers hold is in `devices` already.
+    """A placement for each of `workers` new workers of a model; the memory of other workers is in `devices` already.
 
-    held: whether workers of the same model run there, whose weights new ones may share.
+    resident: whether workers of the same model run there, whose weights new ones may share.
     later: the devices without the workers that these replace, where there are such: of the devices that have room now,
     those are preferred that will have the most.
     Raises InsufficientMemory with the shortfall of each device, InvalidRequest for a device or split that cannot be.
     """
-    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, held=held, later=later)
+    found = plan(workers, facts, devices, spec, workload or Workload(), correct=correct, resident=resident, later=later)
     if not found.fits:
         raise found.refusal()
     return list(found.placements)
@@ -163,13 +165,13 @@ def plan(
     workload: Workload,
     *,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
-    held: bool = False,
+    resident: bool = False,
     later: Sequence[DeviceReading] = (),
 ) -> Plan:
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
     costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
-    return plan_costs(workers, costs, usable, spec, workload.max_prompts, held=held, later=later, hosts=devices)
+    return plan_costs(workers, costs, usable, spec, workload.max_prompts, resident=resident, later=later, hosts=devices)
 
 
 def plan_costs(
@@ -179,7 +181,7 @@ def plan_costs(
     spec: ModelSpec,
     max_prompts: int,
     *,
-    held: bool = False,
+    resident: bool = False,
     later: Sequence[DeviceReading] = (),
     hosts: Sequence[DeviceReading] = (),
 ) -> Plan:
@@ -193,13 +195,13 @@ def plan_costs(
     free_later = {(device.node, device.id): device.free_bytes for device in later}
     ground = SplitProblem(
         costs=costs,
-        room=tuple(device.free_bytes - kept for device, kept in zip(devices, headroom, strict=True)),
+        room=tuple(device.free_bytes - reserve for device, reserve in zip(devices, headroom, strict=True)),
         groups=_machines(devices),
         pages=least,
-        held=held,
+        resident=resident,
         later=tuple(
-            free_later.get((device.node, device.id), device.free_bytes) - kept
-            for device, kept in zip(devices, headroom, strict=True)
+            free_later.get((device.node, device.id), device.free_bytes) - reserve
+            for device, reserve in zip(devices, headroom, strict=True)
         ),
     )
     arranged = _arrange(ground, workers, spec, devices)
@@ -207,16 +209,16 @@ def plan_costs(
     nodes = [devices[worker[0].device].node for worker in arranged]
     machines = [host for host in hosts if costs.host_process_bytes and host.kind == "cpu" and host.node in nodes]
     pages = [least] * workers
-    on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
-    if not any(short) and not any(seat.short_bytes for seat in on_hosts):
+    on_hosts = [_host_plan(ground, host, arranged, nodes, pages, spec) for host in machines]
+    if not any(short) and not any(planned.short_bytes for planned in on_hosts):
         pages = _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
-        for seat in on_hosts:
-            pages = _held_to_host(ground, seat, arranged, nodes, pages)
-        on_hosts = [_host_seat(ground, host, arranged, nodes, pages, spec) for host in machines]
-    placements = tuple(_placement(costs, worker, held, devices) for worker, held in zip(arranged, pages, strict=True))
+        for planned in on_hosts:
+            pages = _limit_to_host(ground, planned, arranged, nodes, pages)
+        on_hosts = [_host_plan(ground, host, arranged, nodes, pages, spec) for host in machines]
+    placements = tuple(_placement(costs, worker, count, devices) for worker, count in zip(arranged, pages, strict=True))
     used = ground.needs_with(arranged, pages)
-    seats = map(_seat, devices, headroom, used, short, _by_device(arranged, placements, len(devices)))
-    return Plan(costs=costs, placements=placements, seats=(*seats, *on_hosts))
+    device_plans = map(_device_plan, devices, headroom, used, short, _by_device(arranged, placements, len(devices)))
+    return Plan(costs=costs, placements=placements, device_plans=(*device_plans, *on_hosts))
 
 
 def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:
@@ -293,36 +295,42 @@ def _grown(ground: SplitProblem, workers: Sequence[WorkerSegments], wanted: int,
     return [min(wanted, ground.pages + min(possible[segment.device] for segment in worker)) for worker in workers]
 
 
-def _host_seat(
+def _host_plan(
     ground: SplitProblem,
     host: DeviceReading,
     workers: Sequence[WorkerSegments],
     nodes: Sequence[str],
     pages: Sequence[int],
     spec: ModelSpec,
-) -> Seat:
-    """What the workers of simulated devices take of the RAM of `host`. nodes, pages: of each worker."""
+) -> DevicePlan:
+    """Return the use of the RAM of `host` by workers of simulated devices. nodes, pages: of each worker."""
     costs = ground.costs
     here = [
-        [costs.share("", segment.start, segment.stop, held) for segment in worker]
-        for worker, node, held in zip(workers, nodes, pages, strict=True)
+        [costs.share("", segment.start, segment.stop, count) for segment in worker]
+        for worker, node, count in zip(workers, nodes, pages, strict=True)
         if node == host.node
     ]
     weights = [sum(share.weights_bytes for share in shares) for shares in here]
     once = costs.host_shares_weights
-    seat = Seat(
+    planned = DevicePlan(
         device=host,
         headroom_bytes=_headroom_bytes(host, 0, spec),
-        weights_bytes=(0 if ground.held else max(weights)) if once else sum(weights),
+        weights_bytes=(0 if ground.resident else max(weights)) if once else sum(weights),
         kv_bytes=sum(share.kv_bytes for shares in here for share in shares),
         working_bytes=sum(share.working_bytes for shares in here for share in shares)
         + len(here) * costs.host_process_bytes,
     )
-    return msgspec.structs.replace(seat, short_bytes=max(0, seat.used_bytes + seat.headroom_bytes - host.free_bytes))
+    return msgspec.structs.replace(
+        planned, short_bytes=max(0, planned.used_bytes + planned.headroom_bytes - host.free_bytes)
+    )
 
 
-def _held_to_host(
-    ground: SplitProblem, least: Seat, workers: Sequence[WorkerSegments], nodes: Sequence[str], pages: Sequence[int]
+def _limit_to_host(
+    ground: SplitProblem,
+    least: DevicePlan,
+    workers: Sequence[WorkerSegments],
+    nodes: Sequence[str],
+    pages: Sequence[int],
 ) -> list[int]:
     """The KV pages of each worker, as far as the RAM of its machine goes. least: what that holds with the least."""
     spare = least.device.free_bytes - least.headroom_bytes - least.used_bytes
@@ -332,7 +340,7 @@ def _held_to_host(
     if not page_bytes:
         return list(pages)
     most = ground.pages + int(spare * KV_SHARE["cpu"]) // page_bytes
-    return [min(held, most) if node == least.device.node else held for held, node in zip(pages, nodes, strict=True)]
+    return [min(count, most) if node == least.device.node else count for count, node in zip(pages, nodes, strict=True)]
 
 
 def _placement(costs: ModelCosts, worker: WorkerSegments, pages: int, devices: Sequence[DeviceReading]) -> Placement:
@@ -356,10 +364,12 @@ def _by_device(
     return found
 
 
-def _seat(device: DeviceReading, headroom: int, used: int, short: int, shares: Sequence[DeviceShare]) -> Seat:
-    """What workers hold once for all of them is missing in `used`, and is of the weights."""
+def _device_plan(
+    device: DeviceReading, headroom: int, used: int, short: int, shares: Sequence[DeviceShare]
+) -> DevicePlan:
+    """Return the use of a device. Weights that workers share are once in `used`, and so are the rest of it."""
     kv, working = sum(share.kv_bytes for share in shares), sum(share.working_bytes for share in shares)
-    return Seat(
+    return DevicePlan(
         device=device,
         headroom_bytes=headroom,
         weights_bytes=used - kv - working,

@@ -57,7 +57,7 @@ def estimate_that_lacks() -> Estimate:
     full = msgspec.structs.replace(full, others_bytes=int(9.6 * GIB), free_bytes=0, short_bytes=2310 * MIB)
     verdict = (
         "It does not fit: cuda:1: needed 17,101 MiB (weights 9,626 MiB, KV pages 6,246 MiB, working memory 1,229 MiB) "
-        "beside 205 MiB kept free, and 14,996 MiB are free: short by 2,310 MiB."
+        "plus 205 MiB kept free, and 14,996 MiB are free: short by 2,310 MiB."
     )
     return estimate(devices=(roomy, full), fits=False, verdict=verdict)
 

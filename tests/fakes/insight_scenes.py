@@ -56,10 +56,10 @@ INSIGHT = Insight(
     finished={"stop": 3702, "length": 249, "cancelled": 139, "timeout": 11, "error": 19},
     goodput=Goodput(slo_ttft_s=0.5, slo_itl_s=0.05, judged=3981, kept=3703, per_s=3.24),
     drafts=(
-        DraftPosition(guessed=100_212, held=82_310),
-        DraftPosition(guessed=100_212, held=61_022),
-        DraftPosition(guessed=100_212, held=40_441),
-        DraftPosition(guessed=100_010, held=22_040),
+        DraftPosition(drafted=100_212, accepted=82_310),
+        DraftPosition(drafted=100_212, accepted=61_022),
+        DraftPosition(drafted=100_212, accepted=40_441),
+        DraftPosition(drafted=100_010, accepted=22_040),
     ),
     energy=Energy(
         power_w=500.0,

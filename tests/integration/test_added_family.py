@@ -12,7 +12,7 @@ from console.runtime.estimate import estimate_for
 from console.settings.schema import Settings
 from engine.backends.common import families
 from engine.backends.common.exllamav2_checkpoint import read_folder
-from engine.config import ModelSpec
+from engine.config import ModelSpec, SamplingParams
 from engine.devices.simulated import simulated_readings
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
@@ -60,7 +60,8 @@ async def generated(path: Path) -> list[int]:
     try:
         await engine.load(ModelSpec(path=path, name="tiny", threads=1, kv_cache_tokens=1024, dtype="float32"))
         await all_ready(engine)
-        return (await read(engine.submit(ask(list(range(3, 20)), max_tokens=12)))).token_ids
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        return (await read(engine.submit(ask(list(range(3, 20)), params=params)))).token_ids
     finally:
         await engine.close()
 

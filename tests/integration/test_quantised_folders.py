@@ -15,8 +15,8 @@ from engine.backends.common.model_config import read_model_config
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.weights.decoder_loader import as_stored
-from engine.backends.torch.weights.reader import locate
+from engine.backends.torch.weights.decoder_loader import match_checkpoint
+from engine.backends.torch.weights.reader import locate_weights
 from engine.backends.torch_common import memory
 from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.config import ModelSpec, SamplingParams
@@ -194,13 +194,13 @@ def test_memory_is_asked_for_by_the_size_of_the_expanded_weights(
 
 def test_quantised_weights_are_float16_whatever_the_config_says_of_the_original(exl2: Path) -> None:
     edit_config(exl2, torch_dtype="bfloat16")
-    config = as_stored(read_model_config(exl2), Checkpoint.open(exl2))
+    config = match_checkpoint(read_model_config(exl2), Checkpoint.open(exl2))
     assert config.checkpoint_dtype == "float16"
 
 
 def test_8_bit_floats_become_the_floats_that_the_config_names(fp8: Path) -> None:
     edit_config(fp8, torch_dtype="bfloat16")
-    config = as_stored(read_model_config(fp8), Checkpoint.open(fp8))
+    config = match_checkpoint(read_model_config(fp8), Checkpoint.open(fp8))
     assert config.checkpoint_dtype == "bfloat16"
 
 
@@ -302,7 +302,7 @@ def test_8_bit_floats_without_a_scale_are_named(fp8: Path) -> None:
     with pytest.raises(ModelLoadFailed) as refusal:
         logits(fp8)
     assert refusal.value.message == (
-        f"the quantised tensor {Q_PROJ}.weight is stored as F8_E4M3 without weight_scale_inv or weight_scale beside it"
+        f"the quantised tensor {Q_PROJ}.weight is stored as F8_E4M3 without weight_scale_inv or weight_scale next to it"
     )
 
 
@@ -337,7 +337,7 @@ def test_a_layer_wider_than_what_is_made_at_a_time_is_read_whole(method: str, tm
         tensors = gptq_tensors.random_gptq(8, columns, 1)
         expected = gptq_tensors.dequantise_by_rules(tensors, [0] * 8)
     save_file({f"layer.{part}": tensor for part, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    weights = locate(Checkpoint.open(tmp_path), {"layer.weight": (columns, 8)}, None)
+    weights = locate_weights(Checkpoint.open(tmp_path), {"layer.weight": (columns, 8)}, None)
     assert torch.equal(weights["layer.weight"].read(torch.device("cpu")), expected.t())
 
 

@@ -69,7 +69,7 @@ def test_answers_are_the_same_token_by_token(folder: Path, params: SamplingParam
         assert [event.cached_tokens for event in found[name]] == [0] + [None] * (TOKENS - 1)
     stats = guessing.stats()
     assert 0 < stats.draft_accepted <= stats.draft_tokens
-    assert stats.draft_accepted == sum(position.held for position in stats.drafts)
+    assert stats.draft_accepted == sum(position.accepted for position in stats.drafts)
 
 
 def test_an_answer_that_says_the_same_again_and_again_takes_few_steps(folder: Path) -> None:

@@ -257,12 +257,12 @@ def test_guesses_of_all_workers_are_summed_by_position() -> None:
     session = new_meter()
 
     def stats(*positions: tuple[int, int]) -> BackendStats:
-        return BackendStats(drafts=tuple(DraftPosition(guessed=guessed, held=held) for guessed, held in positions))
+        return BackendStats(drafts=tuple(DraftPosition(drafted=guessed, accepted=held) for guessed, held in positions))
 
     stepped(session, 1.0, stats=stats((10, 8), (10, 4)))
     stepped(session, 2.0, before=stats((10, 8), (10, 4)), stats=stats((15, 12), (15, 6), (2, 1)))
     stepped(session, 2.5, stats=stats((1, 1)))
-    assert [(each.guessed, each.held) for each in session.insight(3.0).drafts] == [(16, 13), (15, 6), (2, 1)]
+    assert [(each.drafted, each.accepted) for each in session.insight(3.0).drafts] == [(16, 13), (15, 6), (2, 1)]
 
 
 def test_without_guesses_there_are_no_positions() -> None:

@@ -154,7 +154,7 @@ def test_a_folder_of_another_user_is_refused_by_name(
         build_library("avx2", cache)
     monkeypatch.setattr(native_kernels, "cache_folder", lambda: cache)
     monkeypatch.setattr(native_kernels, "find_compiler", lambda: "")
-    assert "avx2" not in native_kernels.read_native().kept
+    assert "avx2" not in native_kernels.read_native().compiled
 
 
 def test_a_loose_mask_of_modes_makes_no_library_that_is_not_trusted(tmp_path: Path, compiler: Path) -> None:
@@ -218,11 +218,11 @@ def test_kernels_of_exllama_are_not_taken_from_a_folder_that_others_may_write_to
     def wait() -> None:
         raise AssertionError("nobody else builds")
 
-    with build.held(wait):
+    with build.locked(wait):
         assert not planted.exists()
         assert stat.S_IMODE(build.workspace.stat().st_mode) & 0o077 == 0
     planted.touch()
-    with build.held(wait):
+    with build.locked(wait):
         assert planted.exists()
 
 

@@ -49,13 +49,13 @@ def test_what_a_worker_holds_is_in_the_reading_already() -> None:
 
 def test_a_worker_that_is_to_go_gives_back_what_it_holds_and_no_more_than_there_is() -> None:
     worker = Worker("w0", "ready", (share("cuda:0", 5),), (share("cuda:0", 4),))
-    assert with_reservations([card(10)], [worker], gone=[worker])[0].free_bytes == 14 * GIB
-    assert with_reservations([card(23)], [worker], gone=[worker])[0].free_bytes == 24 * GIB
+    assert with_reservations([card(10)], [worker], leaving=[worker])[0].free_bytes == 14 * GIB
+    assert with_reservations([card(23)], [worker], leaving=[worker])[0].free_bytes == 24 * GIB
 
 
 def test_a_worker_that_is_to_go_before_it_has_loaded_gives_back_nothing() -> None:
     worker = Worker("w0", "loading", (share("cuda:0", 5),))
-    assert with_reservations([card(10)], [worker], gone=[worker])[0].free_bytes == 10 * GIB
+    assert with_reservations([card(10)], [worker], leaving=[worker])[0].free_bytes == 10 * GIB
 
 
 def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() -> None:
@@ -66,11 +66,11 @@ def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() 
         loading = [Worker(f"w{number}", "loading", (shares,)) for number in range(3)]
         assert with_reservations([cpu], loading)[0].free_bytes == (20 - together) * GIB
         ready = [Worker(f"w{number}", "ready", (shares,), (shares,)) for number in range(3)]
-        assert with_reservations([cpu], ready, gone=ready)[0].free_bytes == (20 + together) * GIB
+        assert with_reservations([cpu], ready, leaving=ready)[0].free_bytes == (20 + together) * GIB
     ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(3)]
     more = Worker("w3", "loading", (planned,))
     assert with_reservations([cpu], [*ready, more])[0].free_bytes == 19 * GIB
-    assert with_reservations([cpu], ready, gone=ready[:2])[0].free_bytes == 22 * GIB
+    assert with_reservations([cpu], ready, leaving=ready[:2])[0].free_bytes == 22 * GIB
 
 
 def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> None:
@@ -84,12 +84,14 @@ def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> Non
     assert with_reservations(devices, loading)[1].free_bytes == 20 * GIB - once
     ready = [Worker(f"w{number}", "ready", (planned,), (planned,)) for number in range(2)]
     assert with_reservations(devices, ready)[1].free_bytes == 20 * GIB
-    assert with_reservations(devices, ready, gone=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
+    assert (
+        with_reservations(devices, ready, leaving=ready[:1])[1].free_bytes == 20 * GIB + 2 * GIB + RUNTIME_BYTES["cpu"]
+    )
 
 
 def test_a_failed_worker_holds_nothing_that_could_be_given_back() -> None:
     dead = Worker("w0", "failed", (share("cuda:0", 5),), (share("cuda:0", 4),))
-    assert with_reservations([card(10)], [dead], gone=[dead])[0].free_bytes == 10 * GIB
+    assert with_reservations([card(10)], [dead], leaving=[dead])[0].free_bytes == 10 * GIB
     assert (
         with_reservations(simulated_readings((24.0,)), [Worker("w0", "failed", (share("sim:0", 5),))])[0].free_bytes
         == 24 * GIB
@@ -101,4 +103,4 @@ def test_a_simulated_device_has_nothing_but_what_was_promised() -> None:
     second = Worker("w1", "loading", (share("sim:0", 6),))
     readings = simulated_readings((24.0,))
     assert with_reservations(readings, [first, second])[0].free_bytes == 13 * GIB
-    assert with_reservations(readings, [first, second], gone=[first])[0].free_bytes == 18 * GIB
+    assert with_reservations(readings, [first, second], leaving=[first])[0].free_bytes == 18 * GIB

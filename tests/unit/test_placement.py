@@ -171,11 +171,11 @@ def test_workers_that_share_their_weights_on_a_device_take_them_once() -> None:
     devices = [device("cpu", 256 + LEAST_MIB + 2 * (LEAST_MIB - 900))]
     costs = msgspec.structs.replace(costs, kind="cpu")
     found = planned(3, devices, costs=costs)
-    assert (found.fits, found.seats[0].used_bytes) == (True, (900 + 3 * (LEAST_MIB - 900)) * MIB)
+    assert (found.fits, found.device_plans[0].used_bytes) == (True, (900 + 3 * (LEAST_MIB - 900)) * MIB)
     assert not planned(4, devices, costs=costs).fits
-    assert plan_costs(15, costs, devices, spec(), 1, held=True).seats[0].short_bytes == 15 * (LEAST_MIB - 900) * MIB - (
-        found.seats[0].used_bytes
-    )
+    assert plan_costs(15, costs, devices, spec(), 1, resident=True).device_plans[0].short_bytes == 15 * (
+        LEAST_MIB - 900
+    ) * MIB - (found.device_plans[0].used_bytes)
 
 
 def test_tensor_parallelism_takes_every_card() -> None:
@@ -187,8 +187,8 @@ def test_tensor_parallelism_takes_every_card() -> None:
 
 def test_headroom_is_a_share_of_the_device_and_a_floor_or_what_was_asked_for() -> None:
     large = msgspec.structs.replace(device("cuda:0", 9000), total_bytes=10000 * MIB)
-    assert planned(1, [large]).seats[0].headroom_bytes == (100 + 192) * MIB
-    assert planned(1, [large], gpu_reserve_mib=(1000,)).seats[0].headroom_bytes == 1000 * MIB
+    assert planned(1, [large]).device_plans[0].headroom_bytes == (100 + 192) * MIB
+    assert planned(1, [large], gpu_reserve_mib=(1000,)).device_plans[0].headroom_bytes == 1000 * MIB
 
 
 def test_a_refusal_says_what_each_device_lacks() -> None:
@@ -202,13 +202,13 @@ def test_a_refusal_says_what_each_device_lacks() -> None:
             + error.details[f"{name}.headroom_bytes"]
             - error.details[f"{name}.free_bytes"]
         )
-    assert error.details["short_bytes"] == max(seat.short_bytes for seat in found.seats)
+    assert error.details["short_bytes"] == max(each.short_bytes for each in found.device_plans)
 
 
 def test_a_model_too_large_for_every_card_lacks_what_a_split_over_them_would_lack() -> None:
     found = planned(1, cards(500, 500))
     whole_short = LEAST_MIB - 500
-    assert sum(seat.short_bytes for seat in found.seats) < whole_short * MIB
+    assert sum(each.short_bytes for each in found.device_plans) < whole_short * MIB
     assert len(found.placements[0].shares) == 2
 
 
@@ -232,7 +232,7 @@ def test_workers_on_simulated_devices_take_the_hosts_memory_too() -> None:
     assert not found.fits
     assert found.shortage.startswith(f"cpu: needed {3 * each} MiB (weights 2700 MiB, KV pages 96 MiB, ")
     assert found.refusal().details["cpu.short_bytes"] == MIB
-    assert [seat.device.id for seat in found.seats] == ["sim:0", "sim:1", "cpu"]
+    assert [each.device.id for each in found.device_plans] == ["sim:0", "sim:1", "cpu"]
 
 
 def test_workers_on_simulated_devices_that_share_their_weights_take_them_of_the_host_once() -> None:
@@ -246,14 +246,14 @@ def test_kv_pages_of_simulated_devices_grow_no_further_than_the_host_holds() -> 
     room = 2 * (LEAST_MIB + 256) + 1000
     found = planned(2, simulated(room, 90000, 90000), costs=SIMULATED, max_prompts=10_000)
     assert found.fits
-    assert found.seats[-1].used_bytes <= room * MIB
+    assert found.device_plans[-1].used_bytes <= room * MIB
     assert {placement.kv_tokens > 2048 for placement in found.placements} == {True}
 
 
 def test_each_machine_holds_the_workers_of_its_own_simulated_devices() -> None:
     names = [("sim:0", "a", 90000), ("cpu", "a", 90000), ("sim:0", "b", 90000), ("cpu", "b", 300)]
     found = planned(2, [device(name, free, node) for name, node, free in names], costs=SIMULATED)
-    assert [seat.device.node for seat in found.seats if seat.short_bytes] == ["b"]
+    assert [each.device.node for each in found.device_plans if each.short_bytes] == ["b"]
 
 
 # -- KV pages ----------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_workers_on_one_device_get_equal_parts_of_what_all_of_them_leave() -> No
     held = {placement.kv_tokens for placement in found.placements}
     assert len(held) == 1
     assert 2048 < held.pop() < 100 * 2048
-    assert found.seats[0].used_bytes <= (2 * LEAST_MIB + 900) * MIB
+    assert found.device_plans[0].used_bytes <= (2 * LEAST_MIB + 900) * MIB
 
 
 def test_kv_cache_tokens_are_honoured_to_the_page_or_refused() -> None:
@@ -351,7 +351,7 @@ def test_no_device_gives_more_than_it_has_beyond_its_headroom_and_every_layer_ha
             if costs.shares_weights:
                 alone = sum(len(placement.shares) == 1 for placement, _ in here)
                 taken -= costs.weights_bytes * max(0, alone - 1)
-            assert taken == found.seats[number].used_bytes <= max(room, 0)
+            assert taken == found.device_plans[number].used_bytes <= max(room, 0)
 
 
 @settings(max_examples=600, deadline=None)
@@ -377,7 +377,7 @@ def test_granting_exactly_what_a_refusal_says_is_short_makes_it_fit(
     found = in_bytes(workers, costs, rooms, wants, nodes)
     if found is None or found.fits:
         return
-    granted = [room + seat.short_bytes for room, seat in zip(rooms, found.seats, strict=True)]
+    granted = [room + each.short_bytes for room, each in zip(rooms, found.device_plans, strict=True)]
     again = in_bytes(workers, costs, granted, wants, nodes)
     assert again is not None
     assert again.fits

@@ -132,11 +132,13 @@ def test_a_step_counts_the_tokens_of_prompts_and_answers() -> None:
 def test_guesses_are_counted_by_position_and_survive_a_backend_that_counts_anew() -> None:
     meter = new_meter()
     grown = BackendStats(
-        draft_tokens=6, draft_accepted=4, drafts=(DraftPosition(guessed=4, held=3), DraftPosition(guessed=2, held=1))
+        draft_tokens=6,
+        draft_accepted=4,
+        drafts=(DraftPosition(drafted=4, accepted=3), DraftPosition(drafted=2, accepted=1)),
     )
     step(meter, 1, 1, grown, BackendStats())
     step(meter, 1, 1, BackendStats(), grown)
-    step(meter, 1, 1, BackendStats(draft_tokens=1, drafts=(DraftPosition(guessed=1),)), BackendStats())
+    step(meter, 1, 1, BackendStats(draft_tokens=1, drafts=(DraftPosition(drafted=1),)), BackendStats())
     usage = usage_of(meter)
     assert (usage.drafts, usage.draft_tokens, usage.draft_accepted) == (5, 7, 4)
     assert usage.held_by_position == (3, 1)

@@ -1,1 +1,1 @@
-"""What every backend, the engine and the console may know of a checkpoint and of a backend's needs, without torch."""
+"""Checkpoints and the needs of backends, as every backend, the engine and the console may know them. No torch here."""

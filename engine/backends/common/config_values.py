@@ -84,5 +84,5 @@ def numbers(raw: Mapping[str, object], key: str) -> tuple[float, ...]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that can be reckoned with. A whole one may be beyond any float."""
+    """Return whether it is a number of usable size. A whole one may be beyond any float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER

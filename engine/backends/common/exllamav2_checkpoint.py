@@ -1,4 +1,4 @@
-"""What a model folder holds, and whether the library can load it: read before any GPU is touched. No torch here."""
+"""Model folders that exllamav2 can load, checked before any GPU is touched. No torch here."""
 
 from __future__ import annotations
 

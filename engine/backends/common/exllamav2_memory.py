@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What decides a cache's size: layers, KV heads per layer, elements per head, bits per element."""
+    """Shape of a cache, which decides its size: layers, KV heads per layer, elements per head, bits per element."""
 
     layers: int
     kv_heads: int
@@ -53,7 +53,7 @@ class CacheShape:
 
     @property
     def unpacked_page_bytes(self) -> int:
-        """What a packed cache adds per page on each device: one layer's keys and values in 16 bits."""
+        """Bytes that a packed cache adds per page on each device: one layer's keys and values in 16 bits."""
         return 0 if self.bits == 16 else 2 * 2 * PAGE_TOKENS * self.kv_heads * self.head_dim
 
 

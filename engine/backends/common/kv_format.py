@@ -29,7 +29,7 @@ class HeadFormat:
 
     @property
     def coded(self) -> bool:
-        """Whether elements are kept as codes."""
+        """True if elements are stored as codes."""
         return self.bits != 16
 
     @property
@@ -45,17 +45,17 @@ class HeadFormat:
 
     @property
     def code_bytes(self) -> int:
-        """What the elements of a head take without scales."""
+        """Bytes of a head's elements without scales."""
         return self.head_dim * self.bits // 8 if self.coded else self.head_dim * self.itemsize
 
     @property
     def head_bytes(self) -> int:
-        """What a head takes in a page."""
+        """Bytes of a head in a page."""
         return self.code_bytes + (self.head_dim // self.group * SCALE_BYTES if self.coded else 0)
 
     @property
     def copied_bytes(self) -> int:
-        """What a head takes outside of the pages while it is read: as it lies there, and decoded."""
+        """Bytes of a head outside of the pages while it is read: as stored, and decoded."""
         return self.head_bytes + (self.head_dim * (self.itemsize + 1) if self.coded else 0)
 
 

@@ -76,12 +76,12 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What the dot product of a query and a key is multiplied by."""
+        """Factor of the dot product of a query and a key."""
         return self.head_dim**-0.5 if self.traits.score_scale is None else self.traits.score_scale
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """How a layer turns queries and keys; None where it does not."""
-        if layer in self.traits.unturned:
+        """Return how a layer rotates queries and keys; None where it does not."""
+        if layer in self.traits.no_rope_layers:
             return None
         local = self.local_rope is not None and self.traits.windows[layer] is not None
         return self.local_rope if local else self.rope
@@ -154,7 +154,7 @@ def _architecture(raw: RawConfig) -> Architecture:
 
 
 def _of_text(raw: RawConfig) -> RawConfig:
-    """What a multimodal model's config.json says of its model of text, and of the whole where that is silent."""
+    """Return the text model's part of a multimodal config.json, over the values of the whole."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise UnsupportedModel("config.json lacks text_config, which describes the model of text in a multimodal one")
@@ -202,8 +202,8 @@ def _native_length(rope: RopeConfig, max_positions: int) -> int:
 def _checkpoint_dtype(raw: RawConfig) -> CheckpointDtype:
     name = raw.get("torch_dtype") or raw.get("dtype") or "float32"
     if not _is_checkpoint_dtype(name):
-        known = ", ".join(get_args(CheckpointDtype))
-        raise UnsupportedModel(f"the weights are {quote_value(name)}; the torch backend reads {known}")
+        supported = ", ".join(get_args(CheckpointDtype))
+        raise UnsupportedModel(f"the weights are {quote_value(name)}; the torch backend reads {supported}")
     return name
 
 

@@ -1,8 +1,8 @@
 """The compiled kernels on disk: made once for each instruction set and source, kept in the user's cache folder.
 
-A wheel may bring them (`hatch_build.py`): then no compiler is needed.
-A kept library ends in a digest of all before it, so one that was cut short or damaged is never loaded but made anew.
-The digest keeps nobody from putting a library of their own there: the mode and owner of file and folder do.
+A wheel may bring them (`hatch_build.py`): then no compiler is needed. A kept library ends in a digest of all before it,
+so one that was cut short or damaged is never loaded but compiled again. The digest keeps no other user from putting a
+library there: the mode and owner of file and folder do.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ def library_key(isa: InstructionSet) -> str:
 
 
 def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
-    """Return the library in `folder`, if a whole one is there that nobody but us and root could have written."""
+    """Return the library in `folder`, if a whole one is there that only we and root could have written."""
     path = _path(isa, folder)
     return None if untrusted(path, _LEVELS + 1) else _whole(path)
 
 
 def untrusted(path: Path, levels: int = _LEVELS) -> str:
-    """Return why a folder of libraries (or, with another number of folders above it, a library) may be somebody else's
-    work, as a clause; "" where it is not, or nothing is there."""
+    """Return why a folder of libraries (or, with another number of folders above it, a library) may be another
+    user's work, as a clause; "" where it is not, or nothing is there."""
     try:
         return next(filter(None, map(distrust, (path, *path.parents[:levels]))), "")
     except FileNotFoundError:
@@ -167,20 +167,20 @@ def build_library(
     """The library in `folder`; unless it is there, the one in `shipped`, else one that is compiled. Of several
     processes at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and
     whatever `watch` raises."""
-    came = shipped_library(isa, shipped)
-    found = kept_library(isa, folder) or (None if isa in _TRIED_FIRST else came)
+    from_wheel = shipped_library(isa, shipped)
+    found = kept_library(isa, folder) or (None if isa in _TRIED_FIRST else from_wheel)
     if found is not None:
         return found
     build = _Build(isa, folder, watch)
     try:
         claim_folder(folder, _LEVELS)
         with build.locked() as lock:
-            return kept_library(isa, folder) or build.make(came, lock)
+            return kept_library(isa, folder) or build.make(from_wheel, lock)
     except OSError as error:
-        if came is None:
+        if from_wheel is None:
             raise CannotBuild(f"{folder} cannot be used: {error}") from error
-    build.try_out(came)  # each time, as that it works cannot be kept
-    return came
+    build.try_out(from_wheel)  # each time, as that it works cannot be kept
+    return from_wheel
 
 
 def ship_libraries(folder: Path) -> list[Path]:
@@ -200,7 +200,7 @@ def find_compiler() -> str:
 
 
 def _named_compiler() -> list[str]:
-    """What CXX names, with its arguments."""
+    """Return the command in CXX, with its arguments."""
     named = os.environ.get("CXX", "")
     try:
         return shlex.split(named)
@@ -338,7 +338,7 @@ class _Command:
     failed."""
 
     def __init__(self, command: list[str], scratch: Path) -> None:
-        self._name, self._said = command[0], b""
+        self._name, self._output = command[0], b""
         try:
             self._process = subprocess.Popen(
                 tied_command(command),
@@ -357,18 +357,18 @@ class _Command:
         os.set_blocking(self._errors.fileno(), False)
 
     def ended(self) -> bool:
-        """Whether it has ended, well or not. Called often enough, it never waits for its errors to be read."""
+        """True if it has ended, well or not. Read often enough, it never blocks on its error output."""
         ended = self._process.poll() is not None
         while chunk := self._errors.read(1 << 16):
-            self._said += chunk
+            self._output += chunk
         return ended
 
     def check(self) -> None:
         """Raise CannotBuild, with its first error, unless it ended well."""
         self._close()
         if status := self._process.returncode:
-            said = self._said.decode(errors="replace")
-            first = next((line for line in said.splitlines() if "error" in line), said.strip()[-200:])
+            output = self._output.decode(errors="replace")
+            first = next((line for line in output.splitlines() if "error" in line), output.strip()[-200:])
             raise CannotBuild(f"{self._name} ended with {128 - status if status > 128 else status}: {first[:400]}")
 
     def kill(self) -> None:
@@ -393,7 +393,7 @@ def _keep(made: Path, path: Path) -> None:
 
 
 def trial_command(library: Path, isa: InstructionSet) -> list[str]:
-    """What tries a library, in a process of its own."""
+    """Return the command that tries a library in a process of its own."""
     return python_command("-m", "engine.backends.torch.native.trial", str(library), isa)
 
 

@@ -1,4 +1,4 @@
-"""Whether the native kernels can be used on this machine, asked without torch."""
+"""Availability of the native kernels on this machine, without torch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from engine.system.processor import cpu_flags, native_bfloat16
 class Native(msgspec.Struct, frozen=True, kw_only=True):
     """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
 
-    kept: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    compiled: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
     folder_problem: why what is compiled cannot be kept, as a clause.
     """
 
     compiler: str = ""
-    kept: tuple[InstructionSet, ...] = ()
+    compiled: tuple[InstructionSet, ...] = ()
     off: bool = False
     folder_problem: str = ""
 
 
 def read_native() -> Native:
-    """The native kernels that were compiled here or came compiled, and what would compile them."""
+    """Look for native kernels that were compiled here or came compiled, and what would compile them."""
     return Native(
         compiler=find_compiler(),
-        kept=tuple(filter(_is_kept, ISA_FLAGS)),
+        compiled=tuple(filter(_is_kept, ISA_FLAGS)),
         off=_is_off(),
         folder_problem=folder_problem(cache_folder()),
     )
 
 
 def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
-    """What the kernels are compiled for on a CPU with such flags, None where they do not run."""
+    """Return the instruction set of the kernels for a CPU with such flags, None where they do not run."""
     if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return None
     if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
@@ -64,13 +64,13 @@ def native_problem(machine: str, flags: Set[str], native: Native) -> str:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
         return "ERICLLM_NATIVE keeps the native kernels off"
-    if kernels in native.kept:
+    if kernels in native.compiled:
         return ""
     return native.folder_problem if native.compiler else "there is no C++ compiler to make the native kernels with"
 
 
 def instruction_set_here() -> InstructionSet | None:
-    """What a load in a process started from this one would want compiled, None where the kernels do not run."""
+    """Return the instruction set of the kernels for a load started from this process, None where they do not run."""
     if _is_off() or sys.platform != "linux":
         return None
     flags = cpu_flags()
@@ -83,13 +83,14 @@ def instruction_set_here() -> InstructionSet | None:
 
 
 def prefers_bfloat16() -> bool:
-    """Whether models compute in bfloat16 here if nothing else is asked for: where the CPU multiplies it, or the kernels
-    do, which read half as much of it as of float32 and multiply it about as fast."""
+    """Return whether models compute in bfloat16 here by default: where the CPU multiplies it, or the kernels do,
+    which read half as much of it as of float32 and multiply it about as fast."""
     return native_bfloat16() or kernels_at_hand()
 
 
 def kernels_at_hand() -> bool:
-    """Whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can be."""
+    """Return whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can
+    be."""
     kernels = instruction_set_here()
     return kernels is not None and (bool(find_compiler()) or _is_kept(kernels))
 

@@ -1,7 +1,7 @@
-"""Which weights `--weights` makes smaller, and what they take then. Integers alone: nothing here imports torch.
+"""Weights that `--weights` makes smaller, and their size then. Integers alone: nothing here imports torch.
 
 All linear layers are made so but the routers of a mixture; the head, where an error costs most, is never below 8 bits.
-Embedding, norms and biases stay as they are. Without it, weights of 16 bits may stay such beside rows of float32.
+Embedding, norms and biases stay as they are. Without it, weights of 16 bits may stay such with rows of float32.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def saved_bytes(config: ModelConfig, layer: int, weights: WeightsName, item_byte
 
 
 def keeps_float16(spec: ModelSpec, dtype: str, stored: str) -> bool:
-    """Whether linear layers on a CPU without our kernels keep as float16 what was `stored` in 16 bits, and computes in
-    float32, its `dtype`, only for want of something better. Whoever asks for float32 gets all of it."""
+    """Return whether linear layers on a CPU without our kernels keep weights `stored` in 16 bits as float16, where
+    float32 is the `dtype` only for want of something better. A load that asks for float32 gets all of it."""
     return (spec.dtype, spec.weights, dtype) == ("auto", "auto", "float32") and stored in ("bfloat16", "float16")
 
 

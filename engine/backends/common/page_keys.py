@@ -15,14 +15,14 @@ _TOKEN_BYTES = 8
 
 class PageHash:
     """Keys of full pages: each a 128-bit BLAKE2b over the key of the page before it and its own tokens, keyed with
-    `salt` (up to 64 bytes), so that nobody who does not know it can construct a collision."""
+    `salt` (up to 64 bytes), so that a collision can be constructed only by someone who has it."""
 
     def __init__(self, salt: bytes) -> None:
         self._salt = salt
         self._hash = hashlib.blake2b(key=salt, digest_size=_KEY_BYTES)
 
     def root(self, adapter: str = "") -> PageKey:
-        """What stands before the first page: KV computed with an adapter is not the model's own."""
+        """Return the key before the first page: KV computed with an adapter is not the model's own."""
         if not adapter:
             return b""
         return hashlib.blake2b(adapter.encode(), key=self._salt, digest_size=_KEY_BYTES, person=b"adapter").digest()
@@ -63,7 +63,7 @@ class PageHash:
 
 
 def short(key: PageKey) -> bytes:
-    """What workers and dispatcher call a page among themselves: long enough for a hint, too short to be trusted."""
+    """Return the name of a page between workers and the router: long enough for a hint, too short to be trusted."""
     return key[:SHORT_BYTES]
 
 

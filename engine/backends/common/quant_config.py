@@ -1,4 +1,4 @@
-"""What config.json says of how the weights are quantised, and what else tells the methods apart. No torch here."""
+"""Quantisation of the weights by config.json, and other signs of the methods. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 """8-bit floats in safetensors' words. A weight of these is fp8."""
 
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
-"""Tensors beside such a weight, one of which has its scales."""
+"""Tensors next to such a weight, one of which has its scales."""
 
 GPTQ_BITS = 4
 

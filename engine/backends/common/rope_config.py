@@ -1,4 +1,4 @@
-"""What config.json says of rotary position embedding, as a frozen, checked value. No torch here."""
+"""Rotary position embedding by config.json, as a frozen, checked value. No torch here."""
 
 from __future__ import annotations
 

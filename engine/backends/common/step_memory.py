@@ -24,19 +24,19 @@ SLACK_PAIRS = 2048
 _SAMPLING_BYTES = 72
 """Per logit: float32 logits, an edited copy, and what sorting and filtering make of it."""
 
-_TELLING_BYTES = 36
+_PROMPT_LOGPROBS_BYTES = 36
 """Per logit of a prompt's token: float32 logits, their log-probabilities, and what ranking them takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a step's memory depends on.
+    """Sizes of a step that its memory depends on.
 
     rows: tokens fed.  sampled: rows whose logits are wanted.  padded: query rows of the largest attention call, padding
     included.  gathered: tokens whose keys and values the largest call copies out of pages: those that lie apart, or all
     where they are kept as codes.  masked: elements of all masks.  prompt_states: rows of a prompt whose
-    log-probabilities are made at once.  native: whether attention is, which makes nothing but its output.  fused: whether blocks are, which
-    make nothing between their products.
+    log-probabilities are made at once.  native: whether attention is, which makes nothing but its output.  fused:
+    whether blocks are, which make nothing between their products.
     """
 
     rows: int
@@ -51,7 +51,7 @@ class StepSizes:
 
 def logits_rows_at_once(sampled: int) -> int:
     """Rows of a prompt whose log-probabilities take no more than drawing from `sampled` rows does."""
-    return max(1, sampled * _SAMPLING_BYTES // (_TELLING_BYTES + _FLOAT32))
+    return max(1, sampled * _SAMPLING_BYTES // (_PROMPT_LOGPROBS_BYTES + _FLOAT32))
 
 
 def largest_step(*, step_tokens: int, max_prompts: int, context: int, page_tokens: int = 16) -> StepSizes:
@@ -87,8 +87,8 @@ def step_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat, *, laye
 
 
 def graph_bytes(config: ModelConfig, sequences: int, itemsize: int) -> int:
-    """What recorded decodes of up to so many sequences keep: memory of their own to work in, shared by all recordings,
-    and logits."""
+    """Return the memory of recorded decodes of up to `sequences` sequences: working memory of their own, shared by all
+    recordings, and logits."""
     sizes = StepSizes(rows=sequences, sampled=0, padded=sequences)
     heads = HeadFormat(config.head_dim, 16, itemsize)
     logits = sequences * config.vocab_size * (2 * _FLOAT32 + itemsize)
@@ -96,7 +96,7 @@ def graph_bytes(config: ModelConfig, sequences: int, itemsize: int) -> int:
 
 
 def _norm_bytes(elements: int, itemsize: int) -> int:
-    """RMS norm: in float32, with the square and the product beside it, and the result."""
+    """RMS norm: in float32, with the square, the product and the result."""
     return elements * (3 * _FLOAT32 + itemsize)
 
 
@@ -121,7 +121,7 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat) -
 
 def _capped_bytes(config: ModelConfig, sizes: StepSizes) -> int:
     """Soft-capped scores, which no fused kernel makes: keys and values in float32, the scores and what they become."""
-    if not config.traits.score_cap:
+    if not config.traits.attn_softcap:
         return 0
     scores = config.heads * (sizes.masked + sizes.gathered) * _FLOAT32
     keys_values = 2 * config.kv_heads * config.head_dim * max(sizes.gathered, sizes.rows) * _FLOAT32
@@ -145,8 +145,8 @@ def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: i
 
 
 def _head_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
-    """What is told of prompts is done with before the rows that sample are looked at."""
+    """Return the memory of the head. Logprobs of prompts are done before the rows that sample begin."""
     return max(
         _norm_bytes(rows * config.hidden_size, itemsize) + rows * config.vocab_size * (itemsize + each)
-        for rows, each in ((sizes.sampled, _SAMPLING_BYTES), (sizes.prompt_states, _TELLING_BYTES))
+        for rows, each in ((sizes.sampled, _SAMPLING_BYTES), (sizes.prompt_states, _PROMPT_LOGPROBS_BYTES))
     )

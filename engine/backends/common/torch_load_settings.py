@@ -1,4 +1,4 @@
-"""What the settings of a load make of a model: context, RoPE, experts, and what cannot be honoured. No torch here."""
+"""Settings of a load applied to a model: context, RoPE, experts; refusals of those it cannot honour. No torch here."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
 
 
 def with_num_experts(config: ModelConfig, number: int | None) -> ModelConfig:
-    """`config` with so many experts per token, its own number where None. Raises InvalidRequest where it has not as
-    many."""
+    """Return `config` with `number` experts per token, its own where None. Raises InvalidRequest where it has fewer."""
     if number is None:
         return config
     experts = config.traits.experts

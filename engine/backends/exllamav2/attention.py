@@ -35,12 +35,13 @@ def install_flash(attn: ModuleType, model: ModuleType) -> None:
     _set_functions(
         attn, flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache, flash_attn.flash_attn_varlen_func
     )
-    known = inspect.signature(flash_attn.flash_attn_func).parameters
-    _set_flags(attn, model, window="window_size" in known, softcap="softcap" in known)
+    parameters = inspect.signature(flash_attn.flash_attn_func).parameters
+    _set_flags(attn, model, window="window_size" in parameters, softcap="softcap" in parameters)
 
 
 def model_needs(config: Any) -> dict[str, Any]:
-    """What the model of a config of the library asks of its attention, as `paged_attention.probe.probe` takes it."""
+    """Return what a model needs of its attention, by the library's config, as `paged_attention.probe.probe` takes
+    it."""
     arch = config.arch.lm
     windowed = config.sliding_window and (arch.swa or arch.alternating_swa)
     return {
@@ -99,7 +100,7 @@ class FlashAttention:
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
     ) -> Tensor:
-        """`flash_attn_func`: q [rows, new, heads, dim] over k, v [rows, known, kv_heads, dim], which may be slices of a
+        """`flash_attn_func`: q [rows, new, heads, dim] over k, v [rows, total, kv_heads, dim], which may be slices of a
         larger cache; the last query sees the last key. The library measures memory with it while it loads."""
         _require_causal(causal)
         return dense_attention(q, k, v, scale=softmax_scale, window=_window(window_size), softcap=softcap)
@@ -110,7 +111,7 @@ class FlashAttention:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float) -> Tensor:
-    """Causal attention of q [rows, new, heads, dim] over k, v [rows, known, kv_heads, dim], aligned at the last token.
+    """Causal attention of q [rows, new, heads, dim] over k, v [rows, total, kv_heads, dim], aligned at the last token.
 
     window: keys that a query sees, its own among them; None is all.  softcap: as in Gemma 2 (arXiv:2408.00118, 2.2);
     0.0 is off. Returns [rows, new, heads, dim], contiguous.
@@ -118,33 +119,33 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: in
     groups = q.shape[2] // k.shape[2]
     queries = q.transpose(1, 2)
     keys, values = (each.transpose(1, 2).repeat_interleave(groups, dim=1) for each in (k, v))
-    new, known = queries.shape[2], keys.shape[2]
-    narrow = window is not None and window < known
+    new, total = queries.shape[2], keys.shape[2]
+    narrow = window is not None and window < total
     if softcap:
-        visible = _visible(new, known, window, q.device)
+        visible = _visible(new, total, window, q.device)
         heads = [
             _capped(queries[:, i], keys[:, i], values[:, i], visible, scale, softcap) for i in range(queries.shape[1])
         ]
         return torch.stack(heads, dim=2)
-    if new == known and not narrow:
+    if new == total and not narrow:
         out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
     else:
-        mask = None if new == 1 and not narrow else _visible(new, known, window, q.device)
+        mask = None if new == 1 and not narrow else _visible(new, total, window, q.device)
         out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).contiguous()
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """One head, [rows, tokens, dim]: a head at a time, so that no [heads, new, known] scores are ever held."""
+    """One head, [rows, tokens, dim]: a head at a time, so that no [heads, new, total] scores are ever held."""
     scores = torch.tanh((q.float() @ k.float().mT) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return (weights @ v.float()).to(q.dtype)
 
 
-def _visible(new: int, known: int, window: int | None, device: torch.device) -> Tensor:
-    """[new, known]: which keys each query sees."""
-    seen = torch.ones(new, known, dtype=torch.bool, device=device).tril(known - new)
-    return seen if window is None else seen.triu(known - new - window + 1)
+def _visible(new: int, total: int, window: int | None, device: torch.device) -> Tensor:
+    """[new, total]: which keys each query sees."""
+    seen = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+    return seen if window is None else seen.triu(total - new - window + 1)
 
 
 def _window(size: tuple[int, int]) -> int | None:

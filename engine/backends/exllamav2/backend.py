@@ -53,9 +53,9 @@ def check_accounts(generator: Any, ours: Collection[str], pages: int) -> None:
     active = {job.identifier for job in generator.active_jobs}
     theirs = active | {job.identifier for job in generator.pending_jobs}
     assert set(ours) == theirs, f"{len(ours)} requests run, the generator has {len(theirs)} jobs"
-    held, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
-    assert held + free == pages, f"{held} pages held and {free} free are not {pages}"
-    assert active or not held, f"{held} pages are held by nobody"
+    used, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
+    assert used + free == pages, f"{used} pages in use and {free} free are not {pages}"
+    assert active or not used, f"{used} pages are in use without a request"
 
 
 # How the exllamav2 backend is doing, in numbers.
@@ -104,7 +104,7 @@ def sequence_lengths(request: BackendRequest) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one worker can hold.
+    """Capacity of one worker.
 
     pages: KV pages of all requests together.      max_model_len: tokens of one sequence.
     max_input_len: tokens of one prompt.           draft_tokens: tokens guessed ahead per step.
@@ -168,7 +168,7 @@ class Limits:
             )
 
     def _refuse_length(self, request: BackendRequest) -> None:
-        held = self.pages * PAGE_TOKENS
+        cached = self.pages * PAGE_TOKENS
         guesses = f" with {self.draft_tokens} guessed ahead" if self.draft_tokens else ""
         limit, reason = min(
             (self.max_input_len or self.max_model_len, f"max_input_len is {self.max_input_len}"),
@@ -177,8 +177,8 @@ class Limits:
                 f"the context is {self.max_model_len} tokens{guesses}, and the answer takes one at least",
             ),
             (
-                held - 1 - self.draft_tokens,
-                f"the KV pages hold {held} tokens{guesses}, and the answer takes one at least",
+                cached - 1 - self.draft_tokens,
+                f"the KV pages hold {cached} tokens{guesses}, and the answer takes one at least",
             ),
         )
         prompt = len(request.prompt_ids)
@@ -188,7 +188,7 @@ class Limits:
                 prompt_tokens=prompt,
                 limit=limit,
                 max_model_len=self.max_model_len,
-                pool_tokens=held,
+                pool_tokens=cached,
             )
 
     def _refuse_guidance(self, request: BackendRequest) -> None:
@@ -282,7 +282,7 @@ class ExllamaBackend:
 
     At most max_prompts requests are the generator's at a time, each as a job that takes its pages for LEASE_TOKENS more
     tokens before it starts; the others wait here. A step that fails ends the requests that were in it and makes a new
-    generator. A step that runs out of memory ends nobody as long as fewer can be tried: all go on, three quarters of
+    generator. A step that runs out of memory ends none as long as fewer can be tried: all go on, three quarters of
     them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
     """
 
@@ -295,7 +295,7 @@ class ExllamaBackend:
         self._pages = PageHash(os.urandom(32))
         self._max_prompts = 1
         self._prompts_limit = 0
-        self._line = RequestQueue()
+        self._queue = RequestQueue()
         self._masks: dict[str, TokenMask] = {}
         self._counters = Counters()
         self._unsent: list[TokenEvent] = []
@@ -334,11 +334,11 @@ class ExllamaBackend:
         """Take a request. Raises ContextLengthExceeded, or InvalidRequest naming the field."""
         if self._limits is None:
             raise RuntimeError("the backend holds no model")
-        if request.id in self._line:
+        if request.id in self._queue:
             raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
         self._limits.refuse(request)
         refuse_unsupported(request.params)
-        self._line.waiting[request.id] = request
+        self._queue.waiting[request.id] = request
         if mask is not None:
             self._masks[request.id] = mask
 
@@ -346,7 +346,7 @@ class ExllamaBackend:
         """Forget a request and free its pages."""
         self._unsent = [event for event in self._unsent if event.request_id != request_id]
         self._masks.pop(request_id, None)
-        live = self._line.drop(request_id)
+        live = self._queue.drop(request_id)
         if live is not None:
             live.count(self._counters)
             self._release(live)
@@ -360,15 +360,15 @@ class ExllamaBackend:
         """The library cuts prompts as it was loaded to."""
 
     def has_work(self) -> bool:
-        """Whether any request is live, or an end of one was not told yet."""
-        return bool(self._line or self._unsent)
+        """Return whether any request is live, or an end of one was not returned yet."""
+        return bool(self._queue or self._unsent)
 
     @ends_worker()
     def step(self) -> Sequence[TokenEvent]:
         """One iteration of the generator, and the tokens it gave."""
         if self._generator is not None:
             self._start()
-        if self._generator is not None and self._line.running:
+        if self._generator is not None and self._queue.running:
             try:
                 results = self._generator.iterate()
             except Exception as error:
@@ -381,7 +381,7 @@ class ExllamaBackend:
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
-        stats = backend_stats(self._line, self._counters, self._generator, self._parts)
+        stats = backend_stats(self._queue, self._counters, self._generator, self._parts)
         return msgspec.structs.replace(stats, prompts_limit=self._prompts_limit)
 
     def prefix_changes(self) -> PrefixChanges:
@@ -402,15 +402,15 @@ class ExllamaBackend:
     def check(self) -> None:
         """Prove that the generator has our jobs and no others, and that its pages add up; raises AssertionError."""
         if self._generator is None or self._parts is None:
-            assert not self._line, f"{len(self._line.running)} requests without a generator"
+            assert not self._queue, f"{len(self._queue.running)} requests without a generator"
         else:
-            check_accounts(self._generator, self._line.running.keys(), self._parts.pages)
+            check_accounts(self._generator, self._queue.running.keys(), self._parts.pages)
 
     def unload(self) -> None:
         """Give all memory back and forget every request."""
         parts, self._parts = self._parts, None
         self._generator = self._limits = None
-        self._line, self._counters = RequestQueue(), Counters()
+        self._queue, self._counters = RequestQueue(), Counters()
         self._masks.clear()
         self._unsent.clear()
         self._prompts_limit = 0
@@ -422,9 +422,9 @@ class ExllamaBackend:
     def _warm_up(self) -> None:
         """Answer a short request, so that kernels are chosen and the whole path has worked once."""
         request = BackendRequest(id="warm-up", prompt_ids=[0] * 8, params=SamplingParams(max_tokens=4, seed=0))
-        self._line.waiting[request.id] = request
+        self._queue.waiting[request.id] = request
         try:
-            while self._line:
+            while self._queue:
                 for event in self.step():
                     if event.finish == "error":
                         raise ModelLoadFailed(f"the model was loaded, but it cannot answer: {event.message}")
@@ -437,17 +437,17 @@ class ExllamaBackend:
         """Give the generator as many requests as there are places."""
         assert self._limits is not None
         places = min(self._max_prompts, self._prompts_limit or self._max_prompts)
-        while self._line.waiting and len(self._line.running) < places:
-            lengths = sequence_lengths(next(iter(self._line.waiting.values())))
-            if self._line.places + len(lengths) > self._limits.places:
+        while self._queue.waiting and len(self._queue.running) < places:
+            lengths = sequence_lengths(next(iter(self._queue.waiting.values())))
+            if self._queue.places + len(lengths) > self._limits.places:
                 return
-            request = self._line.take()
+            request = self._queue.take()
             new_tokens = self._limits.wanted(request)
             if new_tokens < 1:
                 self._end(request.id, "length")
                 continue
             try:
-                self._line.run(request, self._enqueue(request, new_tokens))
+                self._queue.run(request, self._enqueue(request, new_tokens))
             except Exception as error:
                 if is_device_lost(error):
                     raise
@@ -474,13 +474,13 @@ class ExllamaBackend:
         """Take the tokens of everybody. The generator has done with the jobs in `over`."""
         assert self._limits is not None
         going_on: list[LiveRequest] = []
-        for live in list(self._line.running.values()):
+        for live in list(self._queue.running.values()):
             request_id, failed, whole = live.request.id, live.job.failed, live.job.whole
             goes_on = not whole and (request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0))
             live.count(self._counters)
             self._unsent += live.events(self._counters, ended=not goes_on and not failed)
             if failed or not goes_on:
-                self._line.drop(request_id)
+                self._queue.drop(request_id)
                 self._masks.pop(request_id, None)
             elif request_id in over:
                 going_on.append(live)
@@ -488,7 +488,7 @@ class ExllamaBackend:
                 self._end(request_id, "error", live.job.why_failed)
             if (failed or whole) and request_id not in over:
                 self._release(live)
-        self._line.give_back(going_on)
+        self._queue.give_back(going_on)
 
     def _release(self, live: LiveRequest) -> None:
         """Take a job from the generator, which is replaced where it cannot."""
@@ -502,14 +502,14 @@ class ExllamaBackend:
     def _mend(self, error: Exception, *, retry: bool = False) -> None:
         """End the requests of a step that failed, and let those that held no pages yet go on in a new generator.
 
-        Where nobody held any, all jobs end. retry: fewer of them may do what all could not, so that all go on. Every
-        failure ends somebody or lowers how many run, and none can go on for ever. Raises WorkerFailed where there is no
-        new generator.
+        Where no request held any, all jobs end. retry: fewer of them may do what all could not, so that all go on.
+        Every failure ends a request or lowers how many run, and none can go on for ever. Raises WorkerFailed where
+        there is no new generator.
         """
         if is_device_lost(error):
             raise error
         assert self._parts is not None
-        running = list(self._line.running.values())
+        running = list(self._queue.running.values())
         pending = {id(job) for job in self._generator.pending_jobs}
         failed = [live for live in running if id(live.job.handle) not in pending] or running
         if retry and len(failed) > 1:
@@ -519,9 +519,9 @@ class ExllamaBackend:
         else:
             _logger.error("the generator failed with %d requests", len(running), exc_info=error)
         self._generator = None
-        self._line.give_back([live for live in running if live not in failed], LiveRequest.as_told)
+        self._queue.give_back([live for live in running if live not in failed], LiveRequest.as_sent)
         for live in failed:
-            self._line.drop(live.request.id)
+            self._queue.drop(live.request.id)
             self._end(live.request.id, "error", failure_reason(error))
         try:
             self._generator = self._parts.make_generator()
@@ -533,7 +533,7 @@ class ExllamaBackend:
             ) from failure
 
     def _end(self, request_id: str, finish: FinishReason, message: str = "") -> None:
-        self._line.begun.discard(request_id)
+        self._queue.begun.discard(request_id)
         self._masks.pop(request_id, None)
         self._unsent.append(TokenEvent(request_id=request_id, finish=finish, message=message))
 

@@ -103,7 +103,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadNumbers:
-    """What a load was about to need, and what there was, for its error messages.
+    """Memory that a load needed, and memory that was free, for its error messages.
 
     other_bytes: work buffers and reserves, estimated.  split: whether gpu_split was given.
     """

@@ -164,7 +164,7 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether there was nothing to choose from."""
+        """True if there was nothing to choose from."""
         return self._choosing.failed
 
     @property
@@ -174,7 +174,7 @@ class Job:
 
     @property
     def whole(self) -> bool:
-        """Whether its mask allows nothing more after what was chosen."""
+        """True if its mask allows nothing more after the chosen tokens."""
         return self._choosing.whole
 
     def take(self) -> list[ChosenToken]:
@@ -182,18 +182,18 @@ class Job:
         return self._choosing.take()
 
     def tokens(self) -> list[int]:
-        """All tokens of its own sequence known so far."""
-        known: list[int] = self.handle.sequences[0].sequence_ids.torch()[0].tolist()
-        return known
+        """All tokens of its own sequence so far."""
+        token_ids: list[int] = self.handle.sequences[0].sequence_ids.torch()[0].tolist()
+        return token_ids
 
     @property
     def started(self) -> bool:
-        """Whether it holds pages; before, and after its end, it does not."""
+        """True if it holds pages; before, and after its end, it does not."""
         return bool(self.handle.sequences[0].allocated_pages)
 
     @property
     def decoding(self) -> bool:
-        """Whether its prompt is computed, but for the last token, which the first step of decoding computes."""
+        """True if its prompt is computed, but for the last token, which the first step of decoding computes."""
         return bool(self.handle.is_prefill_done())
 
     @property
@@ -239,7 +239,7 @@ def _bias(request: BackendRequest, vocab_size: int, *, masked: bool) -> TokenBia
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the load; only ever grows. guessed, held: guesses by how far ahead they were."""
+    """Counts since the load; they only grow. drafted, accepted: draft tokens by how far ahead they were."""
 
     steps: int = 0
     prefix_query_tokens: int = 0
@@ -247,32 +247,32 @@ class Counters:
     prompt_tokens_computed: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
-    guessed: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
-    def drafted(self, guessed: int, held: int) -> None:
-        """One step guessed so many tokens ahead for a request, of which the first `held` did."""
-        self.draft_tokens += guessed
-        self.draft_accepted += held
-        for counts, number in ((self.guessed, guessed), (self.held, held)):
-            counts += [0] * (guessed - len(counts))
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count one step that drafted tokens for a request, of which the first `accepted` were right."""
+        self.draft_tokens += drafted
+        self.draft_accepted += accepted
+        for counts, number in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts += [0] * (drafted - len(counts))
             counts[:number] = [count + 1 for count in counts[:number]]
 
     @property
     def drafts(self) -> tuple[DraftPosition, ...]:
-        """Guesses by position."""
-        return tuple(DraftPosition(guessed=each, held=held) for each, held in zip(self.guessed, self.held, strict=True))
+        """Draft tokens by position."""
+        return tuple(DraftPosition(drafted=d, accepted=a) for d, a in zip(self.drafted, self.accepted, strict=True))
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request with its job. begun: its first token was sent; told: all that were, by this job. The others are what
+    """A request with its job. begun: its first token was sent; sent: all that were, by this job. The others are what
     the counters have of the job."""
 
     job: Job
     request: BackendRequest
     begun: bool
-    told: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     prompt_computed: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
@@ -282,7 +282,7 @@ class LiveRequest:
         job = self.job
         computed = max(self.prompt_computed, min(job.computed_tokens, job.known_tokens) - job.cached_tokens)
         counters.prompt_tokens_computed += computed - self.prompt_computed
-        counters.drafted(job.draft_tokens - self.draft_tokens, job.draft_accepted - self.draft_accepted)
+        counters.count_drafts(job.draft_tokens - self.draft_tokens, job.draft_accepted - self.draft_accepted)
         self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
 
     def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
@@ -305,7 +305,7 @@ class LiveRequest:
                 counters.prefix_query_tokens += self.job.known_tokens
                 counters.prefix_hit_tokens += self.job.cached_tokens
             self.begun = True
-            self.told.append(token.token_id)
+            self.sent.append(token.token_id)
         return events
 
     def rest(self) -> BackendRequest:
@@ -315,11 +315,11 @@ class LiveRequest:
             return self.request
         return msgspec.structs.replace(self.request, generated=answer, banned_next=())
 
-    def as_told(self) -> BackendRequest:
-        """The request as it stands for whoever asked: what a failed step made of its job is forgotten."""
-        if not self.told:
+    def as_sent(self) -> BackendRequest:
+        """Return the request as its client has it: the effects of a failed step on its job are forgotten."""
+        if not self.sent:
             return self.request
-        return msgspec.structs.replace(self.request, generated=[*self.request.generated, *self.told], banned_next=())
+        return msgspec.structs.replace(self.request, generated=[*self.request.generated, *self.sent], banned_next=())
 
 
 @dataclass(slots=True)
@@ -375,5 +375,5 @@ class RequestQueue:
                 known_tokens=live.job.length,
             )
         for request in self.waiting.values():
-            known = len(request.prompt_ids) + len(request.generated)
-            yield SequenceStats(request_id=request.id, computed_tokens=0, known_tokens=known)
+            tokens = len(request.prompt_ids) + len(request.generated)
+            yield SequenceStats(request_id=request.id, computed_tokens=0, known_tokens=tokens)

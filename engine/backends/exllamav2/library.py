@@ -68,7 +68,7 @@ class KernelBuild:
 
     @property
     def begun(self) -> bool:
-        """Whether there is something to compile, or was once."""
+        """True if there is something to compile, or was once."""
         return (self.workspace / "build.ninja").is_file()
 
     @property
@@ -77,11 +77,11 @@ class KernelBuild:
         return min(self.sources, sum(1 for _ in self.workspace.glob("*.o")))
 
     @contextmanager
-    def held(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Have the folder to ourselves; `wait` is called again and again while another process has it. Raises OSError,
+    def locked(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Lock the folder; `wait` is called again and again while another process has it. Raises OSError,
         also where others could write into it.
 
-        The system drops the lock of a process that dies, so whoever holds it may clear what a killed build left.
+        The system drops the lock of a process that dies, so its holder may clear what a killed build left.
         """
         claim_folder(self.folder, _LEVELS)
         make_private_folder(self.workspace)
@@ -232,7 +232,7 @@ def import_library(
 ) -> Library:
     """The library, its attention not chosen yet (see `Library.engage`).
 
-    report: told how many files of the kernels are compiled, on this thread. spec: its folder is read first, so that a
+    report: called with the number of compiled kernel files, on this thread. spec: its folder is read first, so that a
     model which cannot be loaded costs no compilation.
     Raises BackendUnavailable, LoadCancelled, and for the folder what `folder.read_folder` raises.
     """
@@ -318,7 +318,7 @@ def _first_import(package: Path, report: Report, cancelled: Callable[[], bool]) 
         )
     watch = _Watch(build, report, cancelled)
     try:
-        with build.held(watch.wait) if build is not None else nullcontext(), environment(**variables):
+        with build.locked(watch.wait) if build is not None else nullcontext(), environment(**variables):
             watched(_import_modules, watch.look)
     except LoadCancelled:
         raise
@@ -355,7 +355,7 @@ class _Watch:
         self._build = build
         self._report = report
         self._cancelled = cancelled
-        self._told = False
+        self._reported = False
 
     def look(self) -> None:
         """Report, or stop the compilers: the import then fails by itself."""
@@ -364,7 +364,7 @@ class _Watch:
         if self._cancelled():
             self._build.stop()
         elif self._build.begun and self._build.compiled < self._build.sources:
-            self._tell(self._build.compiled)
+            self._report_files(self._build.compiled)
 
     def wait(self) -> None:
         """Another process builds: report how far it is. Raises LoadCancelled."""
@@ -375,11 +375,11 @@ class _Watch:
 
     def done(self) -> None:
         """Everything is compiled; said only where anything was said before."""
-        if self._told and self._build is not None:
-            self._tell(self._build.sources)
+        if self._reported and self._build is not None:
+            self._report_files(self._build.sources)
 
-    def _tell(self, done: int) -> None:
-        self._told = True
+    def _report_files(self, done: int) -> None:
+        self._reported = True
         total = self._build.sources if self._build is not None else done
         self._report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
 

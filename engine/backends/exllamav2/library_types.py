@@ -1,4 +1,4 @@
-"""What the library gives us and what a load makes of it: the two values that the rest of this backend works with."""
+"""The library's classes, and a loaded model: the two values that the rest of this backend works with."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def device_shares(
     """
     all_layers = sum(layers.values()) or 1
     shares = []
-    for number, taken in sorted(taken_bytes.items()):
+    for number, used_bytes in sorted(taken_bytes.items()):
         weights, kv = weights_bytes * layers.get(number, 0) // all_layers, kv_bytes.get(number, 0)
         shares.append(
             DeviceShare(
@@ -105,7 +105,7 @@ def device_shares(
                 layers=layers.get(number, 0),
                 weights_bytes=weights,
                 kv_bytes=kv,
-                working_bytes=max(0, taken - weights - kv),
+                working_bytes=max(0, used_bytes - weights - kv),
             )
         )
     return tuple(shares)
@@ -126,8 +126,8 @@ class WeightsProgress:
         self._before_bytes = 0
 
     def callback(self, model: Any, tensors: Mapping[str, TensorHeader]) -> Callable[[int, int], None]:
-        """What the library calls before it loads module `index` of `count` of `model`, and once at the end. Models
-        are loaded one after the other."""
+        """Return the callback of the library before it loads module `index` of `count` of `model`, and once at the end.
+        Models are loaded one after the other."""
         keys = [[*(each.key for each in module.submodules), module.key] for module in model.modules]
         reached = [0, *accumulate(module_bytes(tensors, keys))]
         before, self._before_bytes = self._before_bytes, self._before_bytes + stored_bytes(tensors)
@@ -167,7 +167,7 @@ class ModelAndCache:
 
 @dataclass(slots=True)
 class LoadAllocations:
-    """The library's objects that own memory. Whoever else refers to them (jobs, results) lets go before `free`.
+    """The library's objects that own memory. Other references to them (jobs, results) go before `free`.
 
     models: the main one first.
     """
@@ -192,9 +192,9 @@ class LoadAllocations:
         for adapter in self.adapters:
             _try(adapter.unload)
         self.adapters.clear()
-        for held in self.models:
-            held.cache = None
-            _try(held.model.unload)
+        for part in self.models:
+            part.cache = None
+            _try(part.model.unload)
         self.models.clear()
         if had_any:
             self.gpus.give_back()
@@ -212,18 +212,19 @@ def _try(unload: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorMaker:
-    """Makes generators over what `holdings` holds, one at a time. Raises RuntimeError once that was given back."""
+    """Makes generators over what `allocations` holds, one at a time. Raises RuntimeError once that was given back."""
 
     plan: LoadPlan
     tokenizer: Any
-    holdings: LoadAllocations
+    allocations: LoadAllocations
 
     def __call__(self) -> Any:
-        held, plan = self.holdings, self.plan
-        if not held.models:
+        allocations, plan = self.allocations, self.plan
+        if not allocations.models:
             raise RuntimeError("the model has been unloaded")
-        held.close_generator()
-        main, draft = held.models[0], held.models[1] if len(held.models) > 1 else ModelAndCache(None)
+        allocations.close_generator()
+        main, *drafts = allocations.models
+        draft = drafts[0] if drafts else ModelAndCache(None)
         chunk_tokens = main.model.config.max_input_len
         generator = plan.library.generator(
             model=main.model,
@@ -240,9 +241,9 @@ class GeneratorMaker:
         )
         generator.sampling_pool.shutdown(wait=False)  # it has started no thread yet
         generator.sampling_pool = _sampling_pool(generator.max_sampling_threads)
-        if held.adapters:
-            generator.set_loras(list(held.adapters))
-        held.generator = generator
+        if allocations.adapters:
+            generator.set_loras(list(allocations.adapters))
+        allocations.generator = generator
         return generator
 
 
@@ -272,7 +273,7 @@ def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], 
     for name in checkpoint:
         key, _, kind = name.rpartition(".")
         if kind in _ONLY_QUANTISED and key not in kinds:
-            raise malformed(key, kind, f"has no {' or '.join(_MARKS)} beside it")
+            raise malformed(key, kind, f"has no {' or '.join(_MARKS)} next to it")
     for key, kind in kinds.items():
         raise_if_cancelled()
         shape = (_check_exl2 if kind == "q_weight" else _check_gptq)(checkpoint, key)
@@ -281,7 +282,7 @@ def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], 
 
 def _open(folder: Path, model: Any) -> Checkpoint:
     """All files that the library takes tensors from, whatever an index says. It goes by names that it makes of theirs;
-    where two tensors have the same, nobody can say which it takes."""
+    where two tensors have the same, it is undefined which it takes."""
     files = [folder / name for name in file_names(folder) if name.endswith(".safetensors") and name[0] != "."]
     headers = [(file, name, header) for file in files for name, header in read_header(file).items()]
     names = getattr(model.config, "tensor_file_map", None)
@@ -309,8 +310,8 @@ def _check_gptq(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
 
 
 def _read(checkpoint: Checkpoint, key: str, parts: tuple[str, ...]) -> dict[str, Tensor]:
-    """The layer's tensors. Of those that nobody looks into, not a byte is read. Raises ModelLoadFailed for one that is
-    missing."""
+    """The layer's tensors. Of those whose values do not matter, not a byte is read. Raises ModelLoadFailed for one that
+    is missing."""
     optional = ("bias", "g_idx")
     present = [part for part in parts if f"{key}.{part}" in checkpoint or part not in optional]
     return dict(zip(present, checkpoint.read(*(f"{key}.{part}" for part in present)), strict=True))
@@ -347,15 +348,15 @@ def load_parts(
         return loader.load()
     except Exception as error:
         failure = explain_load(error, loader.numbers)
-    loader.holdings.free()  # only here: what was caught held on to tensors through its traceback
+    loader.allocations.free()  # only here: the exception kept tensors alive through its traceback
     raise failure
 
 
 class _Loader:
-    """One load: weights, adapter and caches into `holdings`, in the order that the split needs."""
+    """One load: weights, adapter and caches into `allocations`, in the order that the split needs."""
 
     def __init__(self, plan: LoadPlan, gpus: Gpus, progress: WeightsProgress) -> None:
-        self.holdings = LoadAllocations(gpus)
+        self.allocations = LoadAllocations(gpus)
         self._plan = plan
         self._gpus = gpus
         self._progress = progress
@@ -364,7 +365,7 @@ class _Loader:
 
     @property
     def numbers(self) -> LoadNumbers:
-        """What it needs and had, for messages."""
+        """Memory that it needs and had, for messages."""
         plan = self._plan
         return LoadNumbers(
             name=plan.spec.name,
@@ -380,10 +381,10 @@ class _Loader:
         """Everything; raises what the library raises, or an error of ours."""
         plan = self._plan
         tokenizer = plan.library.tokenizer(plan.sources[0].config)
-        models = self.holdings.models
+        models = self.allocations.models
         models += [ModelAndCache(plan.library.model(source.config)) for source in plan.sources]
-        for held, source in zip(models, plan.sources, strict=True):
-            refuse_malformed(source.folder.path, held.model, self._progress.raise_if_cancelled)
+        for part, source in zip(models, plan.sources, strict=True):
+            refuse_malformed(source.folder.path, part.model, self._progress.raise_if_cancelled)
         if plan.split.kind == "automatic":
             self._load_as_it_fits(models)
         else:
@@ -398,12 +399,12 @@ class _Loader:
         left. The library runs each layer on a whole chunk as it goes, so what was loaded also works."""
         plan = self._plan
         self._pages = self._estimated_pages()
-        for held, source in reversed(list(zip(models, plan.sources, strict=True))):
-            held.cache = self._new_cache(held.model, lazy=True)
-            held.model.load_autosplit(
-                held.cache,
+        for part, source in reversed(list(zip(models, plan.sources, strict=True))):
+            part.cache = self._new_cache(part.model, lazy=True)
+            part.model.load_autosplit(
+                part.cache,
                 reserve_vram=list(plan.split.reserve_bytes),
-                callback=self._progress.callback(held.model, source.folder.tensors),
+                callback=self._progress.callback(part.model, source.folder.tensors),
             )
         self._apply_adapter(models[0].model)
 
@@ -417,15 +418,15 @@ class _Loader:
         else:
             self._load_layers(main.model, source, plan.split.gigabytes or whole(0))
         self._apply_adapter(main.model)
-        for held, draft in zip(drafts, draft_sources, strict=True):
+        for part, draft in zip(drafts, draft_sources, strict=True):
             roomiest = max(plan.split.numbers, key=self._gpus.free_bytes)
-            self._load_layers(held.model, draft, whole(roomiest))
+            self._load_layers(part.model, draft, whole(roomiest))
         self._pages = self._pages or self._measured_pages(models)
         self._progress.cache(self.numbers.cache_bytes, done=False)
-        for held in models:
-            held.cache = self._new_cache(held.model, lazy=False)
-        for held in models:
-            _compute_chunk(held)
+        for part in models:
+            part.cache = self._new_cache(part.model, lazy=False)
+        for part in models:
+            _compute_chunk(part)
 
     def _load_layers(self, model: Any, source: ModelSource, gigabytes: tuple[float, ...]) -> None:
         model.load(list(gigabytes), callback=self._progress.callback(model, source.folder.tensors))
@@ -443,7 +444,7 @@ class _Loader:
 
     def _apply_adapter(self, model: Any) -> None:
         if self._plan.adapter is not None:
-            self.holdings.adapters.append(load_adapter(self._plan.library.lora, model, self._plan.adapter))
+            self.allocations.adapters.append(load_adapter(self._plan.library.lora, model, self._plan.adapter))
 
     def _new_cache(self, model: Any, *, lazy: bool) -> Any:
         library, tokens = self._plan.library, self._pages * PAGE_TOKENS
@@ -470,8 +471,8 @@ class _Loader:
     def _measured_pages(self, models: list[ModelAndCache]) -> int:
         """After the weights are loaded: as much as the fullest GPU has room for."""
         plan, page_bytes = self._plan, Counter[int]()
-        for held, source in zip(models, plan.sources, strict=True):
-            page_bytes.update(page_bytes_by_device(source.cache, Counter(map(_number, held.model.cache_map.values()))))
+        for part, source in zip(models, plan.sources, strict=True):
+            page_bytes.update(page_bytes_by_device(source.cache, Counter(map(_number, part.model.cache_map.values()))))
         free_bytes = {
             number: self._gpus.free_bytes(number) - plan.split.reserve_bytes[number] - plan.work_bytes
             for number in page_bytes
@@ -493,9 +494,9 @@ class _Loader:
     # --- the result -------------------------------------------------------------------------------------------------
 
     def _parts(self, tokenizer: Any) -> LoadedParts:
-        plan, models = self._plan, self.holdings.models
+        plan, models = self._plan, self.allocations.models
         config = plan.sources[0].config
-        devices = [_devices(held.model) for held in models]
+        devices = [_devices(part.model) for part in models]
         unpacked = sum(
             source.cache.unpacked_page_bytes * len(on) for source, on in zip(plan.sources, devices, strict=True)
         )
@@ -527,34 +528,34 @@ class _Loader:
             info=info,
             pages=self._pages,
             draft_tokens=plan.draft_tokens,
-            make_generator=GeneratorMaker(plan, tokenizer, self.holdings),
-            free=self.holdings.free,
+            make_generator=GeneratorMaker(plan, tokenizer, self.allocations),
+            free=self.allocations.free,
         )
 
     def _shares(self, models: list[ModelAndCache], numbers: list[int]) -> tuple[DeviceShare, ...]:
         plan, main = self._plan, models[0].model
         layers, kv_bytes = Counter[int](), Counter[int]()
-        for held, source in zip(models, plan.sources, strict=True):
-            on = _layers_by_device(held.model, source.cache.layers)
-            layers.update(on if held.model is main else {})
-            if held.model.tp_context is None:
+        for part, source in zip(models, plan.sources, strict=True):
+            on = _layers_by_device(part.model, source.cache.layers)
+            layers.update(on if part.model is main else {})
+            if part.model.tp_context is None:
                 kv_bytes.update(page_bytes_by_device(source.cache, on))
             else:
                 kv_bytes.update(
                     dict.fromkeys(on, source.cache.page_bytes // len(on) + source.cache.unpacked_page_bytes)
                 )
-        taken = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
+        used_bytes = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
         held_bytes = {number: self._pages * each for number, each in kv_bytes.items()}
-        return device_shares(taken, layers, held_bytes, plan.weights_bytes)
+        return device_shares(used_bytes, layers, held_bytes, plan.weights_bytes)
 
 
-def _compute_chunk(held: ModelAndCache) -> None:
+def _compute_chunk(part: ModelAndCache) -> None:
     """The largest step there is, so that memory which runs out does so now. Its keys are overwritten later."""
     import torch
 
-    tokens = torch.zeros((1, held.model.config.max_input_len), dtype=torch.long)
-    held.model.forward(tokens, held.cache, preprocess_only=True)
-    held.cache.current_seq_len = 0
+    tokens = torch.zeros((1, part.model.config.max_input_len), dtype=torch.long)
+    part.model.forward(tokens, part.cache, preprocess_only=True)
+    part.cache.current_seq_len = 0
 
 
 def _devices(model: Any) -> set[int]:

@@ -1,4 +1,4 @@
-"""What a load will do, worked out from folders and settings before anything of it reaches a GPU."""
+"""Plan of a load, from folders and settings, before anything of it reaches a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Split:
 
     @property
     def sizes_cache_first(self) -> bool:
-        """Whether the cache's size has to be known before the weights are loaded."""
+        """True if the cache's size has to be decided before the weights are loaded."""
         return self.kind in ("automatic", "tensor_parallel")
 
     @property
@@ -275,8 +275,8 @@ def _set_experts(config: Any, spec: ModelSpec) -> None:
 def _set_buffers(config: Any, spec: ModelSpec, max_model_len: int, max_sequences: int) -> None:
     """Scratch sizes. A chunk is whole pages and no longer than what the cache will surely hold. Under tensor
     parallelism the logits of a whole step share one pinned buffer, sized by max_output_len."""
-    held = min(max_model_len, spec.kv_cache_tokens or CHUNK_TOKENS, CHUNK_TOKENS)
-    chunk = _whole_pages(held)
+    tokens = min(max_model_len, spec.kv_cache_tokens or CHUNK_TOKENS, CHUNK_TOKENS)
+    chunk = _whole_pages(tokens)
     config.max_batch_size = 1
     config.max_input_len = chunk
     config.max_attention_size = chunk**2
@@ -387,7 +387,7 @@ class ModelSource:
 
     @property
     def work_bytes(self) -> int:
-        """What each device needs for it besides weights and cache."""
+        """Bytes that each device needs for it besides weights and cache."""
         config = self.config
         return work_bytes(
             hidden_size=config.hidden_size,
@@ -430,17 +430,17 @@ class LoadPlan:
 
     @property
     def work_bytes(self) -> int:
-        """What each device needs besides weights and caches."""
+        """Bytes that each device needs besides weights and caches."""
         return sum(source.work_bytes for source in self.sources)
 
     @property
     def page_bytes(self) -> int:
-        """What one page takes in all layers of all models."""
+        """Bytes of one page in all layers of all models."""
         return sum(source.cache.page_bytes for source in self.sources)
 
     @property
     def unpacked_page_bytes(self) -> int:
-        """What packed caches add per page on each device."""
+        """Bytes that packed caches add per page on each device."""
         return sum(source.cache.unpacked_page_bytes for source in self.sources)
 
 

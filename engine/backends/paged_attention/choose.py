@@ -1,4 +1,4 @@
-"""Which paged attention computes: a pure decision over what the machine and the model are. No torch here."""
+"""Choice of the paged attention: a pure decision over facts of the machine and the model. No torch here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLASH_PAGE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What decides.
+    """Facts about the machine and the model that decide.
 
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
@@ -63,7 +63,8 @@ class Choice:
 
 
 def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
-    """What `--attention wanted` comes to. Raises InvalidRequest, with the reason, where `wanted` cannot be.
+    """Return the attention that `--attention wanted` comes to. Raises InvalidRequest, with the reason, where `wanted`
+    cannot be.
 
     Without CUDA, "auto" takes native where it fits and gathered where it does not; else the first that fits of:
     flash: hand-tuned for what it takes, appends and splits long contexts in one launch.
@@ -133,7 +134,7 @@ def _varlen(facts: AttentionFacts) -> str:
 
 
 def _flash_kernels(who: str, facts: AttentionFacts) -> str:
-    """What flash-attn and torch's copy of it have in common."""
+    """Return the obstacle that flash-attn and torch's copy of it share."""
     if _capability(facts) < _AMPERE:
         return f"{who} needs compute capability 8.0 on every device, and one has {_dotted(_capability(facts))}"
     if facts.dtype == "float32":

@@ -1,4 +1,4 @@
-"""What the machine has for paged attention, and whether the choice works there: the side of `choose` that looks."""
+"""Facts about the machine for `choose`, and a trial of its choice there."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def engage(wanted: AttentionName, facts: AttentionFacts, devices: Sequence[torch
 
 
 def failure(name: ImplementationName, facts: AttentionFacts, device: torch.device) -> str:
-    """What goes wrong when `name` is run on `device`, as a clause; "" where it gives what gathered pages give.
+    """Return why `name` does not work on `device`, as a clause; "" where it gives what gathered pages give.
 
     One decode and one chunk of two short sequences: what a missing host compiler, too little shared memory or a
     kernel built for other cards would break.
     """
-    if name in ("gathered", "native"):  # whoever says that native attention fits has tried it
+    if name in ("gathered", "native"):  # native attention was tried when the facts said that it fits
         return ""
     try:
         for q_len in (1, 33):

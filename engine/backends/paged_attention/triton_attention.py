@@ -26,7 +26,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the sizes depend on: multiprocessors, and the compute capability."""
+    """A GPU as far as sizes depend on it: multiprocessors and compute capability."""
 
     processors: int
     capability: tuple[int, int]
@@ -45,7 +45,7 @@ class Tile:
 def tile_for(rows: int, head_dim: int, capability: tuple[int, int]) -> Tile:
     """Sizes for `rows` query rows per key head (q_len * group).
 
-    Queries and `stages` pairs of key and value blocks lie in shared memory, two bytes an element: 96 KiB at most, which
+    Queries and `stages` pairs of key and value blocks lie in shared memory, two bytes an element: max 96 KiB, which
     every card since Ampere has, and 48 KiB on Turing, whose compiler takes some more and which has 64.
     """
     wide, turing = head_dim > 128, capability < (8, 0)
@@ -195,7 +195,7 @@ def _attend(
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
-    """What scores are multiplied by, before and after the soft-cap, to come out as powers of two."""
+    """Return the factors of scores before and after the soft-cap, for powers of two."""
     if softcap:
         return 2 * _LOG2_E * scale / softcap, _LOG2_E * softcap
     return _LOG2_E * scale, 1.0

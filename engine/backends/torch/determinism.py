@@ -1,8 +1,8 @@
-"""Whether a model's answers depend on nothing but themselves: every row of a batch computed by one fixed sequence of
-operations, whatever the other rows, the chunks in which its sequence came, and the threads.
+"""Deterministic models: each row of a batch is computed by one fixed sequence of operations, whatever the other rows,
+the chunks of its sequence, and the number of threads.
 
-Our own kernels do; torch's choose theirs by the size of the batch. So a model is deterministic where the kernels
-compute all of it, which is known once it is loaded.
+The native kernels do so; torch's choose operations by the size of the batch. So a model is deterministic where the
+native kernels compute all of it, which is known once it is loaded.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from engine.errors import InvalidRequest
 PARAM = "deterministic"
 
 
-def refuse_undetermined(decoder: Decoder, attention: Choice) -> None:
-    """Raise InvalidRequest, naming what torch computes, unless every row's result is its own affair."""
-    reason = next(_undetermined(decoder, attention), "")
+def refuse_nondeterministic(decoder: Decoder, attention: Choice) -> None:
+    """Raise InvalidRequest, naming what torch computes, unless the model is deterministic."""
+    reason = next(_nondeterministic_parts(decoder, attention), "")
     if reason:
         raise InvalidRequest(f"{PARAM} cannot be honoured: {reason}", param=PARAM)
 
 
-def refuse_adapters() -> InvalidRequest:
-    """Why no adapter can be attached beside a deterministic model."""
+def adapters_refused() -> InvalidRequest:
+    """Return the error for adapters of a deterministic model."""
     return InvalidRequest(
-        f"adapters cannot be attached where {PARAM} is set: torch computes them, by the size of the batch; one can be "
-        "merged into the weights with lora",
+        f"adapters cannot be attached where {PARAM} is set, as torch computes them depending on the batch size; "
+        "one can be merged into the weights with lora",
         param=PARAM,
     )
 
 
-def _undetermined(decoder: Decoder, attention: Choice) -> Iterator[str]:
-    """What depends on the batch, in words."""
+def _nondeterministic_parts(decoder: Decoder, attention: Choice) -> Iterator[str]:
+    """Yield what depends on the batch, as clauses."""
     if attention.name != "native":
         yield f"torch attends by gathering pages ({attention.reason})"
     for stage in decoder.stages:
         for layer, block in enumerate(stage.blocks, stage.first_layer):
-            if (what := _of_block(block)) is not None:
-                yield f"torch computes {what} of layer {layer}, not the native kernels"
+            if (part := _torch_part(block)) is not None:
+                yield f"torch computes {part} of layer {layer}, not the native kernels"
     if not isinstance(decoder.head, NativeLinear):
         yield "torch computes the head, not the native kernels"
-    if decoder.config.traits.logit_cap:
+    if decoder.config.traits.logit_softcap:
         yield "torch caps this model's logits"
 
 
-def _of_block(block: Block) -> str | None:
-    """What of a block torch computes by the size of the batch; None where nothing. Its norms are sums over single rows,
-    and what it adds is rounded once."""
+def _torch_part(block: Block) -> str | None:
+    """Return the part of a block that torch computes depending on the batch size; None for none. Norms sum over single
+    rows, and residual sums are rounded once."""
     mixture = block.mlp if isinstance(block.mlp, MixtureMlp) else None
     parts: list[tuple[str, object]] = [("the attention's projections", block.qkv), ("the attention's output", block.o)]
     if mixture is not None:
@@ -61,4 +61,4 @@ def _of_block(block: Block) -> str | None:
         if not isinstance(mlp, GatedMlp) or (block.fused is None and mlp.fused is None):
             return "the MLP's gate"
         parts.append(("the MLP", mlp.down))
-    return next((what for what, linear in parts if not isinstance(linear, NativeLinear)), None)
+    return next((part for part, linear in parts if not isinstance(linear, NativeLinear)), None)

@@ -37,7 +37,7 @@ def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
     elif native.off:
         advice = "Use them again: `unset ERICLLM_NATIVE`."
         yield Finding(_AREA, _NAME, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off", advice)
-    elif kernels in native.kept:
+    elif kernels in native.compiled:
         yield Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled")
     elif native.compiler and native.folder_problem:
         value = f"torch's own kernels: ours cannot be kept, as {native.folder_problem}"

@@ -21,7 +21,7 @@ from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs
 from engine.backends.torch.cuda.recorder import readback_for, recorder_for, uploader_for
 from engine.backends.torch.cuda.step_transfer import BlockingUploader, fill_pending_ids, upload_plan
-from engine.backends.torch.determinism import refuse_undetermined
+from engine.backends.torch.determinism import refuse_nondeterministic
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.kv.staging import ContiguousKvStaging, kv_staging_for
@@ -30,7 +30,7 @@ from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import linear_kind
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
-from engine.backends.torch.native.attention_check import native_obstacle, rotated_heads
+from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
 from engine.backends.torch.native.stack import stack_blocks
 from engine.backends.torch.sampling.prompt_logprobs import FinalStates, ReadPromptStates
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
@@ -192,7 +192,7 @@ class ModelRunner:
             each.forget_kv()
         self.attention, self._paged = self.pick_attention(page_tokens)
         if self.deterministic and self._decoder is not None:
-            refuse_undetermined(self._decoder, self.attention)
+            refuse_nondeterministic(self._decoder, self.attention)
         with torch.inference_mode():
             kv = KvPool(
                 self.config,
@@ -213,7 +213,7 @@ class ModelRunner:
             device=torch.device("cpu") if self._uploader is not None else self._layout.first.device,
             paged=self._paged,
             native=self._native_attention(kv) if self.attention.name == "native" else None,
-            masks=bool(self.config.traits.score_cap),
+            masks=bool(self.config.traits.attn_softcap),
             kv_staging=self._kv_staging,
             adapters=self.adapters.by_key,
         )
@@ -232,7 +232,7 @@ class ModelRunner:
             page_tokens=page_tokens,
             head_dim=self.config.head_dim,
             dtype=self.dtype_name,
-            softcap=self.config.traits.score_cap,
+            softcap=self.config.traits.attn_softcap,
             cache_bits=self._heads.bits,
             window=next((window for window in self.config.traits.windows if window is not None), None),
             native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
@@ -312,7 +312,7 @@ class ModelRunner:
             return NO_CPU
         return native_obstacle(
             self._kernels,
-            rotated_heads(self._decoder),
+            layer_heads(self._decoder),
             dtype=self._dtype,
             devices=[each.device for each in self._layout.memories],
             page_tokens=page_tokens,
@@ -323,7 +323,7 @@ class ModelRunner:
         library = self._kernels.library
         if self._decoder is None or library is None:
             raise RuntimeError("native attention needs a model and its library")
-        heads = [each.heads for each in rotated_heads(self._decoder)]
+        heads = [each.heads for each in layer_heads(self._decoder)]
         attention = NativeAttention(library, heads, kv.layers, dtype=self._dtype, bits=self._heads.bits)
         self._decoder = replace(self._decoder, stack=stack_blocks(self._decoder, library, attention))
         return attention

@@ -1,1 +1,1 @@
-"""What backends over torch share: safetensors files, quantized formats, kinds of torch errors."""
+"""Parts that backends over torch share: safetensors files, quantized formats, kinds of torch errors."""

@@ -102,7 +102,7 @@ class Checkpoint:
             tensor: Tensor = opened.get_slice(stored_as)[info.at] if info.at else opened.get_tensor(stored_as)
         except (SafetensorError, OSError, IndexError) as error:
             raise _damaged(info.file, error) from None
-        # The file was opened anew. What computes with a tensor goes by its shape, the native kernels without looking.
+        # The file was opened again. What computes with a tensor goes by its shape, the native kernels without looking.
         if tensor.shape != info.shape or tensor.nbytes != info.stored_bytes:
             raise ModelLoadFailed(
                 f"{quote_value(info.file.name)} in {info.file.parent} has changed while it was read: its tensor "

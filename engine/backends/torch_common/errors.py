@@ -21,13 +21,13 @@ _OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device or the host ran out of memory, so that a smaller step might have worked."""
+    """Return whether the device or the host ran out of memory, so that a smaller step might have worked."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in text for sign in _NO_MEMORY)
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether every later call would fail too, so that only a new process helps.
+    """Return whether every later call would fail too, so that only a new process helps.
 
     torch has its own type for it from 2.8 on; before, it is a RuntimeError whose text begins with "CUDA error". Work
     that could not be recorded fails with the same type and costs the recording alone.

@@ -40,7 +40,7 @@ class Fp8Weight:
 
     @property
     def stored_bytes(self) -> int:
-        """What it and its scales take in their files."""
+        """Bytes of it and its scales in their files."""
         return sum(info.stored_bytes for info in self.parts.values())
 
     def read(self, device: torch.device) -> Tensor:
@@ -76,16 +76,16 @@ def locate_fp8(checkpoint: Checkpoint, key: str, shape: tuple[int, int], block: 
     require_parts(key, parts, {"weight": Wanted(shape, FP8_KINDS)})
     if len(parts) == 1:
         raise malformed(
-            key, "weight", f"is stored as {parts['weight'].kind} without {' or '.join(FP8_SCALES)} beside it"
+            key, "weight", f"is stored as {parts['weight'].kind} without {' or '.join(FP8_SCALES)} next to it"
         )
     scale = parts[names[1]]
-    known = dict(_known_scales(shape, block))
-    if scale.shape not in known:
+    scales = dict(_known_scales(shape, block))
+    if scale.shape not in scales:
         raise malformed(
-            key, names[1], f"is {by(scale.shape)}; its layer makes it {' or '.join(dict.fromkeys(map(by, known)))}"
+            key, names[1], f"is {by(scale.shape)}; its layer makes it {' or '.join(dict.fromkeys(map(by, scales)))}"
         )
     require_parts(key, parts, {names[1]: Wanted(scale.shape, _SCALE_FLOATS)})
-    return Fp8Weight(checkpoint, key, shape, known[scale.shape], parts)
+    return Fp8Weight(checkpoint, key, shape, scales[scale.shape], parts)
 
 
 def _known_scales(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[Shape, tuple[int, int]]]:

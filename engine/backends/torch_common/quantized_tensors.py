@@ -20,7 +20,7 @@ _KINDS = {
 
 
 class Part(Protocol):
-    """What a file's header says of a tensor; `kind` is its dtype in safetensors' words ("I32")."""
+    """A tensor by its file's header; `kind` is its dtype in safetensors' words ("I32")."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,7 +45,7 @@ def parts_of(tensors: Mapping[str, Tensor | None]) -> dict[str, TensorPart]:
 
 
 class Wanted(NamedTuple):
-    """What a part must be."""
+    """Shape and kinds that a part must have."""
 
     shape: tuple[int, ...]
     kinds: tuple[str, ...]

@@ -25,7 +25,7 @@ _COLUMN_PACKED: dict[Method, tuple[str, ...]] = {
 }
 _COLUMNS_PER_WORD = 8
 _SLAB_COLUMNS = 4096
-"""Columns dequantised at a time: beside the weight itself, only a slab of it is held."""
+"""Columns dequantised at a time: besides the weight itself, only a slab of it is in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class QuantisedWeight:
 
     @property
     def stored_bytes(self) -> int:
-        """What its parts take in their files."""
+        """Bytes of its parts in their files."""
         return sum(info.stored_bytes for info in self.parts.values())
 
     def read(self, device: torch.device) -> Tensor:

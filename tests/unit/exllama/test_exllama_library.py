@@ -204,7 +204,7 @@ def test_another_worker_s_build_is_waited_for_and_its_lock_left_alone(tmp_path: 
         if len(waited) == 2:
             other.close()
 
-    with build.held(wait):
+    with build.locked(wait):
         assert waited == [True, True]
         assert not (build.workspace / "lock").exists()
 

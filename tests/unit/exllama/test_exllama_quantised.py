@@ -90,7 +90,7 @@ def test_tensors_that_the_library_would_mix_up_are_refused(tmp_path: Path) -> No
     with pytest.raises(ModelLoadFailed, match="have tensors of the same name"):
         refuse_malformed(folder, NO_LAYERS, go_on)
     save_file({"other.q_groups": LAYERS["exl2"]["q_groups"]}, folder / "twice.safetensors")
-    with pytest.raises(ModelLoadFailed, match="q_groups has no q_weight or qweight beside it"):
+    with pytest.raises(ModelLoadFailed, match="q_groups has no q_weight or qweight next to it"):
         refuse_malformed(folder, NO_LAYERS, go_on)
 
 

@@ -1,4 +1,4 @@
-"""What each panel of insight says, as lines of content for a width. Pure."""
+"""The panels of insight, as lines of content for a width. Pure."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ def share_bars(shares: Iterable[tuple[str, float, str, str]], width: int) -> lis
             (f"{name:<{_LABEL}}", "$muted"),
             gauge(share, bar, style),
             (f"{percent(share):>{_SHARE}}", "bold"),
-            (f"  {said:>{numbers}}", "$muted"),
+            (f"  {label:>{numbers}}", "$muted"),
         )
-        for name, share, style, said in rows
+        for name, share, style, label in rows
     ]
 
 
@@ -173,7 +173,7 @@ _ENDINGS = {
 
 
 class Room(NamedTuple):
-    """What a panel has to draw in. lettered: parts of a bar are told by letters, for want of blocks or colours."""
+    """The room of a panel. lettered: parts of a bar are marked by letters, for want of blocks or colours."""
 
     width: int
     ascii_only: bool = False
@@ -184,25 +184,23 @@ Lines = Iterator[Content]
 
 
 def session(snapshot: Snapshot, room: Room) -> Lines:
-    """What was done, and how fast while something was."""
+    """Return the work of the session, and its rates while busy."""
     seen = snapshot.insight.session
     elapsed_s = max(seen.elapsed_s, seen.busy_s)
     yield _line("since", f"{clock(seen.since)}, {duration(elapsed_s)}" if seen.since else "–")
     yield _line("busy", f"{text.percent(seen.busy_s / elapsed_s if elapsed_s else None)} · {duration(seen.busy_s)}")
     yield _line("requests", f"{seen.requests:,} ended")
-    yield _line(
-        "tokens", f"{text.count(seen.output_tokens)} out · {text.count(seen.prompt_tokens)} of prompts computed"
-    )
+    yield _line("tokens", f"{text.count(seen.output_tokens)} generated · {text.count(seen.prompt_tokens)} prefilled")
     if seen.busy_s > 0:
         out, computed = (number / seen.busy_s for number in (seen.output_tokens, seen.prompt_tokens))
-        yield _line("while busy", f"{text.rate(out)} tok/s out · {text.rate(computed)} in", "bold")
+        yield _line("while busy", f"{text.rate(out)} tok/s generated · {text.rate(computed)} prefilled", "bold")
     else:
         yield _line("while busy", "–")
-    yield _line("batch", "–" if seen.batch is None else f"{three_digits(seen.batch)} requests in a step, on average")
+    yield _line("batch", "–" if seen.batch is None else f"average {three_digits(seen.batch)}")
 
 
 def time_spent(snapshot: Snapshot, room: Room) -> Lines:
-    """Queue, prefill and decode: percentiles of each, and each one's part of the whole."""
+    """Queue, prefill and decode: percentiles and share of each."""
     insight = snapshot.insight
     spreads = {"queue": insight.queue, "prefill": insight.prefill, "decode": insight.decode}
     spent = {name: (spread.mean or 0.0) * spread.count for name, spread in spreads.items()}
@@ -229,8 +227,8 @@ def goodput(snapshot: Snapshot, room: Room) -> Lines:
         return
     share = seen.kept / seen.judged
     style = "$success" if share >= 0.95 else "$warning" if share >= 0.8 else "$error"
-    kept = f" · {seen.kept:,} of {seen.judged:,} requests"
-    yield Content.assemble((f"{'kept':<{_NAME}}", "$muted"), (text.percent(share), f"bold {style}"), kept)
+    counts = f" · {seen.kept:,} of {seen.judged:,} requests"
+    yield Content.assemble((f"{'kept':<{_NAME}}", "$muted"), (text.percent(share), f"bold {style}"), counts)
     yield _line("per second", f"{three_digits(seen.per_s)} in the last minute")
     yield gauge(share, room.width, style)
 
@@ -269,14 +267,14 @@ def context(snapshot: Snapshot, room: Room) -> Lines:
 
 
 def drafts(snapshot: Snapshot, room: Room) -> Lines:
-    """How many guesses held, by how far ahead they were."""
+    """Return the acceptance rate of draft tokens, by position."""
     yield from share_bars(
         (
             (
                 f"+{position}",
-                each.held / each.guessed if each.guessed else 0.0,
+                each.accepted / each.drafted if each.drafted else 0.0,
                 "$graph-tokens",
-                f"{text.count(each.held)} of {text.count(each.guessed)}",
+                f"{text.count(each.accepted)} of {text.count(each.drafted)}",
             )
             for position, each in enumerate(snapshot.insight.drafts, start=1)
         ),
@@ -285,17 +283,17 @@ def drafts(snapshot: Snapshot, room: Room) -> Lines:
 
 
 def power(snapshot: Snapshot, room: Room) -> Lines:
-    """What the devices draw, what a token takes, and what today came to."""
+    """Return the power of the devices, the energy of a token, and today's energy and cost."""
     seen, done = snapshot.insight.energy, snapshot.insight.session
     if seen.power_w is None:
-        yield _line("now", "– no device in use tells what it draws" if seen.unmetered else "– no device is in use")
+        yield _line("now", "– power not reported by this device" if seen.unmetered else "– no device is in use")
     else:
         per_watt = snapshot.output_tokens_per_s / seen.power_w if seen.power_w else 0.0
         yield _line("now", f"{seen.power_w:,.0f} W · {three_digits(per_watt)} tok/s per W")
     if seen.session_joules:
         per_token = seen.busy_joules / done.output_tokens if done.output_tokens else None
-        said = f"{three_digits(per_token)} J per token while busy · " if per_token is not None else ""
-        yield _line("session", f"{said}{energy(seen.session_joules)}")
+        per_token_text = f"{three_digits(per_token)} J per token while busy · " if per_token is not None else ""
+        yield _line("session", f"{per_token_text}{energy(seen.session_joules)}")
     if seen.session_joules or seen.today_joules:
         money = "" if seen.rate_per_kwh is None else cost(seen.today_joules, seen.rate_per_kwh, seen.currency)
         yield _line("today", f"{energy(seen.today_joules)}{' · ' if money else ''}{money}", "bold")
@@ -304,7 +302,7 @@ def power(snapshot: Snapshot, room: Room) -> Lines:
 
 
 def work(snapshot: Snapshot, room: Room) -> Lines:
-    """What models ask of each device, against the most that it can."""
+    """Return the use of each device's compute and memory bandwidth, against its peak."""
     seen = snapshot.insight.work
     if not seen:
         yield Content.styled("No worker holds a model.", "$muted")
@@ -315,11 +313,11 @@ def work(snapshot: Snapshot, room: Room) -> Lines:
         yield _against(name, "compute", each.flops_per_s, each.flops_limit_per_s, "FLOP/s", unknown, room)
         yield _against("", "memory", each.bytes_per_s, each.bytes_limit_per_s, "B/s", unknown, room)
     if measurable(seen):
-        yield Content.styled("l measures what the processor can at most.", "$muted")
+        yield Content.styled("l measures peak CPU throughput.", "$muted")
 
 
 def measurable(seen: tuple[DeviceWork, ...]) -> bool:
-    """Whether a processor is at work whose limits were not measured."""
+    """Return whether a processor is in use whose limits were not measured."""
     return any(each.device == "cpu" and each.bytes_limit_per_s is None for each in seen)
 
 
@@ -362,9 +360,9 @@ def _unknown(device: DeviceReading | None) -> str:
 
 
 def _against(name: str, what: str, value: float, limit: float | None, unit: str, unknown: str, room: Room) -> Content:
-    said = scaled(value, unit) if limit is None else of_limit(value, limit, unit)
+    reading = scaled(value, unit) if limit is None else of_limit(value, limit, unit)
     share = None if limit is None else value / limit
-    numbers = f"{said:>21}"
+    numbers = f"{reading:>21}"
     caption = Content.assemble((f"{name:<{_NAME - 4}}", "bold"), (f"{what:<8}", "$muted"))
     left = max(4, room.width - caption.cell_length - len(numbers) - 6)
     if share is None:

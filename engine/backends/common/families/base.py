@@ -1,4 +1,4 @@
-"""What distinguishes one decoder architecture from another, as data; everything else is shared. No torch here."""
+"""Differences between decoder architectures, as data; everything else is shared. No torch here."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class TensorNames:
 class Traits:
     """How one model's blocks differ from plain Llama.
 
-    windows: per layer, how many tokens back (itself included) a token sees; None sees all.  unturned: layers whose
-    queries and keys know nothing of positions.  The biases say which linear layers have one.
+    windows: per layer, how many tokens back (itself included) a token sees; None sees all.  no_rope_layers: layers
+    whose queries and keys are not rotated.  The biases say which linear layers have one.
     norm: RMS norm, RMS norm by 1 + weight, or layer norm with a bias.  qk_norm: how queries and keys are normalised
     before they are turned: each head by one weight, each by its own, or the whole projection; None where they are not.
     parallel: attention and MLP read the same normalised input.
-    score_scale: what dot products are multiplied by, head_dim ** -0.5 where None.  score_cap, logit_cap: scores and
-    logits become cap * tanh(x / cap); 0 for none.  embedding_scale, residual_scale, logit_scale: multiply the
+    score_scale: what dot products are multiplied by, head_dim ** -0.5 where None.  attn_softcap, logit_softcap: scores
+    and logits become cap * tanh(x / cap); 0 for none.  embedding_scale, residual_scale, logit_scale: multiply the
     embeddings, what is added to the residual, and the logits.  experts: what is in place of some layers' MLP.
     """
 
@@ -74,11 +74,11 @@ class Traits:
     mlp_bias: bool = False
     norm: NormKind = "rms"
     qk_norm: QkNormKind | None = None
-    unturned: frozenset[int] = frozenset()
+    no_rope_layers: frozenset[int] = frozenset()
     parallel: bool = False
     score_scale: float | None = None
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
+    attn_softcap: float = 0.0
+    logit_softcap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -73,8 +73,8 @@ def qwen_experts(raw: Mapping[str, object], layers: int, *, shared_inner: int = 
     """Qwen's rule: experts in every `decoder_sparse_step`th layer but those in `mlp_only_layers`."""
     step = positive(raw, "decoder_sparse_step", 1)
     dense = raw.get("mlp_only_layers")
-    kept = {layer for layer in dense if isinstance(layer, int)} if isinstance(dense, list) else set()
-    sparse = tuple((layer + 1) % step == 0 and layer not in kept for layer in range(layers))
+    dense_layers = {layer for layer in dense if isinstance(layer, int)} if isinstance(dense, list) else set()
+    sparse = tuple((layer + 1) % step == 0 and layer not in dense_layers for layer in range(layers))
     if not any(sparse):
         return None
     return Experts(

@@ -28,7 +28,7 @@ DEFAULTS: RawConfig = {
 
 
 def gemma_traits(raw: RawConfig, layers: int, every: int) -> Traits:
-    """What Gemma 2 and 3 have in common; each `every`th layer sees the whole context."""
+    """Return the traits that Gemma 2 and 3 share; each `every`th layer sees the whole context."""
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel(
             "config.json sets use_bidirectional_attention; the torch backend attends to the past alone"
@@ -40,8 +40,8 @@ def gemma_traits(raw: RawConfig, layers: int, every: int) -> Traits:
         o_bias=attention_bias,
         norm="rms_plus_one",
         score_scale=positive_number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
-        score_cap=number(raw, "attn_logit_softcapping", 0.0),
-        logit_cap=number(raw, "final_logit_softcapping", 0.0),
+        attn_softcap=number(raw, "attn_logit_softcapping", 0.0),
+        logit_softcap=number(raw, "final_logit_softcapping", 0.0),
         embedding_scale=positive(raw, "hidden_size") ** 0.5,
     )
 

@@ -12,7 +12,7 @@ from engine.backends.common.families.gemma2 import DEFAULTS, NAMES, gemma_traits
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
     every = positive(raw, "sliding_window_pattern", 6)
-    return replace(gemma_traits(raw, layers, every), qk_norm="head", score_cap=0.0)
+    return replace(gemma_traits(raw, layers, every), qk_norm="head", attn_softcap=0.0)
 
 
 _DEFAULTS: RawConfig = {**DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}

@@ -16,13 +16,13 @@ from engine.errors import UnsupportedModel
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
     attention_bias = bool(raw.get("attention_bias", False))
-    unturned = _no_rope_layers(raw, layers)
+    no_rope_layers = _no_rope_layers(raw, layers)
     return Traits(
-        windows=_windows(raw, layers, unturned),
+        windows=_windows(raw, layers, no_rope_layers),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        unturned=unturned,
+        no_rope_layers=no_rope_layers,
     )
 
 
@@ -39,11 +39,11 @@ def _no_rope_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if not turned[layer])
 
 
-def _windows(raw: RawConfig, layers: int, unturned: frozenset[int]) -> tuple[int | None, ...]:
+def _windows(raw: RawConfig, layers: int, no_rope_layers: frozenset[int]) -> tuple[int | None, ...]:
     """Windows only where `use_sliding_window`; then by `layer_types`, or where there is no RoPE."""
     if not raw.get("use_sliding_window", False):
         return full_attention(layers)
-    kinds = ["sliding_attention" if layer in unturned else "full_attention" for layer in range(layers)]
+    kinds = ["sliding_attention" if layer in no_rope_layers else "full_attention" for layer in range(layers)]
     return typed_windows({"layer_types": kinds, **{key: raw[key] for key in raw if raw[key] is not None}}, layers, 1)
 
 

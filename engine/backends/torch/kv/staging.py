@@ -263,7 +263,7 @@ def kv_staging_for(kv: KvPool, config: ModelConfig, layout: Layout, max_sequence
     """Return a staging of `kv` for up to `max_sequences`; None unless all is in RAM, without windows, KV codes or
     softcap, and memory suffices."""
     memory = layout.first
-    plain = kv.codec is None and not config.traits.score_cap and config.traits.windows == (None,) * config.layers
+    plain = kv.codec is None and not config.traits.attn_softcap and config.traits.windows == (None,) * config.layers
     if not plain or len(layout.spans) > 1 or memory.simulated or memory.device.type != "cpu":
         return None
     pages = kv.layers[0]

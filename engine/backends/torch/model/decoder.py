@@ -12,30 +12,30 @@ from torch import Tensor
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
-from engine.backends.torch.model.linear import Linear, sum_onto
-from engine.backends.torch.model.lora import AdaptedRows, Place, add_adapters
+from engine.backends.torch.model.linear import Linear, add_product
+from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
 from engine.backends.torch.model.mlp import GatedMlp, Mlp
 from engine.backends.torch.model.norms import Norm
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
-from engine.backends.torch.native.layer import Fused
+from engine.backends.torch.native.layer import FusedLinear
 from engine.backends.torch.native.stack import Stack
 
-# A block whose norms, gate and residual sums are part of its native products.
+# Blocks whose norms, gates and residual sums are fused into native products.
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """hidden + alpha * norm(linear(x)), in the place of `hidden` where no norm stands between them.
+    """hidden + alpha * norm(linear(x)), in place if fused.
 
-    fused: both in one, where they can be.
+    fused: product and sum in one call, where there is no norm between them.
     """
 
     linear: Linear
     norm: Norm
     alpha: float
-    place: Place
-    fused: Fused | None
+    place: LinearName
+    fused: FusedLinear | None
 
     def __call__(self, x: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
         if self.fused is None:
@@ -49,24 +49,24 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class FusedBlock:
-    """A block of attention and a gated MLP, one after the other. What adapters change of their rows is computed apart:
-    the other rows get what they would get without them."""
+    """A block of attention, then a gated MLP. What adapters add to their rows is computed separately, so that it
+    changes no other row."""
 
     input_norm: Norm
-    qkv: Fused
+    qkv: FusedLinear
     o: Residual
     mlp_norm: Norm
     mlp: GatedMlp
-    gated: Fused
+    gated: FusedLinear
     down: Residual
 
     def into_attention(self, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
-        """Queries, keys and values of hidden states [rows, hidden]."""
+        """Return queries, keys and values of hidden states [rows, hidden]."""
         qkv = self.qkv(hidden)
         return add_adapters(qkv, self.input_norm(hidden), layer, "qkv", adapted) if adapted else qkv
 
     def out_of_attention(self, attended: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
-        """The block's output, of what its heads made and what went into it, which is used up."""
+        """Return the block's output, from attention outputs and its input, which is overwritten."""
         hidden = self.o(attended, hidden, layer, adapted)
         gated = self.mlp.adapt_(self.gated(hidden), lambda rows: self.mlp_norm(hidden[rows]), layer, adapted)
         return self.down(gated, hidden, layer, adapted)
@@ -76,8 +76,8 @@ class FusedBlock:
 class Block:
     """Weights of one layer. qkv is fused; qk_norm is over [T, heads + kv_heads, head_dim].
 
-    rotary: what turns its queries and keys; None where nothing does.  fused: what computes the same in fewer calls.
-    sums: its MLP, where attention and MLP are added to the hidden states one after the other as they come out.
+    rotary: rotates its queries and keys; None without RoPE.  fused: the same block in fewer calls, or None.
+    sums: its MLP, where outputs of attention and MLP are added to the hidden states without a norm or scale; else None.
     """
 
     input_norm: Norm
@@ -96,26 +96,26 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Adjacent layers that lie on one device."""
+    """Adjacent layers on one device."""
 
     first_layer: int
     blocks: tuple[Block, ...]
     device: torch.device
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Mapping[RotaryEmbedding | None, Angles | None]:
-        """What each of its blocks turns queries and keys by."""
+        """Return the rotation angles of each distinct rotary embedding of its blocks."""
         rotaries = dict.fromkeys(block.rotary for block in self.blocks)
         return {rotary: rotary.angles(positions, dtype) if rotary is not None else None for rotary in rotaries}
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A causal language model. Every row of a batch is one token; rows meet only in attention.
+    """A causal language model. Every row of a batch is one token; rows depend on each other only in attention.
 
-    Its stages compute one after another. The embedding lies where the first does, final norm and head where the last.
+    The embedding is on the first stage's device, final norm and head on the last one's.
 
-    fused_head: float32 logits, scaled, of states before the final norm in one call, where there is such a kernel.
-    stack: all blocks in one call, for rows without adapters that attend natively.
+    fused_head: final norm, head and scaling in one call to float32 logits, where there is such a kernel.
+    stack: all blocks in one call, for rows without adapters and with native attention.
     """
 
     config: ModelConfig
@@ -123,22 +123,22 @@ class Decoder:
     stages: tuple[Stage, ...]
     final_norm: Norm
     head: Linear
-    fused_head: Fused | None = None
+    fused_head: FusedLinear | None = None
     stack: Stack | None = None
 
     @property
     def fused(self) -> bool:
-        """Whether all of its blocks are."""
+        """True if all of its blocks are fused."""
         return all(block.fused is not None for stage in self.stages for block in stage.blocks)
 
     def hidden(
-        self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None, watch: Callable[[Tensor], None] | None = None
+        self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None, check: Callable[[Tensor], None] | None = None
     ) -> Tensor:
-        """Run one step: write its keys and values to `kv`, return hidden states [rows, hidden] before the last norm:
-        of all rows, or of `rows` [R] alone, which the last block then computes alone once it has attended.
+        """Run one step: write its keys and values to `kv`, and return hidden states [rows, hidden] before the last
+        norm: of all rows, or only of `rows` [R], to which the last block is restricted after its attention.
 
-        watch: given the states [T, hidden] of all rows before the last block, or after it.
-        `plan` and `rows` lie on the first stage's device, the states on the last one's.
+        check: called with the states [T, hidden] of all rows before or after the last block.
+        `plan` and `rows` are on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
         hidden = F.embedding(plan.ids, self.embedding)
@@ -148,26 +148,26 @@ class Decoder:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
             angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
             if self.stack is not None and plan.native is not None and not plan.adapted:
-                found = self.stack(hidden, plan.native, angles, rows)
-                if watch is not None:
-                    watch(hidden)
-                return found
+                states = self.stack(hidden, plan.native, angles, rows)
+                if check is not None:
+                    check(hidden)
+                return states
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 last = layer + 1 == self.config.layers
-                if last and watch is not None:
-                    watch(hidden)
-                taken = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
-                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], taken)
+                if last and check is not None:
+                    check(hidden)
+                selected = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
+                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
         return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [rows, vocab] of hidden states before the last norm."""
+        """Return float32 logits [rows, vocab] of hidden states before the last norm."""
         traits = self.config.traits
         if self.fused_head is not None:
             logits = self.fused_head(hidden)
         else:
             logits = self.head(self.final_norm(hidden) * traits.logit_scale).float()
-        return softcap_(logits, traits.logit_cap) if traits.logit_cap else logits
+        return softcap_(logits, traits.logit_softcap) if traits.logit_softcap else logits
 
     def _block(
         self,
@@ -177,23 +177,23 @@ class Decoder:
         plan: StepPlan,
         kv: KvPool,
         angles: Angles | None,
-        taken: Tensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
-        """States after a block, of the rows `taken` [R] alone where they are given."""
+        """Return the states after a block; only of `rows` [R] if given."""
         if block.fused is not None:
             qkv = block.fused.into_attention(hidden, layer, plan.adapted)
             attended = self._attend(layer, block, qkv, plan, kv, angles)
-            del qkv  # its memory is that of the products to come
-            return block.fused.out_of_attention(_of(attended, taken), _of(hidden, taken), layer, plan.adapted)
+            del qkv  # frees its memory for the next products
+            return block.fused.out_of_attention(_select(attended, rows), _select(hidden, rows), layer, plan.adapted)
         if block.sums is not None and not plan.adapted:
             attended = self._attend(layer, block, block.qkv(block.input_norm(hidden)), plan, kv, angles)
-            hidden = sum_onto(_of(hidden, taken), block.o, _of(attended, taken))
-            return block.sums.onto(hidden, block.mlp_norm(hidden), layer)
+            hidden = add_product(_select(hidden, rows), block.o, _select(attended, rows))
+            return block.sums.add_to(hidden, block.mlp_norm(hidden), layer)
         scale = self.config.traits.residual_scale
         normed = block.input_norm(hidden)
-        attended = block.attention_out_norm(_of(self._attention(layer, block, normed, plan, kv, angles), taken))
-        hidden = torch.add(_of(hidden, taken), attended, alpha=scale)
-        normed = _of(normed, taken) if self.config.traits.parallel else block.mlp_norm(hidden)
+        attended = block.attention_out_norm(_select(self._attention(layer, block, normed, plan, kv, angles), rows))
+        hidden = torch.add(_select(hidden, rows), attended, alpha=scale)
+        normed = _select(normed, rows) if self.config.traits.parallel else block.mlp_norm(hidden)
         return torch.add(hidden, block.mlp_out_norm(block.mlp(normed, layer, plan.adapted)), alpha=scale)
 
     def _attention(
@@ -206,20 +206,20 @@ class Decoder:
     def _attend(
         self, layer: int, block: Block, qkv: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
     ) -> Tensor:
-        """What the heads make of their queries, keys and values [rows, (heads + 2 * kv_heads) * head_dim]."""
+        """Return the attention outputs of queries, keys and values [rows, (heads + 2 * kv_heads) * head_dim]."""
         heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
-        turned = qkv[:, : heads + kv_heads]
+        rotated = qkv[:, : heads + kv_heads]
         if block.qk_norm is not None and not (plan.native and plan.native.attention.norms(layer)):
-            turned.copy_(block.qk_norm(turned))
+            rotated.copy_(block.qk_norm(rotated))
         if plan.native is not None:
             return plan.native.attend(layer, qkv, angles)
         if angles is not None:
-            rotate_(turned, *angles)
+            rotate_(rotated, *angles)
         kv.write(layer, plan.slots, qkv[:, heads:])
-        scores = Scores(heads, self.config.score_scale, self.config.traits.score_cap)
+        scores = Scores(heads, self.config.score_scale, self.config.traits.attn_softcap)
         return attend(layer, block.window, qkv, plan, kv, scores)
 
 
-def _of(states: Tensor, rows: Tensor | None) -> Tensor:
+def _select(states: Tensor, rows: Tensor | None) -> Tensor:
     return states if rows is None else states.index_select(0, rows)

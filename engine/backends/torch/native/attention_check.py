@@ -1,4 +1,4 @@
-"""Whether the native kernel attends for a model: what it takes, and whether it gives what plain attention gives."""
+"""Checks whether native attention applies to a model, and whether it gives the same as plain attention."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ if TYPE_CHECKING:
     from engine.backends.torch.model.decoder import Block, Decoder
 
 _TOLERANCES = {torch.bfloat16: 0.03, torch.float32: 1e-4}
-"""Of values around 1."""
+"""For values around 1."""
 
-_ONE_CODE: dict[CacheBits, float] = {16: 0.0, 8: 0.01, 4: 0.15}
-"""What a number that falls to the other side of a rounding step may do to them besides."""
+_CODE_TOLERANCES: dict[CacheBits, float] = {16: 0.0, 8: 0.01, 4: 0.15}
+"""Additional tolerance for codes that are rounded the other way."""
 
 _TOKENS, _WINDOW = 150, 37
 
 MAX_ROW_NUMBERS = 1 << 17
-"""Of a token's queries, keys and values, for which the kernel is tried: in float32, and a few times over. The largest
-models have some twenty thousand; what is more was made to take all memory before anybody accounts for it."""
+"""Max numbers in a token's queries, keys and values for which the kernel is tested, in several float32 copies. The
+largest models have about 20,000; more could exhaust memory before it is accounted for."""
 
 _NAN_BYTE = 255
-"""Two or four of which are no number, whatever the dtype."""
+"""Two or four such bytes are NaN in every dtype."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RotatedHeads:
-    """The heads of a layer, and what turns them."""
+class LayerHeads:
+    """The heads of a layer, and their rotary embedding."""
 
     heads: Heads
     rotary: RotaryEmbedding | None
 
 
-def rotated_heads(decoder: Decoder) -> list[RotatedHeads]:
-    """Those of each layer."""
-    return [RotatedHeads(_heads(decoder, block), block.rotary) for stage in decoder.stages for block in stage.blocks]
+def layer_heads(decoder: Decoder) -> list[LayerHeads]:
+    """Return the heads of each layer."""
+    return [LayerHeads(_heads(decoder, block), block.rotary) for stage in decoder.stages for block in stage.blocks]
 
 
 def native_obstacle(
     kernels: Kernels,
-    layers: Sequence[RotatedHeads],
+    layers: Sequence[LayerHeads],
     *,
     dtype: torch.dtype,
     devices: Sequence[torch.device],
     page_tokens: int,
     bits: CacheBits = 16,
 ) -> str:
-    """Why the kernel does not attend for such a model, as a clause; "" where it does. A kernel that gives something
-    else than it should is passed over with a warning. bits: of keys and values in the pages."""
+    """Return why native attention does not apply to such a model, as a clause; "" where it does. A kernel with wrong
+    results is not used, with a warning. bits: of keys and values in the pages."""
     head_dim = layers[0].heads.head_dim
     if any(device.type != "cpu" for device in devices):
-        return "the native kernels attend on a CPU alone"
+        return "native attention is for the CPU only"
     if dtype not in DTYPES:
-        return f"the native kernels attend to bfloat16 or float32, and this is {dtype}".replace("torch.", "")
+        return f"native attention is for bfloat16 or float32, not {dtype}".replace("torch.", "")
     if kernels.library is None:
         return kernels.problem
     if page_tokens % TILE_TOKENS:
-        return f"the native kernels take pages of a multiple of {TILE_TOKENS} tokens, and these have {page_tokens}"
+        return f"native attention needs pages of a multiple of {TILE_TOKENS} tokens, not {page_tokens}"
     if head_dim % TILE_TOKENS:
-        return f"the native kernels take head sizes that {TILE_TOKENS} divides, and this is {head_dim}"
-    numbers = max((each.heads.heads + 2 * each.heads.kv_heads) * head_dim for each in layers)
-    if numbers > MAX_ROW_NUMBERS:
-        return f"the native kernels take heads of {MAX_ROW_NUMBERS} numbers together, and these have {numbers}"
-    problem = _misfit(kernels.library, layers, dtype, page_tokens, bits)
+        return f"native attention needs head sizes of a multiple of {TILE_TOKENS}, not {head_dim}"
+    row_numbers = max((each.heads.heads + 2 * each.heads.kv_heads) * head_dim for each in layers)
+    if row_numbers > MAX_ROW_NUMBERS:
+        return f"native attention needs heads of max {MAX_ROW_NUMBERS} numbers together, not {row_numbers}"
+    problem = _problem(kernels.library, layers, dtype, page_tokens, bits)
     if problem:
         _logger.warning("attention stays on torch's kernels: %s", problem)
     return problem
@@ -93,67 +93,70 @@ def _heads(decoder: Decoder, block: Block) -> Heads:
         head_dim=config.head_dim,
         window=block.window,
         scale=config.score_scale,
-        cap=config.traits.score_cap,
+        cap=config.traits.attn_softcap,
     )
     if isinstance(norm, HeadNorm) and norm.rms_epsilon is not None:
         return replace(heads, norm=norm.weight.float().contiguous(), epsilon=norm.rms_epsilon)
     return heads
 
 
-def _misfit(
-    library: NativeLibrary, layers: Sequence[RotatedHeads], dtype: torch.dtype, page_tokens: int, bits: CacheBits
+def _problem(
+    library: NativeLibrary, layers: Sequence[LayerHeads], dtype: torch.dtype, page_tokens: int, bits: CacheBits
 ) -> str:
-    """What is wrong with what the kernel gives for one layer of each kind, as a clause; "" where nothing is."""
+    """Return what is wrong with the kernel's results for one layer of each kind, as a clause; "" for nothing."""
     kinds = {(each.rotary, each.heads.window, each.heads.norm is None): each for each in layers}
     try:
-        differences = [_difference(library, each, dtype, page_tokens, bits) for each in kinds.values()]
+        differences = [_max_difference(library, each, dtype, page_tokens, bits) for each in kinds.values()]
     except AttributeError as error:
         return f"the compiled library cannot be used: {error}"
     worst = max(differences, key=lambda difference: (difference != difference, difference))
     return (
         ""
-        if worst <= _TOLERANCES[dtype] + _ONE_CODE[bits]
-        else f"the native kernel was tried and is off by {worst:.3g}"
+        if worst <= _TOLERANCES[dtype] + _CODE_TOLERANCES[bits]
+        else f"results of the native kernel are off by {worst:.3g}"
     )
 
 
-def _difference(
-    library: NativeLibrary, layer: RotatedHeads, dtype: torch.dtype, page_tokens: int, bits: CacheBits
+def _max_difference(
+    library: NativeLibrary, layer: LayerHeads, dtype: torch.dtype, page_tokens: int, bits: CacheBits
 ) -> float:
-    """Between what the kernel gives for one sequence in three chunks and plain attention in float32, at most."""
+    """Return the max difference between the kernel, for one sequence in three chunks, and plain attention in
+    float32."""
     window = None if layer.heads.window is None else min(layer.heads.window, _WINDOW)
     heads = replace(layer.heads, window=window)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_TOKENS, heads.heads + 2 * heads.kv_heads, heads.head_dim, generator=generator).to(dtype)
     angles = None if layer.rotary is None else layer.rotary.angles(torch.arange(_TOKENS), torch.float32)
-    numbers = list(range(-(-_TOKENS // page_tokens)))[::-1]
-    form = HeadFormat(heads.head_dim, bits, dtype.itemsize)
-    pages = torch.full((len(numbers), page_tokens, 2 * heads.kv_heads, form.head_bytes), _NAN_BYTE, dtype=torch.uint8)
+    row_numbers = list(range(-(-_TOKENS // page_tokens)))[::-1]
+    format = HeadFormat(heads.head_dim, bits, dtype.itemsize)
+    pages = torch.full(
+        (len(row_numbers), page_tokens, 2 * heads.kv_heads, format.head_bytes), _NAN_BYTE, dtype=torch.uint8
+    )
     attention = NativeAttention(library, [heads], [pages], dtype=dtype, bits=bits)
-    found = []
+    outputs = []
     for first, end in ((0, 100), (100, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
-        step = attention.step([ChunkInput(range(end - first), first, numbers, sample=False)])
-        turns = None if angles is None else (angles[0][first:end], angles[1][first:end])
-        found.append(step.attend(0, rows[first:end], turns))
-    expected = _plain(heads, rows.float(), angles, dtype, form)
-    return float((torch.cat(found).float() - expected).abs().max())
+        step = attention.step([ChunkInput(range(end - first), first, row_numbers, sample=False)])
+        chunk_angles = None if angles is None else (angles[0][first:end], angles[1][first:end])
+        outputs.append(step.attend(0, rows[first:end], chunk_angles))
+    expected = _plain_attention(heads, rows.float(), angles, dtype, format)
+    return float((torch.cat(outputs).float() - expected).abs().max())
 
 
-def _plain(
-    heads: Heads, rows: Tensor, angles: tuple[Tensor, Tensor] | None, dtype: torch.dtype, form: HeadFormat
+def _plain_attention(
+    heads: Heads, rows: Tensor, angles: tuple[Tensor, Tensor] | None, dtype: torch.dtype, format: HeadFormat
 ) -> Tensor:
-    """Attention of all rows of one sequence [T, heads + 2 * kv_heads, head_dim], in float32, over what `form` leaves
-    of keys and values."""
-    turned = rows[:, : heads.heads + heads.kv_heads]
+    """Return attention of all rows of one sequence [T, heads + 2 * kv_heads, head_dim], in float32, with keys and
+    values rounded as in pages of that format."""
+    rotated = rows[:, : heads.heads + heads.kv_heads]
     if heads.norm is not None:
-        turned.copy_(torch.nn.functional.rms_norm(turned, (heads.head_dim,), eps=heads.epsilon) * heads.norm)
+        rotated.copy_(torch.nn.functional.rms_norm(rotated, (heads.head_dim,), eps=heads.epsilon) * heads.norm)
     if angles is not None:
-        rotate_(turned, *angles)
-    if form.coded:
-        kept, codec = rows[:, heads.heads :], HeadCodec(form, [rows.device])
-        kept.copy_(codec.turn(codec.decode(codec.encode(kept), torch.empty_like(kept))))
+        rotate_(rotated, *angles)
+    if format.coded:
+        keys_values, codec = rows[:, heads.heads :], HeadCodec(format, [rows.device])
+        keys_values.copy_(codec.rotate(codec.decode(codec.encode(keys_values), torch.empty_like(keys_values))))
     else:
-        turned.copy_(turned.to(dtype))
+        rotated.copy_(rotated.to(dtype))
     queries, keys, values = rows.transpose(0, 1).split((heads.heads, heads.kv_heads, heads.kv_heads))
     shared = heads.heads // heads.kv_heads
     keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
