@@ -13,17 +13,17 @@ from console.link.chat import ChatDelta, ChatMessage
 from console.link.frames import from_plain
 from console.link.remote.http import Instance, OutOfReach
 from engine.backends.base import FinishReason
-from engine.config import SamplingParams
+from engine.config import PARAMETERS, SamplingParams
 from engine.errors import InvalidRequest
+from engine.text.tokenizer_config import GenerationDefaults
 
 PATH = "/v1/chat/completions"
 MAX_ANSWER = 2**22
 """Characters of one answer: a million tokens."""
 
 _NEUTRAL = SamplingParams()
-_CALLED = {"mirostat": "mirostat_mode", "include_stop": "include_stop_str_in_output"}
-_ALWAYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""What the model's own defaults would stand for where it is left out."""
+_ALWAYS = frozenset(GenerationDefaults.__struct_fields__)
+"""Parameters that would be the model's defaults if they were left out."""
 
 _NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
 """Tokens of a tokenizer that is elsewhere, and what a chat does not show or ask for."""
@@ -61,7 +61,7 @@ def chat_body(
         if getattr(params, name) != getattr(_NEUTRAL, name):
             raise InvalidRequest(f"{name} cannot be asked of an instance elsewhere", param=name)
     sampling = {
-        _CALLED.get(name, name): value
+        PARAMETERS[name].http_name: value
         for name in params.__struct_fields__
         if name not in _NOT_SENT and ((value := getattr(params, name)) != getattr(_NEUTRAL, name) or name in _ALWAYS)
     }

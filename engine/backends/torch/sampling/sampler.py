@@ -149,9 +149,9 @@ class SampleRow:
         self.position = len(prompt_ids) + len(generated)
         self.output_tokens = len(generated)
         self.greedy = params.temperature == 0
-        self.filtered = is_filtered(params)
-        self.bounded = is_bounded(params)
         self.samplers = used_samplers(params)
+        self.bounded = is_bounded(params)
+        self.filtered = is_filtered(params, self.samplers)
         self.end_token_ids = tuple(end_token_ids)
         self.bias = _as_tensors(params.logit_bias)
         self.mask = mask

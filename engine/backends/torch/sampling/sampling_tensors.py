@@ -88,14 +88,9 @@ def is_bounded(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.top_a > 0
 
 
-def is_filtered(params: SamplingParams) -> bool:
-    """Return whether there is more to a draw than a temperature."""
-    return (
-        is_bounded(params)
-        or params.xtc_probability > 0
-        or has_dynamic_temperature(params)
-        or bool(used_samplers(params))
-    )
+def is_filtered(params: SamplingParams, used: Sequence[Sampler]) -> bool:
+    """Return whether there is more to a draw than a temperature; `used`: see `used_samplers`."""
+    return bool(used) or is_bounded(params) or params.xtc_probability > 0 or has_dynamic_temperature(params)
 
 
 def used_samplers(params: SamplingParams) -> tuple[Sampler, ...]:
