@@ -59,15 +59,15 @@ def _model_of(snapshot: Snapshot, name: str) -> LoadedModel | None:
 
 
 def drafts_rejected(evidence: Evidence) -> Iterator[Advice]:
-    """Most tokens that are guessed ahead are wrong."""
+    """Most draft tokens are rejected."""
     drafted, accepted = evidence.recent.draft_tokens, evidence.recent.draft_accepted
     if drafted < at.MIN_DRAFT_TOKENS or accepted >= at.MIN_DRAFTS_ACCEPTED * drafted:
         return
     share = text.percent(accepted / drafted)
     yield Advice(
         "drafts_rejected",
-        f"Only {share} of {drafted:,} tokens guessed ahead within a minute held: it may be faster without drafts.",
-        f"Only {share} of the tokens guessed ahead held",
+        f"Only {share} of {drafted:,} draft tokens of the last minute were accepted: it may be faster without drafts.",
+        f"Only {share} of draft tokens accepted",
         Open("models"),
     )
 
@@ -105,8 +105,8 @@ def prefix_useless(evidence: Evidence) -> Iterator[Advice]:
         return
     yield Advice(
         "prefix_useless",
-        f"Only {hits:.1%} of {text.count(asked)} prompt tokens were in the prefix cache: what prompts have in common"
-        " should come first.",
+        f"Only {hits:.1%} of {text.count(asked)} prompt tokens were in the prefix cache: put the common part of"
+        " prompts first.",
         f"Only {hits:.1%} of prompt tokens were in the prefix cache",
     )
 
@@ -121,8 +121,8 @@ def device_hot(evidence: Evidence) -> Iterator[Advice]:
             name, degrees = reading_name(device), f"{device.temperature_c:.0f} °C"
             yield Advice(
                 "device_hot",
-                f"{name} is at {degrees}, where a card lowers its clock: it needs air, or a lower power limit.",
-                f"{name} is at {degrees}: it needs air",
+                f"{name} is at {degrees}, where GPUs throttle: improve its cooling, or lower its power limit.",
+                f"{name} is at {degrees}: improve its cooling",
                 subject=device.id,
             )
 
@@ -136,8 +136,8 @@ def power_limit(evidence: Evidence) -> Iterator[Advice]:
         name = reading_name(device)
         yield Advice(
             "power_limit",
-            f"{name} draws {draw:.0f} of the {limit:.0f} W that it may: its power limit sets its speed.",
-            f"{name} draws {draw:.0f} of {limit:.0f} W",
+            f"{name} draws {draw:.0f} of max {limit:.0f} W: its power limit sets its speed.",
+            f"{name} draws {draw:.0f} of max {limit:.0f} W",
             subject=device.id,
         )
 
@@ -146,17 +146,17 @@ def slow_worker(evidence: Evidence) -> Iterator[Advice]:
     """A worker is slower than others of its model on devices of the same kind, at no more requests than they have."""
     working = [worker for worker in evidence.serving if worker.active and worker.tokens_per_s > 0]
     for worker in working:
-        twins = [twin for twin in working if twin is not worker and _kind(twin) == _kind(worker)]
-        if not twins:
+        peers = [peer for peer in working if peer is not worker and _kind(peer) == _kind(worker)]
+        if not peers:
             continue
-        usual, requests = median(_pace(twin) for twin in twins), median(twin.active for twin in twins)
+        usual, requests = median(_pace(peer) for peer in peers), median(peer.active for peer in peers)
         if _pace(worker) >= at.SLOW_SHARE * usual or worker.active > at.SLOW_BATCH * requests:
             continue
-        rate = f"{text.rate(_pace(worker))} tok/s for each request"
+        rates = f"{text.rate(_pace(worker))} tok/s per request; its peers: {text.rate(usual)}"
         yield Advice(
             "slow_worker",
-            f"{worker.id} makes {rate}, its twins {text.rate(usual)}: restart it, or see what else uses its device.",
-            f"{worker.id} makes {rate}, its twins {text.rate(usual)}",
+            f"{worker.id}: {rates}. Restart it, or see what else uses its device.",
+            f"{worker.id}: {rates}",
             Look(worker.id),
             worker.id,
         )
@@ -182,8 +182,8 @@ def preempted(evidence: Evidence) -> Iterator[Advice]:
         return
     yield Advice(
         "preempted",
-        f"KV pages ran out {times} times within a minute, and requests had to start over: fewer at a time lose less.",
-        f"KV pages ran out {times} times within a minute",
+        f"KV pages ran out {times} times in the last minute, and requests were recomputed: fewer at a time waste less.",
+        f"KV pages ran out {times} times in the last minute",
         Turn("max_prompts", -max(1, now // 8)) if now > 1 else None,
     )
 
@@ -196,12 +196,12 @@ def queue(evidence: Evidence) -> Iterator[Advice]:
     if not places or not waiting or min(waiting) == 0 or min(fmean(waiting), now) < max(2, at.QUEUE_SHARE * places):
         return
     half = len(waiting) // 2
-    growing = ", ever more" if fmean(waiting[half:]) >= _GROWING * fmean(waiting[:half]) else ""
+    growing = ", and the queue grows" if fmean(waiting[half:]) >= _GROWING * fmean(waiting[:half]) else ""
     why, action = _way_out(evidence)
     yield Advice(
         "queue",
-        f"{now} requests wait for {places} places that are all taken{growing}: {why}.",
-        f"{now} requests wait for {places} places",
+        f"{now} requests wait, all {places} slots are in use{growing}: {why}.",
+        f"{now} requests wait for {places} slots",
         action,
     )
 
@@ -245,7 +245,7 @@ def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
     if limit is None or itl is None or not _late(evidence):
         return
     now = snapshot.max_prompts
-    missed = f"ITL p95 is {text.seconds(itl)}, over the {text.seconds(limit)} that were set"
+    missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
     yield Advice(
         "itl_over_slo",
         f"{missed}: with fewer prompts at a time each token comes sooner.",
@@ -266,8 +266,8 @@ def memory_unused(evidence: Evidence) -> Iterator[Advice]:
         free, need = text.size(room.device.free_bytes), text.size(room.need_bytes)
         yield Advice(
             "memory_unused",
-            f"{room.name} has {free} free, and another worker takes {need}, while {text.percent(busy)} of all places"
-            " are taken.",
+            f"{room.name} has {free} free, and another worker takes {need}, while {text.percent(busy)} of all slots"
+            " are in use.",
             f"{room.name} has {free} free for another worker",
             Turn("workers", 1),
             room.device.id,

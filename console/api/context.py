@@ -108,7 +108,7 @@ class ApiContext:
     def json_bounds(self) -> JsonBounds:
         """What a body may hold: as many token ids besides all else as the longest context does, also while the model
         that has it sleeps."""
-        loaded = [model.status.model for model in self.engine.models()]
+        loaded = [model.status.model for model in self.engine.snapshot().models]
         self._contexts.update(model.max_model_len for model in loaded if model is not None)
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)

@@ -123,7 +123,7 @@ class ModelAdapters:
         while True:
             workers = [] if self._workers is None else list(self._workers)
             ready = [replica for replica in workers if replica.state in ("ready", "draining")]
-            answers = [replica.orders.attached[key] for replica in ready if key in replica.orders.attached]
+            answers = [replica.desired.attached[key] for replica in ready if key in replica.desired.attached]
             error = next((answer.error for answer in answers if answer.error), None)
             if error is not None or len(answers) == len(ready):
                 return error
@@ -132,7 +132,7 @@ class ModelAdapters:
 
     @staticmethod
     def _reading(spec: AdapterSpec, replicas: Sequence[Replica]) -> AdapterReading:
-        answers = [replica.orders.attached[spec.key] for replica in replicas if spec.key in replica.orders.attached]
+        answers = [replica.desired.attached[spec.key] for replica in replicas if spec.key in replica.desired.attached]
         return AdapterReading(
             name=spec.name,
             path=spec.path,

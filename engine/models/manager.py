@@ -240,7 +240,6 @@ class ModelManager:
         deployment = self._by_queue(request.model_queue)
         if deployment is not None:
             deployment.finished(request)
-        self.dispatch()
 
     def text_of(self, request: Request) -> RequestText | None:
         """RequestOwner: nothing, unless the settings allow it."""

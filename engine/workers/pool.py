@@ -94,11 +94,11 @@ class Pool:
         if config.max_prompts != before.max_prompts:
             desired.max_prompts = config.max_prompts
             for replica in self:
-                replica.orders.set_max_prompts(config.max_prompts)
+                replica.desired.set_max_prompts(config.max_prompts)
         if config.step_tokens != before.step_tokens:
             desired.step_tokens = config.step_tokens
             for replica in self:
-                replica.orders.set_step_tokens(config.step_tokens)
+                replica.desired.set_step_tokens(config.step_tokens)
         if config.threads != before.threads:
             desired.threads = config.threads
             self.share_cores()
@@ -159,13 +159,13 @@ class Pool:
         """Give every replica the adapter, those to come included."""
         self._desired.adapters[adapter.key] = adapter
         for replica in self:
-            replica.orders.attach(adapter)
+            replica.desired.attach(adapter)
 
     def detach(self, key: str) -> None:
         """Take the adapter from every replica."""
         self._desired.adapters.pop(key, None)
         for replica in self:
-            replica.orders.detach(key)
+            replica.desired.detach(key)
 
     def release(self, request: Request) -> None:
         """A request leaves its worker, which stops computing it."""
@@ -244,7 +244,7 @@ class Pool:
     def share_cores(self) -> None:
         """Workers on more threads than there are cores wait for each other at every layer."""
         for replica in self:
-            replica.orders.set_threads(self._desired.threads_each(len(self._models.replicas())))
+            replica.desired.set_threads(self._desired.threads_each(len(self._models.replicas())))
 
     def _fail(self, errors: Iterable[ErrorInfo | None]) -> None:
         error = next((error for error in errors if error is not None), None)

@@ -197,8 +197,8 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time())
         self._heartbeat = Heartbeat(self._awake)
-        self._hosting = HostSupervisor(self)
-        self.orders = DesiredState(load, self._hosting.send)
+        self._supervisor = HostSupervisor(self)
+        self.desired = DesiredState(load, self._supervisor.send)
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._reported_error: ErrorInfo | None = None
@@ -209,12 +209,12 @@ class Replica:
     @property
     def pid(self) -> int | None:
         """The process it runs in, None for a thread of this one."""
-        return self._hosting.pid
+        return self._supervisor.pid
 
     @property
     def planned(self) -> tuple[DeviceShare, ...]:
         """Share of each device that placement gave it."""
-        return self.orders.load.spec.shares
+        return self.desired.load.spec.shares
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:
@@ -250,10 +250,10 @@ class Replica:
     def start(self) -> None:
         """Start the worker in the background."""
         self._retry = None
-        spec = self._owner.placed(self, self.orders.load.spec)
-        self.orders.move(spec)
+        spec = self._owner.placed(self, self.desired.load.spec)
+        self.desired.move(spec)
         self.device = spec.device
-        self._hosting.start(self._new_host(self.id, spec))
+        self._supervisor.start(self._new_host(self.id, spec))
         self._set_state("starting")
 
     def restart(self) -> None:
@@ -285,12 +285,12 @@ class Replica:
         request.worker = self.id
         request.tokens_at_start = None
         self.active[request.wire_id] = request
-        self._hosting.send(protocol.Submit(request=request.for_backend()))
+        self._supervisor.send(protocol.Submit(request=request.for_backend()))
 
     def forget(self, request: Request) -> None:
         """Stop working on a request."""
         if self.active.pop(request.wire_id, None) is not None:
-            self._hosting.send(protocol.Cancel(request_id=request.wire_id))
+            self._supervisor.send(protocol.Cancel(request_id=request.wire_id))
 
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
@@ -311,7 +311,7 @@ class Replica:
 
     def kill(self) -> None:
         """End its process at once, for who cannot wait for `stop`."""
-        self._hosting.kill()
+        self._supervisor.kill()
 
     def reading(self, now: float) -> WorkerReading:
         """Return its state at `now` (the loop's clock); its model and rate are left for others to add."""
@@ -356,7 +356,7 @@ class Replica:
         match event:
             case protocol.Hello():
                 self._set_state("loading")
-                self._hosting.send(self.orders.load)
+                self._supervisor.send(self.desired.load)
             case protocol.Progress(progress=progress):
                 self._heartbeat.progressed(progress, now)
                 self.progress = progress
@@ -372,19 +372,16 @@ class Replica:
             case protocol.LoadFailed(error=error):
                 self._died(error)
             case protocol.Attached():
-                self.orders.attached[event.key] = event
+                self.desired.attached[event.key] = event
                 self._owner.replica_changed(self)
             case protocol.StepBatch():
-                self._stepped(event)
+                before, self.stats = self.stats, event.stats
+                self._owner.replica_stepped(self, event, before)
             case protocol.WorkerError(error=error):
                 self._reported_error = error
             case protocol.LogLine(level=level, message=message):
                 if self.pid is not None:  # a thread's records are in this process's log already
                     _log.log(level, "%s", message, extra={"source": self.id})
-
-    def _stepped(self, batch: protocol.StepBatch) -> None:
-        before, self.stats = self.stats, batch.stats
-        self._owner.replica_stepped(self, batch, before)
 
     def host_failed(self, error: ErrorInfo) -> None:
         """HostListener: the worker could not be started."""
@@ -423,9 +420,9 @@ class Replica:
 
     def _let_go(self, *, kill: bool) -> list[Request]:
         """Have done with the host, and take its requests from it."""
-        self._hosting.let_go(kill=kill)
+        self._supervisor.let_go(kill=kill)
         self.progress, self.stats, self._heartbeat = None, BackendStats(), Heartbeat(self._awake)
-        self.orders.attached.clear()
+        self.desired.attached.clear()
         lost = list(self.active.values())
         self.active.clear()
         return lost
@@ -438,4 +435,4 @@ class Replica:
     async def _stop(self, timeout_s: float) -> None:
         if self._retry is not None:
             self._retry.cancel()
-        await self._hosting.stop(timeout_s)
+        await self._supervisor.stop(timeout_s)

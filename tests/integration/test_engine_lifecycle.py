@@ -263,7 +263,7 @@ async def test_every_transition_is_logged(tmp_path: Path) -> None:
 async def test_threads_are_shared_out_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
     async with serving(tmp_path, num_workers=3) as engine:
-        assert [replica.orders.load.threads for replica in engine._models.replicas()] == [2, 2, 2]
+        assert [replica.desired.load.threads for replica in engine._models.replicas()] == [2, 2, 2]
 
 
 async def test_the_models_shape_in_config_decides_the_memory_asked_for(tmp_path: Path) -> None:

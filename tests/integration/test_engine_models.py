@@ -230,7 +230,7 @@ async def test_an_adapter_replaced_under_its_name_changes_no_answer_under_way(tm
         reading = asyncio.create_task(read(old))
         await asyncio.to_thread(gate.wait_until_reached)
         replacing = asyncio.create_task(engine.attach(AdapterSpec(name="polite", path=tmp_path / "two")))
-        await until(lambda: any(len(each.orders.load.adapters) == 2 for each in engine._models.replicas()))
+        await until(lambda: any(len(each.desired.load.adapters) == 2 for each in engine._models.replicas()))
         while not replacing.done():  # the worker hears of it between two steps
             gate.allow()
             await asyncio.to_thread(gate.wait_until_reached)
@@ -271,7 +271,7 @@ async def test_the_workers_of_all_models_share_the_cores(tmp_path: Path, monkeyp
     monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
 
     def threads() -> list[int]:
-        return [replica.orders.load.threads for replica in engine._models.replicas()]
+        return [replica.desired.load.threads for replica in engine._models.replicas()]
 
     async with started(num_workers=2) as engine:
         await engine.load(named(tmp_path, "a"))

@@ -16,7 +16,7 @@ from tests.fakes import advice_scenes, scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text
 
-QUEUE = "18 requests wait for 16 places"
+QUEUE = "18 requests wait"
 
 
 def _queued() -> FakeLink:
@@ -55,7 +55,7 @@ async def test_t_turns_the_knob_and_the_advice_waits_for_its_effect() -> None:
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        assert "18 requests wait for 16 places that are all taken: KV pages are 71% full, more fit." in screen_text(app)
+        assert "18 requests wait, all 16 slots are in use: KV pages are 71% full, more fit." in screen_text(app)
         await pilot.press("t")
         await _settled(pilot)
         assert QUEUE not in screen_text(app)

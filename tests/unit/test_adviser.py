@@ -37,7 +37,7 @@ def test_nothing_is_said_where_all_is_well(scene: Callable[[], Snapshot]) -> Non
 
 def test_preemptions_ask_for_fewer_prompts() -> None:
     advice = found(healthy(max_prompts=16), Counts(preemptions=12))["preempted"]
-    assert "12 times within a minute" in advice.sentence
+    assert "12 times in the last minute" in advice.sentence
     assert advice.action == Turn("max_prompts", -2)
     assert found(healthy(), Counts(preemptions=2)) == {}
     assert found(healthy(max_prompts=1), Counts(preemptions=12))["preempted"].action is None
@@ -45,7 +45,7 @@ def test_preemptions_ask_for_fewer_prompts() -> None:
 
 def test_a_queue_with_room_in_the_cache_asks_for_more_prompts() -> None:
     advice = found(healthy(queued=20, kv_usage=0.5, history=steady(queued=20)))["queue"]
-    assert "20 requests wait for 16 places that are all taken: KV pages are 50% full" in advice.sentence
+    assert "20 requests wait, all 16 slots are in use: KV pages are 50% full" in advice.sentence
     assert advice.action == Turn("max_prompts", 4)
 
 
@@ -57,7 +57,7 @@ def test_no_more_prompts_are_asked_for_than_wait_and_than_pages_hold(waiting: in
 
 def test_a_growing_queue_says_so() -> None:
     history = tuple(msgspec.structs.replace(second, queued=index) for index, second in enumerate(steady(40)))
-    assert "ever more" in found(healthy(queued=40, history=history))["queue"].sentence
+    assert "the queue grows" in found(healthy(queued=40, history=history))["queue"].sentence
 
 
 def test_a_queue_with_a_full_cache_asks_for_a_worker_where_one_fits() -> None:
@@ -75,14 +75,14 @@ def test_a_queue_while_tokens_are_late_does_not_ask_for_more_prompts() -> None:
     snapshot = healthy(queued=20, history=steady(queued=20), insight=late, itl=Percentiles(p95=0.031))
     assert found(snapshot)["queue"].action is None
     assert found(snapshot)["itl_over_slo"].action == Turn("max_prompts", -2)
-    assert "31 ms, over the 20 ms" in found(snapshot)["itl_over_slo"].sentence
+    assert "31 ms, above the SLO of 20 ms" in found(snapshot)["itl_over_slo"].sentence
 
 
 def test_memory_that_ran_out_before_does_not_ask_for_more_prompts() -> None:
     stats = BackendStats(pages_total=4096, pages_free=2000, prompts_limit=6)
     workers = tuple(scenes.worker(index, active=6, stats=stats) for index in range(2))
     advice = found(healthy(queued=20, kv_usage=0.5, history=steady(queued=20), workers=workers))["queue"]
-    assert "12 places" in advice.sentence
+    assert "12 slots" in advice.sentence
     assert advice.action is None
 
 
@@ -133,7 +133,7 @@ def test_answers_cut_off_for_want_of_pages_say_so() -> None:
 
 def test_drafts_that_do_not_hold_are_spoken_of() -> None:
     advice = found(healthy(), Counts(draft_tokens=8000, draft_accepted=1600))["drafts_rejected"]
-    assert "Only 20% of 8,000 tokens" in advice.sentence
+    assert "Only 20% of 8,000 draft tokens" in advice.sentence
     assert found(healthy(), Counts(draft_tokens=8000, draft_accepted=6000)) == {}
     assert found(healthy(), Counts(draft_tokens=90, draft_accepted=0)) == {}
 
@@ -161,14 +161,14 @@ def test_a_device_at_its_limits_is_named() -> None:
     devices = (scenes.gpu(0, temperature_c=91.0), scenes.gpu(1, power_w=349.0))
     heard = found(healthy(devices=devices))
     assert "GPU0 is at 91 °C" in heard["device_hot"].sentence
-    assert "GPU1 draws 349 of the 350 W" in heard["power_limit"].sentence
+    assert "GPU1 draws 349 of max 350 W" in heard["power_limit"].sentence
     assert found(healthy(devices=(scenes.gpu(0, power_w=349.0, utilisation=0.1),))) == {}
 
 
 def test_a_worker_slower_than_its_twins_is_named() -> None:
     workers = tuple(scenes.worker(index, active=6, tokens_per_s=rate) for index, rate in enumerate((300, 310, 120)))
     advice = found(healthy(workers=workers))["slow_worker"]
-    assert "w2 makes 20 tok/s for each request, its twins 51" in advice.sentence
+    assert "w2: 20 tok/s per request; its peers: 51" in advice.sentence
     assert advice.action == Look("w2")
 
 
