@@ -66,7 +66,7 @@ class Engine:
             self._tracker,
             meter=self._meter,
             sampler=self._sampler,
-            observer=self._insight,
+            insight=self._insight,
             log=self.log,
         )
         self._refusing = False

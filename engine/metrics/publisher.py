@@ -156,14 +156,14 @@ class SnapshotPublisher:
         *,
         meter: Meter,
         sampler: DeviceSampler,
-        observer: InsightCollector,
+        insight: InsightCollector,
         log: LogRing,
     ) -> None:
         self._models = models
         self._tracker = tracker
         self._meter = meter
         self._sampler = sampler
-        self._observer = observer
+        self._insight = insight
         self._log = log
         self._started = 0.0
         self._disagreement = ""
@@ -198,7 +198,7 @@ class SnapshotPublisher:
             meter=self._meter,
             devices=self._sampler.latest,
             log_total=self._log.total,
-            insight=self._observer.latest,
+            insight=self._insight.latest,
         )
         return self.snapshot
 
@@ -229,7 +229,7 @@ class SnapshotPublisher:
         )
         if not self._tracker.live:
             self._prove()
-        self._observer.tick(now, time.time(), replicas)
+        self._insight.tick(now, time.time(), replicas)
         self._models.tick(now)
         self._sampler.poll(self._models.pids())
         self._timers["tick"] = loop.call_later(_TICK_S, self._tick)

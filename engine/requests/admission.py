@@ -63,7 +63,7 @@ class RequestAdmission:
             prompt_ids=compact_ids(wanted.prompt_ids),
             prompt_of=prompt_of,
             params=params,
-            asked=wanted.params,
+            requested_params=wanted.params,
             end_token_ids=end_tokens(params, tokenizer.eos_token_ids),
             timeout_s=timeout_s,
             created=asyncio.get_running_loop().time(),
@@ -130,7 +130,7 @@ def fit_request(request: Request, spec: ModelSpec, model: LoadedModel, tokenizer
 
     Raises InvalidRequest, and ContextLengthExceeded where there is no room for another token.
     """
-    params = resolve_params(request.prompt_ids, request.asked, spec, model, seed=request.params.seed or 0)
+    params = resolve_params(request.prompt_ids, request.requested_params, spec, model, seed=request.params.seed or 0)
     if request.embed:
         params = embedding_params(params, model)
     if request.generated and len(request.generated) >= (params.max_tokens or 0):

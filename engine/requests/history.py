@@ -92,7 +92,7 @@ class Timeline:
         """Note that a worker has it from now on."""
         self._stays.append((worker, now, None, False))
 
-    def left(self, now: float, *, lost: bool = False) -> None:
+    def leave(self, now: float, *, lost: bool = False) -> None:
         """Note that the worker that had it, if any did, has it no more."""
         if self._stays and self._stays[-1][2] is None:
             worker, since, _, _ = self._stays[-1]
@@ -201,7 +201,7 @@ class RequestHistory:
         self._lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(RequestRow)
 
-    def ended(
+    def add(
         self,
         row: RequestRow,
         timeline: Timeline,

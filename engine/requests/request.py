@@ -79,7 +79,7 @@ class Request:
 
     prompt_ids: compact, as thousands may wait.  prompt_of: folder of the model whose tokenizer made them; None where
     that model is gone.
-    asked, params: the sampling as it was asked for, and resolved (seed and max_tokens set).
+    requested_params, params: the sampling as it was requested, and resolved (seed and max_tokens set).
     model_queue: of the model that is to answer it.
     order: arrival number, unique in the engine; a request that lost its worker keeps it and so returns to the head of
     the queue.  generated: every id that reached the engine so far.
@@ -103,7 +103,7 @@ class Request:
     created: float
     stream: RequestStream
     model_queue: ModelQueue
-    asked: SamplingParams
+    requested_params: SamplingParams
     prompt_of: Path | None = None
     model: str = ""
     adapter: str = ""
@@ -232,7 +232,7 @@ class Request:
         return RequestDetail(
             row=row,
             adapter=self.adapter,
-            sampling=non_default_params(self.asked),
+            sampling=non_default_params(self.requested_params),
             stays=self.timeline.stays(self.created),
             bursts=self.timeline.bursts(self.created),
         )

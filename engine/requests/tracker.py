@@ -140,7 +140,7 @@ class RequestTracker:
         """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
         now = _now()
         for request in requests:
-            request.timeline.left(now, lost=True)
+            request.timeline.leave(now, lost=True)
             if request.given_up:
                 request.worker = None
                 failed = WorkerFailed(
@@ -158,7 +158,7 @@ class RequestTracker:
         """A request has no worker any more and waits for another, with what it has so far."""
         now = _now()
         request.worker = None
-        request.timeline.left(now)
+        request.timeline.leave(now)
         request.model_queue.enter(request, now)
 
     def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
@@ -213,7 +213,7 @@ class RequestTracker:
         if request.deadline is not None:
             request.deadline.cancel()
         self._account(request, reason, now)
-        request.timeline.left(now)
+        request.timeline.leave(now)
         row = request.row(now)
         self._keep(request, row)
         request.stream.end(reason, error, row, request.timeline.stays(request.created))
@@ -243,11 +243,11 @@ class RequestTracker:
 
     def _keep(self, request: Request, row: RequestRow) -> None:
         self.recent.append(row)
-        self.records.ended(
+        self.records.add(
             row,
             request.timeline,
             request.created,
-            params=request.asked,
+            params=request.requested_params,
             adapter=request.adapter,
             text=self._owner.text_of(request),
         )

@@ -216,15 +216,15 @@ class FairQueue:
                 requests += client.waiting.leading(count - len(requests))
         return requests
 
-    def began(self, name: str) -> None:
-        """A request of this client got a place."""
+    def start(self, name: str) -> None:
+        """Count that a request of this client got a place."""
         client = self._client(name)
         client.running += 1
         client.turn = next(self._turns)
         self._rank(name, client)
 
-    def ended(self, name: str) -> None:
-        """A request of this client, which had a place, has it no more."""
+    def finish(self, name: str) -> None:
+        """Count that a request of this client, which had a place, has it no more."""
         client = self._clients[name]
         client.running -= 1
         client.turn = next(self._turns)
@@ -235,10 +235,10 @@ class FairQueue:
         requests: list[Request] = []
         while (request := self.first()) is not None:
             self.remove(request)
-            self.began(request.client)
+            self.start(request.client)
             requests.append(request)
         for request in requests:
-            self.ended(request.client)
+            self.finish(request.client)
         return requests
 
     def by_client(self) -> dict[str, int]:
@@ -300,7 +300,7 @@ class Dispatcher:
         self._lost = PriorityQueue(ageing_s)
         self._quarantined = PriorityQueue(ageing_s)
         self._patient: dict[int, _PrefixWaiter] = {}
-        self._workers = Router(page_tokens, salt)
+        self._router = Router(page_tokens, salt)
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._lost) + len(self._quarantined)
@@ -317,7 +317,7 @@ class Dispatcher:
     def check(self, active: Mapping[str, Request]) -> None:
         """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
         running = {wire_id: request.worker for wire_id, request in active.items()}
-        assert self._workers.running == running, f"sent out {self._workers.running}, at work {running}"
+        assert self._router.running == running, f"sent out {self._router.running}, at work {running}"
         self._queue.check(Counter(request.client for request in active.values()))
 
     # -- in and out ---------------------------------------------------------------------------------------------
@@ -363,11 +363,11 @@ class Dispatcher:
 
     def stepped(self, worker: str, batch: StepBatch) -> None:
         """A worker reports a step; before `remove` is called for the requests that ended in it."""
-        self._workers.stepped(worker, batch)
+        self._router.stepped(worker, batch)
 
     def forget_worker(self, worker: str) -> None:
         """The worker is gone, and its pages with it."""
-        self._workers.forget(worker)
+        self._router.forget(worker)
 
     def _place_quarantined(
         self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]
@@ -382,7 +382,7 @@ class Dispatcher:
             if not empty:
                 emptying = min(slots, key=lambda slot: slot.active, default=None)
                 return [slot for slot in slots if slot is not emptying]
-            fit = self._workers.fit(request, empty)
+            fit = self._router.fit(request, empty)
             self._send(request, fit, assigned)
             fit.slot.active = fit.slot.max_prompts
         return slots
@@ -393,7 +393,7 @@ class Dispatcher:
         patient: list[_PrefixWaiter] = []
         for request in self._candidates(now):
             waiter = self._patient.get(request.order)
-            fit = self._workers.fit(request, slots, waiter.keys if waiter else None)
+            fit = self._router.fit(request, slots, waiter.keys if waiter else None)
             if not fit.may_wait or (waiter and waiter.overtaken >= MAX_OVERTAKERS):
                 for each in patient:
                     each.overtaken += 1
@@ -424,15 +424,15 @@ class Dispatcher:
 
     def _send(self, request: Request, fit: Fit, assigned: list[tuple[Request, str]]) -> None:
         self._take_out(request)
-        self._workers.send(request, fit)
-        self._queue.began(request.client)
+        self._router.send(request, fit)
+        self._queue.start(request.client)
         assigned.append((request, fit.slot.worker))
 
     def _release(self, request: Request) -> bool:
         """Count a request as running no more; False where it did not run."""
-        ran = self._workers.release(request)
+        ran = self._router.release(request)
         if ran:
-            self._queue.ended(request.client)
+            self._queue.finish(request.client)
         return ran
 
     def _take_out(self, request: Request) -> None:

@@ -102,12 +102,12 @@ class PrefixMemory:
         self._capacity = capacity
         self._pages: OrderedDict[bytes, None] = OrderedDict()
 
-    def sent(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these pages is computed there. Its last page counts as the one used longest ago, so that what
-        is forgotten first is what fewest prompts share."""
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Note that a prompt with these pages is computed there. Its last page counts as the one used longest ago, so
+        that what is forgotten first is what fewest prompts share."""
         self._remember(reversed(keys))
 
-    def changed(self, changes: PrefixChanges) -> None:
+    def update(self, changes: PrefixChanges) -> None:
         """Take in a worker's report."""
         for key in changes.dropped:
             self._pages.pop(key, None)
@@ -205,13 +205,13 @@ class RoutingState:
         """Prompt tokens of its requests that it has yet to compute."""
         return sum(self._missing.values()) if self._missing else 0
 
-    def sent(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
+    def add(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
         """Note that a request with these pages goes there. missing_tokens: those that are not cached."""
-        self.prefixes.sent(keys)
+        self.prefixes.add(keys)
         self._missing[request_id] = missing_tokens
 
-    def left(self, request_id: str) -> None:
-        """It does not work on this request any more."""
+    def remove(self, request_id: str) -> None:
+        """Note that it does not work on this request any more."""
         self._missing.pop(request_id, None)
 
     def prompt_tokens(self, stats: BackendStats) -> int:
@@ -221,7 +221,7 @@ class RoutingState:
 
     def progressed(self, batch: StepBatch) -> None:
         """Take in what a step brought: pages, and how far prompts are."""
-        self.prefixes.changed(batch.prefix)
+        self.prefixes.update(batch.prefix)
         for sequence in batch.stats.sequences if self._missing else ():
             missing = self._missing.get(sequence.request_id)
             if missing is not None:
@@ -260,7 +260,7 @@ class Router:
     def __init__(self, page_tokens: int, salt: bytes) -> None:
         self._page_tokens = page_tokens
         self._salt = salt
-        self._views: dict[str, RoutingState] = {}
+        self._workers: dict[str, RoutingState] = {}
         self._running: dict[str, _Running] = {}
         self._typical_cost = StepCost()
         self._answer_tokens = _FIRST_ANSWER_TOKENS
@@ -292,7 +292,7 @@ class Router:
     def send(self, request: Request, fit: Fit) -> None:
         """Count a request as running where it fits."""
         fit.slot.active += 1
-        self._views[fit.slot.worker].sent(request.wire_id, fit.keys, fit.missing_tokens)
+        self._workers[fit.slot.worker].add(request.wire_id, fit.keys, fit.missing_tokens)
         self._running[request.wire_id] = _Running(fit.slot.worker, len(request.generated))
 
     def release(self, request: Request) -> bool:
@@ -300,13 +300,13 @@ class Router:
         running = self._running.pop(request.wire_id, None)
         if running is None:
             return False
-        if running.worker in self._views:
-            self._views[running.worker].left(request.wire_id)
+        if running.worker in self._workers:
+            self._workers[running.worker].remove(request.wire_id)
         return True
 
     def stepped(self, worker: str, batch: StepBatch) -> None:
         """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get."""
-        view = self._views.get(worker)
+        view = self._workers.get(worker)
         if view is None:
             return  # nothing was sent there yet, or it is forgotten
         prompt_tokens = view.prompt_tokens(batch.stats)
@@ -324,12 +324,12 @@ class Router:
 
     def forget(self, worker: str) -> None:
         """It is gone, and its pages with it."""
-        self._views.pop(worker, None)
+        self._workers.pop(worker, None)
 
     def _offer(self, slot: Slot, keys: Sequence[bytes], tokens: int) -> Offer:
-        view = self._views.get(slot.worker)
+        view = self._workers.get(slot.worker)
         if view is None:
-            view = self._views[slot.worker] = RoutingState()
+            view = self._workers[slot.worker] = RoutingState()
         num_pages = view.prefixes.match(keys)
         return Offer(
             slot=slot,

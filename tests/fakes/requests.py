@@ -24,7 +24,7 @@ def make_request(prompt: list[int] | None = None, *, max_tokens: int | None = No
             "order": order,
             "prompt_ids": prompt or [order],
             "params": params,
-            "asked": params,
+            "requested_params": params,
             "model_queue": None,
             "end_token_ids": (),
             "timeout_s": 0.0,

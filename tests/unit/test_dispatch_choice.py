@@ -113,20 +113,20 @@ def keys(*numbers: int) -> list[bytes]:
 
 def test_a_prefix_is_held_up_to_the_first_missing_page() -> None:
     memory = PrefixMemory()
-    memory.changed(PrefixChanges(added=tuple(keys(1, 2, 4))))
+    memory.update(PrefixChanges(added=tuple(keys(1, 2, 4))))
     assert [memory.match(keys(*pages)) for pages in ([1, 2, 3, 4], [2], [3], [])] == [2, 1, 0, 0]
 
 
 def test_what_was_sent_counts_until_it_is_reported_as_dropped() -> None:
     memory = PrefixMemory()
-    memory.sent(keys(1, 2, 3))
-    memory.changed(PrefixChanges(dropped=tuple(keys(3))))
+    memory.add(keys(1, 2, 3))
+    memory.update(PrefixChanges(dropped=tuple(keys(3))))
     assert memory.match(keys(1, 2, 3)) == 2
 
 
 def test_the_ends_of_prompts_sent_longest_ago_are_forgotten_first() -> None:
     memory = PrefixMemory(capacity=4)
-    memory.sent(keys(1, 2, 3))
-    memory.sent(keys(1, 4))
-    memory.sent(keys(5))
+    memory.add(keys(1, 2, 3))
+    memory.add(keys(1, 4))
+    memory.add(keys(5))
     assert [memory.match(keys(*pages)) for pages in ([1, 2, 3], [1, 4], [5])] == [2, 2, 1]

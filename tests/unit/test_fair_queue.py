@@ -65,12 +65,12 @@ def test_places_are_shared_evenly_among_clients_that_all_wait(clients: int, plac
     running: list[str] = []
     while len(queue):
         if len(running) == places:
-            queue.ended(running.pop(random.randrange(places)))  # type: ignore[attr-defined]
+            queue.finish(running.pop(random.randrange(places)))  # type: ignore[attr-defined]
         held, waiting = Counter(running), queue.by_client()
         request = take(queue)
         assert request is not None
         assert held[request.client] == min(held[name] for name in waiting)
-        queue.began(request.client)
+        queue.start(request.client)
         running.append(request.client)
 
 
@@ -90,10 +90,10 @@ def test_clients_that_all_wait_are_served_equally_often_whoever_came_first(
                 queue.add(make_request(client=f"c{1 + number % (clients - 1)}"))
             served.clear()
         if len(running) == places:
-            queue.ended(running.pop(0))
+            queue.finish(running.pop(0))
         request = take(queue)
         assert request is not None
-        queue.began(request.client)
+        queue.start(request.client)
         running.append(request.client)
         served[request.client] += 1
         if turn >= first:
@@ -111,10 +111,10 @@ def test_ever_new_clients_do_not_lock_out_one_that_was_served(places: int) -> No
     for number in range(50):
         queue.add(make_request(client=f"new {number}"))
         if len(running) == places:
-            queue.ended(running.pop(0).client)
+            queue.finish(running.pop(0).client)
         served = take(queue)
         assert served is not None
-        queue.began(served.client)
+        queue.start(served.client)
         running.append(served)
         if served is old[1]:
             return
@@ -126,9 +126,9 @@ def test_a_new_client_is_next_where_the_only_place_is_another_ones() -> None:
     for _ in range(10):
         queue.add(make_request(client="greedy"))
     take(queue)
-    queue.began("greedy")
+    queue.start("greedy")
     queue.add(make_request(client="new"))
-    queue.ended("greedy")
+    queue.finish("greedy")
     request = take(queue)
     assert request is not None
     assert request.client == "new"
@@ -136,7 +136,7 @@ def test_a_new_client_is_next_where_the_only_place_is_another_ones() -> None:
 
 def test_those_who_may_overtake_are_of_clients_with_as_few_at_work() -> None:
     queue = FairQueue(AGEING_S)
-    queue.began("busy")
+    queue.start("busy")
     first, second, busy, other = (make_request(client=name) for name in ("a", "a", "busy", "b"))
     for request in (busy, first, other, second):
         queue.add(request)
@@ -153,8 +153,8 @@ def test_an_idle_client_is_forgotten() -> None:
             queue.remove(request)
         else:
             take(queue)
-            queue.began(request.client)
-            queue.ended(request.client)
+            queue.start(request.client)
+            queue.finish(request.client)
     assert not queue._clients
     assert not len(queue._next)
 
@@ -193,13 +193,13 @@ class FairQueueWalk(RuleBasedStateMachine):
         assert all(mine <= each.created - each.priority * AGEING_S for each in rivals)
         fewest = min(self.running.count(each.client) for each in [*self.requests.values(), request])
         assert self.running.count(request.client) == fewest
-        self.queue.began(request.client)
+        self.queue.start(request.client)
         self.running.append(request.client)
 
     @rule(index=st.integers(0, 20))
     def end(self, index: int) -> None:
         if self.running:
-            self.queue.ended(self.running.pop(index % len(self.running)))
+            self.queue.finish(self.running.pop(index % len(self.running)))
 
     @invariant()
     def counts_add_up(self) -> None:

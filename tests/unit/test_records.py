@@ -33,8 +33,8 @@ def _ended(kept: RequestHistory, order: int, text: RequestText | None = None, **
     timeline = Timeline()
     timeline.dispatched("w0", 100.0 + order)
     timeline.add_tokens(101.0 + order, 1)
-    timeline.left(102.0 + order)
-    kept.ended(_row(order, **fields), timeline, 100.0 + order, params=GREEDY, adapter="poet", text=text)
+    timeline.leave(102.0 + order)
+    kept.add(_row(order, **fields), timeline, 100.0 + order, params=GREEDY, adapter="poet", text=text)
 
 
 # -- a timeline -------------------------------------------------------------------------------------------------------
@@ -76,10 +76,10 @@ def test_the_longest_pauses_outlive_the_joining() -> None:
 
 def test_a_stay_says_when_and_whether_its_worker_was_lost() -> None:
     timeline = Timeline()
-    timeline.left(4.5)
+    timeline.leave(4.5)
     timeline.dispatched("w0", 5.0)
-    timeline.left(6.0, lost=True)
-    timeline.left(6.5)
+    timeline.leave(6.0, lost=True)
+    timeline.leave(6.5)
     timeline.dispatched("w1", 7.0)
     first, second = timeline.stays(5.0)
     assert (first.worker, first.since_s, first.until_s, first.lost) == ("w0", 0.0, 1.0, True)

@@ -125,7 +125,7 @@ def request() -> Request:
         "order": order,
         "prompt_ids": [1, 2],
         "params": SamplingParams(),
-        "asked": SamplingParams(),
+        "requested_params": SamplingParams(),
         "end_token_ids": (),
         "timeout_s": 0,
         "created": 0.0,
