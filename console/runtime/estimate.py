@@ -18,8 +18,8 @@ from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
 from engine.placement.estimate import DeviceEstimate, Estimate, estimate
-from engine.placement.facts import read_facts
 from engine.placement.load_history import LoadHistoryFile
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Workload
 from engine.placement.plan import candidates
 from engine.snapshot import DeviceReading

@@ -29,7 +29,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"^\[.* [EF] |Error\b")
 _log = logging.getLogger("engine")
 
-Result = messages.Sight | messages.Started | messages.Done
+Result = messages.ClusterView | messages.Started | messages.Done
 
 
 class DriverClient:

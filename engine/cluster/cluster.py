@@ -24,7 +24,7 @@ from engine.snapshot import DeviceReading
 # RayProbe: the devices of this machine and of every node of the cluster, as one machine's.
 
 
-class LookingCluster(Protocol):
+class ClusterDevices(Protocol):
     """The cluster as the probe uses it."""
 
     @property
@@ -44,7 +44,7 @@ class RayProbe:
     gib: simulated devices, in place of each machine's own.
     """
 
-    def __init__(self, cluster: LookingCluster, gib: Sequence[float] = ()) -> None:
+    def __init__(self, cluster: ClusterDevices, gib: Sequence[float] = ()) -> None:
         self._cluster = cluster
         self._gib = tuple(gib)
         self._here: DeviceProbe | None = None
@@ -100,7 +100,7 @@ class Cluster:
         self.address = address
         self._gib = gib
         self._lock = threading.Lock()
-        self._nodes: dict[str, messages.NodeSight] = {}
+        self._nodes: dict[str, messages.NodeView] = {}
         self._names: dict[str, str] = {}
         self._hosts: dict[str, RayHost] = {}
         self._closed = threading.Event()
@@ -126,7 +126,7 @@ class Cluster:
     def cores(self, node: str) -> int:
         """CPU cores of the node of that name; 1 where it is unknown."""
         with self._lock:
-            return next((sight.cores for id_, sight in self._nodes.items() if self._names[id_] == node), 1)
+            return next((view.cores for id_, view in self._nodes.items() if self._names[id_] == node), 1)
 
     def close(self) -> None:
         """Leave the cluster; what still runs of the workers ends. Blocks. Idempotent."""
@@ -140,7 +140,7 @@ class Cluster:
     def has_this_machine(self) -> bool:
         """True if this machine is a node."""
         with self._lock:
-            return any(sight.here for sight in self._nodes.values())
+            return any(view.here for view in self._nodes.values())
 
     def pids_here(self) -> set[int]:
         """The workers' processes on this machine."""
@@ -157,12 +157,12 @@ class Cluster:
                 if host.pid is not None:
                     pids.setdefault(host.node_id, []).append(host.pid)
         try:
-            sight = self._driver.call(messages.Look(pids=pids), LOOK_S)
+            view = self._driver.call(messages.Look(pids=pids), LOOK_S)
         except EngineError as error:
             _log.warning("the cluster's nodes cannot be read: %s", error.message)
             return self._readings()
-        assert isinstance(sight, messages.Sight)
-        self._see(sight)
+        assert isinstance(view, messages.ClusterView)
+        self._update(view)
         return self._readings()
 
     # -- for RayHost --------------------------------------------------------------------------------------------
@@ -236,35 +236,35 @@ class Cluster:
     # -- the driver ---------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        driver = DriverClient(self._heard, self._lost)
+        driver = DriverClient(self._take_news, self._lost)
         try:
-            sight = driver.call(messages.Join(address=self.address, gib=self._gib), JOIN_S)
+            view = driver.call(messages.Join(address=self.address, gib=self._gib), JOIN_S)
         except EngineError:
             driver.close()
             raise
-        assert isinstance(sight, messages.Sight)
-        self._see(sight)
+        assert isinstance(view, messages.ClusterView)
+        self._update(view)
         self._driver = driver
         self._joined.set()
 
-    def _see(self, sight: messages.Sight) -> None:
-        """Take in which nodes there are; workers on those that are gone hear of it."""
+    def _update(self, view: messages.ClusterView) -> None:
+        """Update the nodes; report lost ones to their workers."""
         with self._lock:
             before = dict(self._names)
-            self._nodes = {node.id: node for node in sight.nodes}
+            self._nodes = {node.id: node for node in view.nodes}
             still_there = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
-            self._names = name_nodes(sight.nodes, still_there)
+            self._names = name_nodes(view.nodes, still_there)
             names = dict(self._names)
-            bereft = [host for host in self._hosts.values() if host.node_id not in self._nodes]
+            lost_hosts = [host for host in self._hosts.values() if host.node_id not in self._nodes]
         for node_id in before.keys() - names.keys():
             _log.error("%s has left the cluster", before[node_id] or "this machine", extra={"source": "ray"})
-        for node in sight.nodes:
+        for node in view.nodes:
             if node.id not in before:
-                self._welcome(names[node.id], node)
-        for host in bereft:
+                self._log_node(names[node.id], node)
+        for host in lost_hosts:
             host.call_soon(host.node_gone)
 
-    def _welcome(self, name: str, node: messages.NodeSight) -> None:
+    def _log_node(self, name: str, node: messages.NodeView) -> None:
         if node.problem:
             _log.error("no worker can run on %s: %s", name or "this machine", node.problem, extra={"source": "ray"})
         else:
@@ -279,7 +279,7 @@ class Cluster:
                 for reading in node.devices
             )
 
-    def _heard(self, news: messages.OutputLines | messages.Ended) -> None:
+    def _take_news(self, news: messages.OutputLines | messages.Ended) -> None:
         with self._lock:
             host = self._hosts.get(news.key)
         if host is None:

@@ -26,7 +26,7 @@ import msgspec
 import psutil
 
 from engine.cluster import messages
-from engine.cluster.messages import NodeSight, Sight
+from engine.cluster.messages import ClusterView, NodeView
 from engine.cluster.node import NodeAgent, Output, WorkerActor, own_version
 from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone
 from engine.snapshot import DeviceReading
@@ -270,15 +270,15 @@ class Agents:
         self._nodes: dict[str, Node] = {}
         self._looking = threading.Lock()
 
-    def look(self, pids: Mapping[str, Sequence[int]], patience_s: float = LOOK_S) -> Sight:
+    def look(self, pids: Mapping[str, Sequence[int]], patience_s: float = LOOK_S) -> ClusterView:
         """The living nodes with readings no older than the last look, where they answered within `patience_s`."""
         with self._looking:
             nodes = {node.id: node for node in self._ray.nodes()}
-            self._meet(nodes)
+            self._start_agents(nodes)
             self._ask(pids, patience_s)
             self._nodes = {node_id: node for node_id, node in nodes.items() if self._agents[node_id].failed_at is None}
-            sights = tuple(self._sight(node) for node in self._nodes.values() if self._is_described(node.id))
-            return Sight(nodes=sights, unready=len(self._nodes) - len(sights))
+            views = tuple(self._view(node) for node in self._nodes.values() if self._is_described(node.id))
+            return ClusterView(nodes=views, unready=len(self._nodes) - len(views))
 
     def lives(self, node_id: str) -> bool:
         """Return whether the node was there at the last look."""
@@ -296,7 +296,7 @@ class Agents:
         agent = self._agents[node_id]
         return bool(agent.problem or (agent.version and (agent.devices is not None or node_id == self._own)))
 
-    def _meet(self, nodes: Mapping[str, Node]) -> None:
+    def _start_agents(self, nodes: Mapping[str, Node]) -> None:
         """An agent for each node; a new one where Ray still lists the node long after its agent failed."""
         now = time.monotonic()
         for node_id, agent in list(self._agents.items()):
@@ -333,12 +333,12 @@ class Agents:
             else:
                 agent.problem = f"EricLLM does not run there: {' '.join(str(error).split())[-200:]}"
 
-    def _sight(self, node: Node) -> NodeSight:
+    def _view(self, node: Node) -> NodeView:
         agent = self._agents[node.id]
         problem = agent.problem
         if not problem and agent.version != self._version:
             problem = f"it has EricLLM {agent.version}, and this machine {self._version}: install the same on both"
-        return NodeSight(
+        return NodeView(
             id=node.id,
             label=node.label,
             hostname=node.hostname,
@@ -411,7 +411,7 @@ class Driver:
             sentence = f"Ray: {type(error).__name__}: {first_line(error)}"
             self._send(messages.Reply(id=call.id, error=ErrorInfo(code="worker_failed", message=sentence)))
 
-    def _do(self, request: messages.Request) -> messages.Sight | messages.Started | messages.Done:
+    def _do(self, request: messages.Request) -> messages.ClusterView | messages.Started | messages.Done:
         match request:
             case messages.Join():
                 return self._join(request)
@@ -428,7 +428,7 @@ class Driver:
 
     # -- the cluster --------------------------------------------------------------------------------------------
 
-    def _join(self, join: messages.Join) -> messages.Sight:
+    def _join(self, join: messages.Join) -> messages.ClusterView:
         self._ray = Ray(join.address)
         self._agents = Agents(self._ray, join.gib)
         return self._agents.look({}, patience_s=FIRST_LOOK_S)

@@ -11,7 +11,7 @@ from engine.snapshot import DeviceReading
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
-    """Join the cluster at `address` ("auto" or ray://HOST:PORT); answered by Sight.
+    """Join the cluster at `address` ("auto" or ray://HOST:PORT); answered by ClusterView.
 
     gib: of each simulated device of a node, in place of its own; () takes those.
     """
@@ -21,7 +21,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
-    """How are the nodes? Answered by Sight. pids: by node id, the processes there that are the engine's."""
+    """How are the nodes? Answered by ClusterView. pids: by node id, the processes there that are the engine's."""
 
     pids: dict[str, list[int]] = {}
 
@@ -78,7 +78,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 # --- driver -> engine ---------------------------------------------------------------------------------
 
 
-class NodeSight(msgspec.Struct, frozen=True, kw_only=True):
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """One living node. label: the name that it was started with, or its address.  here: the engine's own machine, whose
     devices are not listed.  problem: why no worker can run there."""
 
@@ -92,10 +92,10 @@ class NodeSight(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class Sight(msgspec.Struct, frozen=True, kw_only=True, tag="sight"):
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True, tag="sight"):
     """The nodes that live and answer. unready: those whose readings have yet to come."""
 
-    nodes: tuple[NodeSight, ...]
+    nodes: tuple[NodeView, ...]
     unready: int = 0
 
 
@@ -116,7 +116,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """Result of the call of that id."""
 
     id: int
-    result: Sight | Started | Done = Done()
+    result: ClusterView | Started | Done = Done()
     error: ErrorInfo | None = None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from engine.backends.base import LoadedModel
-from engine.cluster.messages import NodeSight
+from engine.cluster.messages import NodeView
 from engine.config import DeviceShare, ModelSpec
 from engine.snapshot import DeviceReading
 
@@ -27,7 +27,7 @@ def split_device(device: str) -> tuple[str, str]:
     return node, local
 
 
-def name_nodes(nodes: Iterable[NodeSight], before: Mapping[str, str]) -> dict[str, str]:
+def name_nodes(nodes: Iterable[NodeView], before: Mapping[str, str]) -> dict[str, str]:
     """A name for each node by its id: "" for the engine's machine, the name that it had before (`before`), else the one
     that it was started with, or its host's; numbered where two would have the same."""
     nodes = tuple(nodes)
@@ -38,7 +38,7 @@ def name_nodes(nodes: Iterable[NodeSight], before: Mapping[str, str]) -> dict[st
     return names
 
 
-def _plain_name(node: NodeSight) -> str:
+def _plain_name(node: NodeView) -> str:
     name = node.label if node.label and node.label != node.address else node.hostname
     return re.sub(r"[^\w.-]+", "-", name) or "node"
 

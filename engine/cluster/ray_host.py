@@ -27,7 +27,7 @@ LOST_PATIENCE_S = 2.0
 _LOOK_S = 0.25
 
 
-class HostingCluster(Protocol):
+class ClusterWorkers(Protocol):
     """The cluster as a host uses it. starting: threads that wait for workers to start."""
 
     starting: ThreadPoolExecutor
@@ -57,7 +57,7 @@ class RayHost(ChannelHost):
     node: what the node is called.  key: what this start of the worker is called; unique.
     """
 
-    def __init__(self, worker_id: str, spec: ModelSpec, cluster: HostingCluster) -> None:
+    def __init__(self, worker_id: str, spec: ModelSpec, cluster: ClusterWorkers) -> None:
         super().__init__(worker_id)
         self.key = f"{worker_id}-{secrets.token_hex(4)}"
         self.spec = spec

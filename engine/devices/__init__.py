@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from engine.devices.accounts import BusyTime, Claim, account, claim_of, shares_of, split_memory
 from engine.devices.cpu_and_ram import HostProbe, cpu_name, usable_cores
 from engine.devices.nvml import NvmlProbe, visible_devices
 from engine.devices.simulated import SimulatedProbe, parse_devices, simulated_readings
+from engine.devices.worker_memory import BusyTime, Claim, account, claim_of, shares_of, split_memory
 from engine.snapshot import DeviceReading
 
 # The face of whatever reads devices.

@@ -14,9 +14,9 @@ import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel
 from engine.config import EngineConfig
-from engine.devices.accounts import shares_of
 from engine.devices.cpu_limits import LimitsFile, measure_cpu
 from engine.devices.sampler import DeviceSampler
+from engine.devices.worker_memory import shares_of
 from engine.errors import EngineBusy
 from engine.metrics.meter import Meter
 from engine.metrics.slo import Slo

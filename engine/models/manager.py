@@ -37,7 +37,7 @@ from engine.models.deployment import Deployment
 from engine.models.handover import Handover
 from engine.placement.load_history import LoadHistoryFile
 from engine.placement.plan import Placement
-from engine.placement.occupancy import with_reservations
+from engine.placement.reservations import with_reservations
 from engine.requests.history import RequestText, text_of
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker

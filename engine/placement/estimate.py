@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from engine.config import ModelSpec
-from engine.placement.facts import ModelFacts
+from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, Workload
 from engine.placement.plan import DevicePlan, Placement, Plan, plan
 from engine.snapshot import DeviceReading

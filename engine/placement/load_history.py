@@ -16,7 +16,7 @@ import msgspec
 from engine.config import DeviceShare, EngineConfig, ModelSpec
 from engine.devices import computable
 from engine.errors import EngineError
-from engine.placement.facts import ModelFacts, read_facts
+from engine.placement.model_facts import ModelFacts, read_facts
 from engine.placement.model_memory import Correction, Workload, device_kind
 from engine.placement.plan import Placement, place
 from engine.snapshot import DeviceReading

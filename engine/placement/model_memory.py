@@ -24,7 +24,7 @@ from engine.backends.common.packed_weights import (
 from engine.backends.common.step_memory import graph_bytes, largest_step, step_bytes
 from engine.backends.common.torch_load_settings import draft_spec, with_num_experts
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec, WeightsName
-from engine.placement.facts import ModelFacts
+from engine.placement.model_facts import ModelFacts
 
 DeviceKind = Literal["cpu", "cuda", "simulated"]
 

@@ -13,7 +13,6 @@ from engine.backends.common.kv_format import TYPICAL_TOKENS
 from engine.backends.common.native_kernels import prefers_bfloat16
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import Detail, InsufficientMemory, InvalidRequest
-from engine.placement.facts import ModelFacts
 from engine.placement.layer_split import (
     SplitProblem,
     WorkerSegments,
@@ -22,6 +21,7 @@ from engine.placement.layer_split import (
     split_by_weights,
     tensor_parallel_split,
 )
+from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, DeviceKind, ModelCosts, Workload, costs_of
 from engine.snapshot import DeviceReading
 

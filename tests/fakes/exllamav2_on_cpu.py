@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.common.exllamav2_checkpoint import read_folder
 from engine.backends.common.exllamav2_memory import module_bytes, stored_bytes
-from engine.backends.exllamav2 import attention, library, plan
+from engine.backends.exllamav2 import attention, library, load_plan
 from engine.backends.exllamav2.library import environment
 from engine.backends.paged_attention.interface import implementation
 from engine.config import ModelSpec
@@ -66,9 +66,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     os.environ["EXLLAMA_NO_FLASH_ATTN"] = "1"  # as a user may have it: ours is no flash-attn
     classes = library.library_of_modules()
     source = read_folder(folder)
-    config = plan.read_config(classes, source)
+    config = load_plan.read_config(classes, source)
     spec = ModelSpec(path=folder, name="tiny", alpha_value=2.0)
-    length = plan.apply_settings(config, spec, attention="gathered", max_sequences=4)
+    length = load_plan.apply_settings(config, spec, attention="gathered", max_sequences=4)
     modules = classes.model(config).modules
     sizes = module_bytes(
         source.tensors, [[*(each.key for each in module.submodules), module.key] for module in modules]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends.common.model_config import ModelConfig, read_model_config
-from engine.backends.exllamav2.plan import read_adapter
+from engine.backends.exllamav2.load_plan import read_adapter
 from engine.backends.torch.weights.adapters import locate_factors
 from engine.config import AdapterSpec
 from engine.errors import EngineError, UnsupportedModel

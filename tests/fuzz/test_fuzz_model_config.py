@@ -21,7 +21,7 @@ from engine.errors import EngineError
 from engine.models.headers import weight_files
 from engine.models.inspect import inspect
 from engine.placement.estimate import estimate
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Workload
 from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds

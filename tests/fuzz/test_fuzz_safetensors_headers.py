@@ -16,7 +16,7 @@ from engine.config import ModelSpec
 from engine.errors import EngineError
 from engine.models.headers import read_header
 from engine.models.inspect import inspect, split_into_parts
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_model
 from tests.fakes.mutations import changed, damaged

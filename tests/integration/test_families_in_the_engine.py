@@ -16,7 +16,7 @@ from engine.backends.paged_attention.probe import probe
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from tests.fakes.adapters import make_adapter
 from tests.fakes.allocations import peak_bytes
 from tests.fakes.families import FAMILIES, make_family

@@ -16,7 +16,7 @@ import pytest
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream
 from engine.errors import EngineError, InsufficientMemory
-from engine.placement import facts, load_history
+from engine.placement import load_history, model_facts
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import WorkerExit
 from tests.fakes.engines import read
@@ -408,8 +408,8 @@ def _read_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.metrics.publisher._PUBLISH_HZ", 0.1)
 
 
-def _facts_of(path: Path) -> facts.ModelFacts:
-    return facts.read_facts(ModelSpec(path=path, name="fake"))
+def _facts_of(path: Path) -> model_facts.ModelFacts:
+    return model_facts.read_facts(ModelSpec(path=path, name="fake"))
 
 
 def play(seed: int, folders: dict[str, Path]) -> list[str]:

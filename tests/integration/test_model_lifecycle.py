@@ -12,7 +12,7 @@ from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, NoModelLoaded
 from engine.models.deployment import TRANSITIONS, Deployment, IllegalTransition
-from engine.placement import facts, load_history
+from engine.placement import load_history, model_facts
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, DyingBackend, all_ready, ask, read, started, until
 from tests.fakes.model import fake_spec, write_fake_model
@@ -224,7 +224,7 @@ async def test_a_folder_that_cannot_be_understood_fails_in_one_sentence(
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 10**9}))
 
-    def surprised(spec: ModelSpec) -> facts.ModelFacts:
+    def surprised(spec: ModelSpec) -> model_facts.ModelFacts:
         if surprise is not None and spec.path == folder:
             raise surprise
         return read_facts(spec)

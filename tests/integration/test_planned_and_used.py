@@ -15,8 +15,8 @@ from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.devices import HostProbe, simulated_readings
 from engine.engine import Engine
 from engine.models.resolve import resolve
-from engine.placement.facts import read_facts
 from engine.placement.load_history import LoadHistoryFile
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import RUNTIME_BYTES, Workload
 from engine.placement.plan import Placement, place
 from engine.snapshot import DeviceReading

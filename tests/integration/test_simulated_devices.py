@@ -13,7 +13,7 @@ from engine.backends.base import BackendRequest, BackendStats, LoadedModel
 from engine.backends.torch.backend import TorchBackend
 from engine.config import AttentionName, DeviceShare, ModelSpec, SamplingParams
 from engine.devices import simulated_readings
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Workload
 from engine.placement.plan import place
 from engine.worker_process.hosts import ProcessHost, ThreadHost, WorkerHost

@@ -8,15 +8,15 @@ import pytest
 
 from engine.backends.base import LoadedModel
 from engine.cluster.cluster import check_address
-from engine.cluster.messages import NodeSight
+from engine.cluster.messages import NodeView
 from engine.cluster.names import gpu_share, name_nodes, translation, visible_gpus
 from engine.cluster.ray_host import gpus_of
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InvalidRequest
 
 
-def node(id_: str, *, label: str = "", hostname: str = "box", here: bool = False) -> NodeSight:
-    return NodeSight(id=id_, label=label or "10.0.0.9", hostname=hostname, address="10.0.0.9", here=here)
+def node(id_: str, *, label: str = "", hostname: str = "box", here: bool = False) -> NodeView:
+    return NodeView(id=id_, label=label or "10.0.0.9", hostname=hostname, address="10.0.0.9", here=here)
 
 
 def loaded(*devices: str) -> LoadedModel:

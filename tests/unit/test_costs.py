@@ -17,7 +17,7 @@ from engine.config import ModelSpec
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.headers import read_header
 from engine.models.inspect import split_into_parts
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import (
     Correction,
     ModelCosts,

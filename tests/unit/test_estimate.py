@@ -20,7 +20,7 @@ from engine.devices import HostProbe, simulated_readings
 from engine.errors import InvalidRequest
 from engine.models.resolve import resolve
 from engine.placement.estimate import Estimate, estimate
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS

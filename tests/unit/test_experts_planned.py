@@ -10,7 +10,7 @@ import pytest
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 from engine.models.inspect import inspect
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import ModelCosts, Workload, costs_of
 from tests.fakes.tiny_models import MIXTURES, make_tiny_model
 

@@ -16,14 +16,14 @@ from engine.backends.torch.model.linear import (
     LinearFactory,
     PackedLinear,
     PlainLinear,
+    add_product,
     fits_float16,
     linear_kind,
-    sum_onto,
 )
 from engine.backends.torch.weights import model_loader
 from engine.config import DtypeName, ModelSpec
 from engine.placement import model_memory as torch_costs
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import ModelCosts, Workload, costs_of
 from engine.worker_process import process
 from tests.fakes.oracle import Driver, load_runner
@@ -47,7 +47,7 @@ def costs_on_a_cpu(folder: Path, dtype: DtypeName) -> ModelCosts:
 
 @pytest.fixture
 def factory() -> LinearFactory:
-    return LinearFactory(CPU, torch.float32, halves=True)
+    return LinearFactory(CPU, torch.float32, keep_fp16=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -59,7 +59,7 @@ def test_products_over_halves_are_those_over_float32(shape: tuple[int, int], row
     x, residual = torch.randn(rows, shape[1]), torch.randn(rows, shape[0])
     half, plain = Fp16Linear(weight, bias), PlainLinear(weight, bias)
     torch.testing.assert_close(half(x), plain(x), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(sum_onto(residual, half, x), residual + plain(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(add_product(residual, half, x), residual + plain(x), atol=1e-5, rtol=1e-5)
 
 
 def test_weights_are_kept_as_halves_where_float16_has_their_numbers(factory: LinearFactory) -> None:
@@ -89,7 +89,7 @@ def test_a_torch_whose_halves_multiply_wrongly_is_found_out(monkeypatch: pytest.
             return super().__call__(x) * 1.01
 
     monkeypatch.setattr(linear, "Fp16Linear", Wrong)
-    factory = LinearFactory(CPU, torch.float32, halves=True)
+    factory = LinearFactory(CPU, torch.float32, keep_fp16=True)
     weight = weight_of(640, 512)
     assert isinstance(factory.make(weight), PackedLinear)
     assert isinstance(factory.make(weight_of(512, 640)), PackedLinear)
@@ -97,7 +97,7 @@ def test_a_torch_whose_halves_multiply_wrongly_is_found_out(monkeypatch: pytest.
 
 def test_a_torch_without_halves_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fp16_linear_available", lambda: False)
-    assert isinstance(LinearFactory(CPU, torch.float32, halves=True).make(weight_of(640, 512)), PackedLinear)
+    assert isinstance(LinearFactory(CPU, torch.float32, keep_fp16=True).make(weight_of(640, 512)), PackedLinear)
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.exllamav2.plan import read_adapter
+from engine.backends.exllamav2.load_plan import read_adapter
 from engine.config import AdapterSpec
 from engine.errors import EngineError, UnsupportedModel
 from engine.models.adapters import (

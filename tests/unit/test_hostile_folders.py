@@ -19,7 +19,7 @@ from engine.models.discover import discover
 from engine.models.files import MAX_FILES, MAX_JSON_BYTES, is_file, open_file, read_file, read_json_object
 from engine.models.headers import MAX_TENSORS, read_header, read_headers
 from engine.models.inspect import inspect
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Workload, costs_of
 from engine.text.tokenizer_config import TokenizerFolder
 from tests.fakes.bounds import outcome, within_bounds

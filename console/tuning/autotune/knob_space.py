@@ -7,41 +7,41 @@ from typing import get_args
 
 import msgspec
 
-from console.tuning.autotune.space import LEAST_CACHE_BITS, Knob, KnobName, Setting, Space
+from console.tuning.autotune.space import MIN_CACHE_BITS, Knob, KnobName, Setting, Space
 from engine.backends.base import LoadedModel
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
 from engine.config import ModelSpec
 from engine.errors import EngineError, InvalidRequest
-from engine.placement.facts import read_facts
+from engine.placement.model_facts import read_facts
 
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
-MOST_GPU_WORKERS = 4
+MAX_GPU_WORKERS = 4
 _PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEP_TOKENS = (64, 128, 256, 512, 1024, 2048)
 _GUESSES = (0, 2, 4, 7)
-MOST_SHARED_CORES = 2
-"""Up to so many, there is nothing to be gained from other shares than even ones."""
+MAX_SHARED_CORES = 2
+"""Up to this number, only even shares are worth trying."""
 EXLLAMA_HEAD = 32
-"""Heads of a multiple of so many elements can be kept in fewer than 16 bits by exllamav2."""
+"""Heads of a multiple of this number of elements can be kept in fewer than 16 bits by exllamav2."""
 _WORKER_S, _LOAD_S = 4.0, 10.0
 """What a worker and another load take, where nothing is known of this one."""
 
 
 class SearchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator leaves to be tried. knobs: all that can be turned if empty.  kept: those that stay as they are.
+    """Limits of a search. knobs: all that can be turned if empty.  fixed: those that stay as they are.
 
     most_prompts: that a worker takes at a time.  least_cache_bits: of the KV cache.
     """
 
     knobs: tuple[KnobName, ...] = ()
-    kept: tuple[KnobName, ...] = ()
+    fixed: tuple[KnobName, ...] = ()
     most_prompts: int = 128
-    least_cache_bits: int = LEAST_CACHE_BITS
+    least_cache_bits: int = MIN_CACHE_BITS
 
     def validate(self) -> SearchLimits:
         """Itself, or InvalidRequest."""
-        for name in (*self.knobs, *self.kept):
+        for name in (*self.knobs, *self.fixed):
             if name not in KNOBS:
                 raise InvalidRequest(f"{name} is no knob; there are {', '.join(KNOBS)}", param="knobs")
         if not 1 <= self.most_prompts <= 4096:
@@ -57,14 +57,14 @@ def space_of(
     Raises InvalidRequest where a knob that was asked for cannot be turned here, or none can.
     """
     on_cpu = not any(device.startswith("cuda") for device in model.devices)
-    wanted = [name for name in wishes.knobs or KNOBS if name not in wishes.kept]
+    wanted = [name for name in wishes.knobs or KNOBS if name not in wishes.fixed]
     values: dict[KnobName, Iterable[int]] = {
-        "workers": range(1, min(cores, MOST_GPU_WORKERS) + 1 if on_cpu else MOST_GPU_WORKERS + 1),
+        "workers": range(1, min(cores, MAX_GPU_WORKERS) + 1 if on_cpu else MAX_GPU_WORKERS + 1),
         "max_prompts": [each for each in _PROMPTS if each <= wishes.most_prompts],
         "cache_bits": _cache_bits(model, spec, wishes.least_cache_bits),
         "draft_tokens": () if spec.draft_model is not None else _GUESSES,
         "step_tokens": _STEP_TOKENS if model.backend == "torch" else (),
-        "threads": _threads(cores) if on_cpu and cores > MOST_SHARED_CORES else (),
+        "threads": _threads(cores) if on_cpu and cores > MAX_SHARED_CORES else (),
     }
     if values["threads"] and "threads" in wanted and start.threads == 0:
         start = start.with_value("threads", max(1, cores // start.workers))
@@ -80,7 +80,7 @@ def space_of(
         if name not in turned:
             raise InvalidRequest(f"{name} cannot be turned here: {_reason(name, model, spec, cores)}", param="knobs")
     if not knobs:
-        others = "every other knob" if wishes.kept else "every knob"
+        others = "every other knob" if wishes.fixed else "every knob"
         raise InvalidRequest(f"there is nothing to be turned: {others} has one value here", param="knobs")
     return Space(knobs=tuple(knobs), start=start)
 

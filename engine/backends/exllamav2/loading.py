@@ -27,7 +27,7 @@ from engine.backends.common.exllamav2_memory import (
 )
 from engine.backends.exllamav2.errors import LoadNumbers, explain_load
 from engine.backends.exllamav2.library_types import MAX_Q_SIZE, Library, LoadedParts
-from engine.backends.exllamav2.plan import LoadPlan, ModelSource, load_adapter, plan_load, whole
+from engine.backends.exllamav2.load_plan import LoadPlan, ModelSource, load_adapter, plan_load, whole
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
 from engine.backends.torch_common.exl2 import PARTS as EXL2_PARTS
 from engine.backends.torch_common.exl2 import Exl2Linear
