@@ -13,7 +13,7 @@ CODES = torch.tensor([-108, -84, -67, -52, -39, -26, -14, -3, 10, 22, 35, 49, 63
 
 def weight_of(layer: NativeLinear) -> Tensor:
     """The weight [out, in] that `layer` multiplies by, in float32."""
-    form, bits = layer.form, bits_of(layer.form)
+    form, bits = layer.format, bits_of(layer.format)
     assert bits is not None
     group, half = GROUP_INPUTS[bits], -(-form.outputs // 2 // 16) * 16
     groups = -(-form.inputs // group)

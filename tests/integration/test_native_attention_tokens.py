@@ -137,4 +137,4 @@ def test_a_kernel_that_gives_something_else_is_passed_over_with_a_warning(
     monkeypatch.setattr(attention_check, "_plain", lambda *args: plain(*args) + 0.5)
     with caplog.at_level(logging.WARNING):
         assert choice(native_runner(make_tiny_model(tmp_path), cache_bits=bits)) == "gathered"
-    assert "attention stays on torch's kernels: the native kernel was tried and is off by 0." in caplog.text
+    assert "attention stays on torch's kernels: results of the native kernel are off by 0." in caplog.text

@@ -24,7 +24,7 @@ from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights import shared as weight_file
 from engine.backends.torch.weights.reader import WeightReader
-from engine.backends.torch.weights.shared import SealedFile, UnsealedFile, alone, identity
+from engine.backends.torch.weights.shared import SealedFile, UnsealedFile, folder_lock, weights_id
 from engine.backends.torch.weights.store import OwnWeights, WeightStore
 from engine.config import DtypeName, ModelSpec, SamplingParams
 from engine.engine import Engine
@@ -62,25 +62,25 @@ def find(folder: Path, dtype: torch.dtype = torch.bfloat16) -> SealedFile | None
     """The complete file of a tiny model, once nothing that was dropped is in memory any more."""
     gc.collect()
     native = find_kernels(dtype, torch.device("cpu")).library
-    return SealedFile.find(identity([folder / "config.json", *folder.glob("*.safetensors")], dtype, native))
+    return SealedFile.find(weights_id([folder / "config.json", *folder.glob("*.safetensors")], dtype, native))
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tensors that are read from checkpoints meanwhile."""
     names: list[str] = []
-    read, lend = WeightReader.read, WeightReader.lend
+    read, view = WeightReader.read, WeightReader.view
 
     def noted_read(self: WeightReader, *parts: str, device: torch.device) -> torch.Tensor:
         names.extend(parts)
         return read(self, *parts, device=device)
 
-    def noted_lend(self: WeightReader, *parts: str, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def noted_view(self: WeightReader, *parts: str, device: torch.device) -> tuple[torch.Tensor, ...]:
         names.extend(parts)
-        return lend(self, *parts, device=device)
+        return view(self, *parts, device=device)
 
     monkeypatch.setattr(WeightReader, "read", noted_read)
-    monkeypatch.setattr(WeightReader, "lend", noted_lend)
+    monkeypatch.setattr(WeightReader, "view", noted_view)
     return names
 
 
@@ -110,11 +110,11 @@ def test_shared_weights_compute_what_own_ones_do_to_the_bit(
     second = load(folder, dtype=dtype)
     assert reads == read_once, "the second read again what the first had read"
     monkeypatch.setattr(model_loader, "weight_store", unshared)
-    alone_ = load(folder, dtype=dtype)
-    assert (alone_.shared_bytes, first.shared_bytes) == (0, second.shared_bytes)
-    assert second.shared_bytes >= second.weights_bytes == alone_.weights_bytes
-    assert torch.equal(logits(first), logits(alone_))
-    assert torch.equal(logits(second), logits(alone_))
+    separate = load(folder, dtype=dtype)
+    assert (separate.shared_bytes, first.shared_bytes) == (0, second.shared_bytes)
+    assert second.shared_bytes >= second.weights_bytes == separate.weights_bytes
+    assert torch.equal(logits(first), logits(separate))
+    assert torch.equal(logits(second), logits(separate))
 
 
 async def test_worker_processes_map_the_same_weights_and_answer_the_same(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_a_writer_that_is_killed_half_way_leaves_the_writing_to_who_waits(folder
 
 def test_a_load_that_waits_for_another_one_can_be_cancelled(folder: Path) -> None:
     answers = iter([False, False])
-    with alone(folder, lambda: False), pytest.raises(LoadCancelled):
+    with folder_lock(folder, lambda: False), pytest.raises(LoadCancelled):
         load(folder, cancelled=lambda: next(answers, True))
 
 
 def test_a_load_that_waits_for_another_one_reports_that_it_waits(folder: Path) -> None:
     seen: list[LoadProgress] = []
     polls = iter(range(4))
-    with alone(folder, lambda: False), pytest.raises(LoadCancelled):
+    with folder_lock(folder, lambda: False), pytest.raises(LoadCancelled):
         load(folder, report=seen.append, cancelled=lambda: next(polls, None) is None)
     assert [each.phase for each in seen].count("wait") > 2
 

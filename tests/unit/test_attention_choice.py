@@ -17,7 +17,7 @@ from engine.backends.paged_attention.interface import PagedAttention, implementa
 from engine.backends.paged_attention.probe import engage, failure, find_flash_attn, probe
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, Gpu, split_count, tile_for
 from engine.backends.torch.native.attention import Heads
-from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, RotatedHeads, native_obstacle
+from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, LayerHeads, native_obstacle
 from engine.backends.torch.native.library import Kernels, NativeLibrary
 from engine.errors import InvalidRequest
 
@@ -185,9 +185,9 @@ def test_heads_that_would_take_gigabytes_to_try_the_native_kernel_with_are_left_
     untried = cast(NativeLibrary, object())
     obstacle = native_obstacle(
         Kernels(untried),
-        [RotatedHeads(heads, None)],
+        [LayerHeads(heads, None)],
         dtype=torch.bfloat16,
         devices=[torch.device("cpu")],
         page_tokens=16,
     )
-    assert obstacle == f"the native kernels take heads of 131072 numbers together, and these have {3 * head_dim}"
+    assert obstacle == f"native attention needs heads of max 131072 numbers together, not {3 * head_dim}"

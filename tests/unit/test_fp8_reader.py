@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.backends.common.quant_config import Quantisation, read_quantisation
-from engine.backends.torch.weights.reader import locate
+from engine.backends.torch.weights.reader import locate_weights
 from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.backends.torch_common.fp8 import BLOCK, dequantise
 from engine.errors import ModelLoadFailed, UnsupportedModel
@@ -27,7 +27,7 @@ def read(folder: Path, tensors: dict[str, Tensor], declared: Quantisation | None
     """The weight of a layer that is stored as `tensors`."""
     save_file({f"layer.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
     shape = {"layer.weight": tuple(tensors["weight"].shape)}
-    return locate(Checkpoint.open(folder), shape, declared)["layer.weight"].read(torch.device("cpu"))
+    return locate_weights(Checkpoint.open(folder), shape, declared)["layer.weight"].read(torch.device("cpu"))
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:

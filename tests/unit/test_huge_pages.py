@@ -50,7 +50,7 @@ def test_large_pages_are_made_of_whole_ones_before_the_end(file: int, monkeypatc
             return -1  # as where the system has none: nothing but speed is lost
 
     with monkeypatch.context() as patched:
-        patched.setattr(huge_pages, "_system", System)
+        patched.setattr(huge_pages, "_libc", System)
         for end in (2 * LARGE_PAGE_BYTES + 5, LARGE_PAGE_BYTES - 1, 1 << 40):
             if (enlarging := mapping.enlarge_pages(end)) is not None:
                 enlarging.join()

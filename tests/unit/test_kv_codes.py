@@ -57,7 +57,7 @@ def coded(heads: Tensor, bits: CacheBits) -> tuple[Tensor, Tensor]:
     """The bytes of `heads`, and what they come back as."""
     codec = HeadCodec(HeadFormat(heads.shape[-1], bits, heads.itemsize), [CPU])
     packed = codec.encode(heads)
-    return packed, codec.turn(codec.decode(packed, torch.empty_like(heads)))
+    return packed, codec.rotate(codec.decode(packed, torch.empty_like(heads)))
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -16,9 +16,9 @@ from engine.backends.torch.model.decoder import FusedBlock, Residual
 from engine.backends.torch.model.linear import LinearFactory
 from engine.backends.torch.model.lora import AdaptedRows, LoraAdapter, LowRank, add_adapters
 from engine.backends.torch.model.mlp import GatedMlp
-from engine.backends.torch.model.norms import RmsNorm, unchanged
+from engine.backends.torch.model.norms import RmsNorm, identity
 from engine.backends.torch.native import fusing
-from engine.backends.torch.native.layer import Fused, NativeLinear
+from engine.backends.torch.native.layer import FusedLinear, NativeLinear
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.weights import decoder_loader
 from tests.fakes.families import make_family
@@ -105,8 +105,8 @@ def test_a_form_that_differs_leaves_the_parts_and_one_warning(
     monkeypatch.setattr(fusing, "close_enough", lambda *given: False)
     with caplog.at_level(logging.WARNING):
         assert fused_parts(folder) == (False, False)
-    assert [record.getMessage() for record in caplog.records if "stay apart" in record.message] == [
-        "norms, gates and residual sums stay apart from native products, as a normed one by 128 x 64 weights differs"
+    assert [record.getMessage() for record in caplog.records if "are not fused" in record.message] == [
+        "norms, gates and sums are not fused into native products, as a normed one with 128 x 64 weights differs"
     ]
 
 
@@ -129,12 +129,12 @@ def make_block(alpha: float) -> FusedBlock:
     assert isinstance(mlp.down, NativeLinear)
     return FusedBlock(
         input_norm=norm,
-        qkv=Fused(linear(HEADS, WIDTH), norm=norm.weight, epsilon=norm.eps),
-        o=Residual(o, unchanged, alpha, "o", Fused(o, alpha=alpha)),
+        qkv=FusedLinear(linear(HEADS, WIDTH), norm=norm.weight, epsilon=norm.eps),
+        o=Residual(o, identity, alpha, "o", FusedLinear(o, alpha=alpha)),
         mlp_norm=norm,
         mlp=mlp,
-        gated=Fused(mlp.gate_up, norm=norm.weight, epsilon=norm.eps, activation="silu"),
-        down=Residual(mlp.down, unchanged, alpha, "down", Fused(mlp.down, alpha=alpha)),
+        gated=FusedLinear(mlp.gate_up, norm=norm.weight, epsilon=norm.eps, activation="silu"),
+        down=Residual(mlp.down, identity, alpha, "down", FusedLinear(mlp.down, alpha=alpha)),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.common.model_config import Activation
 from engine.backends.torch.model.mlp import ACTIVATIONS
-from engine.backends.torch.native.layer import Fused, NativeLinear
+from engine.backends.torch.native.layer import FusedLinear, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary
 from tests.fakes.native_libraries import LIBRARIES, native
 
@@ -61,7 +61,7 @@ def test_float32_weights_and_wide_results_are_those_of_double_rounded(
     library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
     layer, exact = packed(library, outputs, inputs, dtype)
-    wide = Fused(layer, out=torch.float32)
+    wide = FusedLinear(layer, out=torch.float32)
     for rows in ROWS:
         x = random(rows, inputs, dtype=dtype, seed=rows)
         assert_rounded(wide(x), exact(x), sums=inputs)
@@ -77,8 +77,8 @@ def test_rows_are_normed_in_float32_and_rounded_once(
     library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype, norm_dtype: torch.dtype
 ) -> None:
     layer, _ = packed(library, outputs, inputs, dtype)
-    norm, wide = random(inputs, dtype=norm_dtype).abs() + 0.5, Fused(layer, out=torch.float32)
-    fused = Fused(layer, norm=norm, epsilon=1e-5, out=torch.float32)
+    norm, wide = random(inputs, dtype=norm_dtype).abs() + 0.5, FusedLinear(layer, out=torch.float32)
+    fused = FusedLinear(layer, norm=norm, epsilon=1e-5, out=torch.float32)
     for rows in ROWS:
         x = random(rows, inputs, dtype=dtype, seed=rows) * 3
         normed = F.rms_norm(x.float(), norm.shape, norm.float(), 1e-5).to(dtype)
@@ -92,7 +92,7 @@ def test_a_product_is_added_to_a_residual_in_its_place(
     library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
     layer, exact = packed(library, outputs, inputs, dtype)
-    fused = Fused(layer, alpha=0.25)
+    fused = FusedLinear(layer, alpha=0.25)
     for rows in ROWS:
         x, residual = random(rows, inputs, dtype=dtype, seed=rows), random(rows, outputs, dtype=dtype, seed=3)
         expected = residual.double() + 0.25 * exact(x)
@@ -107,7 +107,7 @@ def test_the_first_half_gates_the_second(
     library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype, activation: Activation
 ) -> None:
     layer, exact = packed(library, outputs, inputs, dtype, interleaved=True)
-    fused = Fused(layer, activation=activation)
+    fused = FusedLinear(layer, activation=activation)
     for rows in ROWS:
         x = random(rows, inputs, dtype=dtype, seed=rows)
         gate, up = exact(x).chunk(2, dim=1)
@@ -130,9 +130,9 @@ def test_activations_are_those_of_double_to_float32s_precision(library: NativeLi
     weight, bias = torch.tensor([[1.0], [0.0]]), torch.tensor([0.0, 1.0])
     layer = NativeLinear.pack(library, weight, bias, interleaved=True)
     x = torch.cat((torch.linspace(-30, 30, 6001), torch.tensor([0.0, 1e-6, -1e-6, 80.0, 200.0]))).unsqueeze(1)
-    found = Fused(layer, activation=activation)(x)
+    found = FusedLinear(layer, activation=activation)(x)
     torch.testing.assert_close(found.double(), ACTIVATIONS[activation](x.double()), rtol=1e-6, atol=1e-6)
-    assert Fused(layer, activation=activation)(torch.tensor([[float("nan")]])).isnan().all()
+    assert FusedLinear(layer, activation=activation)(torch.tensor([[float("nan")]])).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +142,7 @@ def test_a_row_gets_the_same_bits_wherever_it_lies_and_whoever_computes_it(
     layer, _ = packed(library, 230, 330, dtype, interleaved=True)
     norm, x = random(330, dtype=dtype), random(90, 330, dtype=dtype, seed=3)
     residual = random(90, 230, dtype=dtype, seed=4)
-    gated, added = Fused(layer, norm=norm, activation="gelu"), Fused(layer, norm=norm, alpha=0.5)
+    gated, added = FusedLinear(layer, norm=norm, activation="gelu"), FusedLinear(layer, norm=norm, alpha=0.5)
 
     def both(first: int, last: int) -> Tensor:
         rows = slice(first, last)
@@ -159,6 +159,6 @@ def test_a_row_gets_the_same_bits_wherever_it_lies_and_whoever_computes_it(
 
 def test_what_multiplies_names_itself_when_a_row_does_not_fit(library: NativeLibrary) -> None:
     layer, _ = packed(library, 16, 32, torch.float32)
-    for call in (layer, partial(Fused(layer, alpha=2.0), residual=torch.zeros(1, 16))):
+    for call in (layer, partial(FusedLinear(layer, alpha=2.0), residual=torch.zeros(1, 16))):
         with pytest.raises(ValueError, match="32 inputs of float32"):
             call(torch.zeros(1, 33))

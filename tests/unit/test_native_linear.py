@@ -119,7 +119,7 @@ def test_a_weight_is_packed_where_it_is_told_to_lie(library: NativeLibrary) -> N
         rooms.append(torch.full(shape, torch.nan, dtype=dtype))
         return rooms[-1]
 
-    packed = library.pack(random(40, 33), room=room)
+    packed = library.pack(random(40, 33), allocate=room)
     assert packed is rooms[0]
     assert torch.equal(packed, library.pack(random(40, 33)))
 
@@ -153,11 +153,13 @@ def test_a_native_product_that_differs_turns_the_kernels_off_with_one_warning(
     library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     factory = LinearFactory(CPU, torch.bfloat16, library)
-    monkeypatch.setattr(NativeLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], self.form.outputs).bfloat16())
+    monkeypatch.setattr(
+        NativeLinear, "__call__", lambda self, x: torch.zeros(x.shape[0], self.format.outputs).bfloat16()
+    )
     layers = [factory.make(random(48, 64), None) for _ in range(3)]
     assert all(isinstance(layer, PackedLinear | PlainLinear) for layer in layers)
     assert [record.getMessage() for record in caplog.records if "is off" in record.message] == [
-        f"the native {library.isa} kernel is off, as it multiplies by 48 x 64 weights unlike torch"
+        f"the native {library.isa} kernel is off, as its products with 48 x 64 weights differ from torch's"
     ]
 
 
@@ -503,7 +505,7 @@ def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_library_whose_products_are_torchs_passes_its_trial(library: NativeLibrary) -> None:
-    assert trial.multiplies(library)
+    assert trial.products_match(library)
 
 
 @needs_compiler

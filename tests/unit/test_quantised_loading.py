@@ -76,7 +76,7 @@ def test_the_head_has_8_bits_and_the_embedding_16(tmp_path: Path, weights: Weigh
     decoder = load(make_tiny_model(tmp_path, dtype="bfloat16", tie=True, with_tokenizer=False), weights)._decoder
     assert decoder is not None
     assert isinstance(decoder.head, NativeLinear)
-    assert bits_of(decoder.head.form) == 8
+    assert bits_of(decoder.head.format) == 8
     assert decoder.embedding.dtype is torch.bfloat16
 
 
@@ -101,7 +101,7 @@ def test_experts_are_quantised_and_what_routes_to_them_is_not(tmp_path: Path, we
 @runs
 @pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8"])
 def test_packed_checkpoints_are_read_first_and_then_made_anew(tmp_path: Path, method: str) -> None:
-    folder = make_twins(tmp_path, method, num_hidden_layers=2).quantised
+    folder = make_twins(tmp_path, method, num_hidden_layers=2).quantise_linear
     assert divergence(load(folder, "int8"), load(folder, "auto", dtype="float32")) < 5e-2
 
 
@@ -118,8 +118,8 @@ def test_two_workers_have_quantised_weights_once_and_others_have_their_own(tmp_p
 def test_a_kernel_that_does_not_multiply_as_it_must_ends_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.torch.model.linear.is_like", lambda layer, weight, bits: False)
-    with pytest.raises(ModelLoadFailed, match=r"int4 kernel multiplies by .* weights unlike torch"):
+    monkeypatch.setattr("engine.backends.torch.model.linear.matches_weight", lambda layer, weight, bits: False)
+    with pytest.raises(ModelLoadFailed, match=r"int4 kernel with .* weights differ from torch"):
         load(make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False), "int4")
 
 
@@ -128,7 +128,7 @@ def test_a_kernel_that_does_not_multiply_as_it_must_ends_the_load(
 def test_weights_that_are_not_finite_are_said_to_be_and_no_kernel_is_blamed(tmp_path: Path, value: float) -> None:
     folder = make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False)
     edit_weights(folder, **{"model.layers.0.mlp.down_proj.weight": torch.full((64, 128), value, dtype=torch.bfloat16)})
-    with pytest.raises(ModelLoadFailed, match="hold numbers that are not finite, in one of 64 x 128"):
+    with pytest.raises(ModelLoadFailed, match="a weight of 64 x 128 has numbers that are not finite"):
         load(folder, "int8")
 
 

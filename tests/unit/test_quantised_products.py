@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.packed_weights import GROUP_INPUTS, Bits, packed_bytes
-from engine.backends.torch.native.layer import Fused, quantised
+from engine.backends.torch.native.layer import FusedLinear, quantise_linear
 from engine.backends.torch.native.library import NativeLibrary
 from tests.fakes.native_libraries import SETS, native_set
 from tests.fakes.quantised_weights import rounded, weight_of
@@ -46,8 +46,8 @@ def test_the_product_is_that_of_codes_and_scales(
     library: NativeLibrary, outputs: int, inputs: int, dtype: torch.dtype, bits: Bits
 ) -> None:
     bias = random(outputs, seed=2).to(dtype)
-    layer = quantised(library, random(outputs, inputs).to(dtype), bias, bits)
-    weight, wide = weight_of(layer), Fused(layer, out=torch.float32)
+    layer = quantise_linear(library, random(outputs, inputs).to(dtype), bias, bits)
+    weight, wide = weight_of(layer), FusedLinear(layer, out=torch.float32)
     for rows in ROWS:
         x = random(rows, inputs, seed=rows).to(dtype)
         exact = rounded(x, GROUP_INPUTS[bits]) @ weight.double().T + bias.double()
@@ -59,14 +59,16 @@ def test_the_product_is_that_of_codes_and_scales(
 @pytest.mark.parametrize("gates", [False, True], ids=["one after the other", "in turns"])
 def test_a_weight_in_parts_gets_the_codes_of_the_whole_one(library: NativeLibrary, bits: Bits, gates: bool) -> None:
     weight = random(150, 71)
-    expected = quantised(library, weight, None, bits, interleaved=gates).weight
+    expected = quantise_linear(library, weight, None, bits, interleaved=gates).weight
     for sizes in ((75, 75), (1, 100, 49)):
-        assert torch.equal(quantised(library, weight.split(sizes), None, bits, interleaved=gates).weight, expected)
+        assert torch.equal(
+            quantise_linear(library, weight.split(sizes), None, bits, interleaved=gates).weight, expected
+        )
 
 
 @both_bits
 def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeLibrary, bits: Bits) -> None:
-    layer = quantised(library, random(200, 1000), random(200), bits)
+    layer = quantise_linear(library, random(200, 1000), random(200), bits)
     x = random(70, 1000, seed=3)
     torch.set_num_threads(1)
     expected = layer(x)
@@ -80,7 +82,7 @@ def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeL
 @both_bits
 def test_every_cpu_gives_the_same_to_the_bit(bits: Bits) -> None:
     weight, x = random(100, 700), random(40, 700, seed=2)
-    first, *others = (quantised(native_set(isa), weight, None, bits) for isa in SETS)
+    first, *others = (quantise_linear(native_set(isa), weight, None, bits) for isa in SETS)
     for other in others:
         assert torch.equal(first.weight, other.weight)
         assert torch.equal(first(x), other(x))
@@ -90,27 +92,27 @@ def test_every_cpu_gives_the_same_to_the_bit(bits: Bits) -> None:
 @pytest.mark.parametrize("inner", [32, 40])
 def test_gate_and_what_it_opens_may_take_turns(library: NativeLibrary, bits: Bits, inner: int) -> None:
     weight, x = random(2 * inner, 96), random(13, 96, seed=2)
-    apart = quantised(library, weight, None, bits)
-    turns = quantised(library, weight, None, bits, interleaved=True)
+    apart = quantise_linear(library, weight, None, bits)
+    turns = quantise_linear(library, weight, None, bits, interleaved=True)
     assert torch.equal(turns(x), apart(x))
-    gate, up = Fused(apart, out=torch.float32)(x).chunk(2, dim=-1)
+    gate, up = FusedLinear(apart, out=torch.float32)(x).chunk(2, dim=-1)
     expected = (torch.nn.functional.silu(gate) * up).bfloat16()
-    torch.testing.assert_close(Fused(turns, activation="silu")(x), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(FusedLinear(turns, activation="silu")(x), expected, atol=1e-2, rtol=1e-2)
 
 
 @both_bits
 def test_a_norm_before_it_and_a_residual_after_it_are_part_of_the_product(library: NativeLibrary, bits: Bits) -> None:
-    layer, norm = quantised(library, random(48, 96), None, bits), random(96, seed=5)
+    layer, norm = quantise_linear(library, random(48, 96), None, bits), random(96, seed=5)
     x, residual = random(9, 96, seed=2), random(9, 48, seed=3)
     normed = torch.nn.functional.rms_norm(x.float(), (96,), norm.float(), 1e-6).bfloat16()
-    expected = Fused(layer, out=torch.float32)(normed) * 0.5 + residual.float()
-    found = Fused(layer, norm=norm, epsilon=1e-6, alpha=0.5)(x, residual.clone())
+    expected = FusedLinear(layer, out=torch.float32)(normed) * 0.5 + residual.float()
+    found = FusedLinear(layer, norm=norm, epsilon=1e-6, alpha=0.5)(x, residual.clone())
     torch.testing.assert_close(found, expected.bfloat16(), atol=5e-2, rtol=2e-2)
 
 
 @both_bits
 def test_what_is_not_finite_stays_in_its_row(library: NativeLibrary, bits: Bits) -> None:
-    layer = quantised(library, random(20, 130), None, bits)
+    layer = quantise_linear(library, random(20, 130), None, bits)
     x = random(6, 130)
     expected = layer(x)
     x[2, 0], x[4, 129] = float("inf"), float("nan")
@@ -123,7 +125,7 @@ def test_what_is_not_finite_stays_in_its_row(library: NativeLibrary, bits: Bits)
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.0065), (4, 0.075)])
 def test_rounding_loses_little_of_normally_distributed_weights(library: NativeLibrary, bits: Bits, most: float) -> None:
     weight = random(256, 512) * 0.02
-    lost = weight_of(quantised(library, weight, None, bits)) - weight.float()
+    lost = weight_of(quantise_linear(library, weight, None, bits)) - weight.float()
     assert float(lost.norm() / weight.float().norm()) < most
 
 
@@ -131,7 +133,7 @@ def test_rounding_loses_little_of_normally_distributed_weights(library: NativeLi
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e4, 1e30])
 def test_weights_of_any_size_are_kept(library: NativeLibrary, bits: Bits, size: float) -> None:
     weight = random(40, 70) * size
-    lost = weight_of(quantised(library, weight, None, bits)).double() - weight.double()
+    lost = weight_of(quantise_linear(library, weight, None, bits)).double() - weight.double()
     assert float(lost.norm()) <= 0.08 * float(weight.double().norm())
 
 
@@ -139,17 +141,17 @@ def test_weights_of_any_size_are_kept(library: NativeLibrary, bits: Bits, size: 
 def test_threads_do_not_change_how_weights_are_rounded(library: NativeLibrary, bits: Bits) -> None:
     weight = random(330, 200)
     torch.set_num_threads(1)
-    expected = quantised(library, weight, None, bits).weight
+    expected = quantise_linear(library, weight, None, bits).weight
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(quantised(library, weight, None, bits).weight, expected)
+        assert torch.equal(quantise_linear(library, weight, None, bits).weight, expected)
 
 
 @both_bits
 def test_the_largest_weight_of_a_group_is_not_cut(library: NativeLibrary, bits: Bits) -> None:
     weight = torch.zeros(16, 64).bfloat16()
     weight[3, 5] = -1.7
-    found = weight_of(quantised(library, weight, None, bits))
+    found = weight_of(quantise_linear(library, weight, None, bits))
     assert float(found[3, 5]) == pytest.approx(-1.7, rel=0.02)
 
 
@@ -159,5 +161,5 @@ def test_the_largest_weight_of_a_group_is_not_cut(library: NativeLibrary, bits: 
 def test_a_layer_takes_what_is_foretold(
     library: NativeLibrary, outputs: int, inputs: int, gates: bool, bits: Bits
 ) -> None:
-    layer = quantised(library, random(outputs, inputs), None, bits, interleaved=gates)
+    layer = quantise_linear(library, random(outputs, inputs), None, bits, interleaved=gates)
     assert layer.weight.nbytes == packed_bytes(bits, outputs, inputs, gates=gates)

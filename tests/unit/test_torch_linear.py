@@ -12,7 +12,7 @@ from engine.backends.torch.model.linear import (
     LinearFactory,
     PackedLinear,
     PlainLinear,
-    sum_onto,
+    add_product,
 )
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_a_packed_product_that_differs_is_not_used(monkeypatch: pytest.MonkeyPat
 
 def test_a_packed_sum_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(PackedLinear):
-        def onto(self, residual: Tensor, x: Tensor) -> Tensor:
+        def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
             return self(x)
 
     monkeypatch.setattr(linear, "PackedLinear", Wrong)
@@ -63,7 +63,7 @@ def test_a_product_added_to_what_was_there_leaves_that_as_it_is(pack: bool, dtyp
         residual = torch.randn(rows, 576, generator=generator).to(dtype)
         before = residual.clone()
         tolerance = 1e-3 if dtype == torch.float32 else 0.5
-        torch.testing.assert_close(sum_onto(residual, layer, x), residual + layer(x), atol=tolerance, rtol=2e-2)
+        torch.testing.assert_close(add_product(residual, layer, x), residual + layer(x), atol=tolerance, rtol=2e-2)
         assert torch.equal(residual, before)
 
 

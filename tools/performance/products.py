@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.backends.torch.native.layer import NativeLinear, quantised
+from engine.backends.torch.native.layer import NativeLinear, quantise_linear
 from tests.fakes.native_libraries import SETS, native_set
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (1024, 4864))
@@ -58,8 +58,8 @@ def _products(weight: Tensor, x: Tensor) -> list[tuple[str, Callable[[], Tensor]
         layers = {
             "bfloat16": NativeLinear.pack(library, short, None),
             "float32": NativeLinear.pack(library, weight, None),
-            "int8": quantised(library, short, None, 8),
-            "int4": quantised(library, short, None, 4),
+            "int8": quantise_linear(library, short, None, 8),
+            "int4": quantise_linear(library, short, None, 4),
         }
         for kind, layer in layers.items():
             given = x.to(layer.dtype)

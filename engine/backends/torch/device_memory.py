@@ -1,4 +1,4 @@
-"""What one worker holds on each of its devices, and what it may take besides: the only place that keeps these books."""
+"""DeviceMemory: memory of one worker on each of its devices: used, free and reserved. The only place that counts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIMULATED = "sim"
 
 
 class StepOutOfMemory(torch.OutOfMemoryError):
-    """A step needs more than its device has left; a smaller one may do."""
+    """A step needs more memory than its device has left; a smaller one may fit."""
 
     def __init__(self, device: str, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(
@@ -28,9 +28,9 @@ class StepOutOfMemory(torch.OutOfMemoryError):
 
 
 class DeviceMemory:
-    """One device and this worker's account there. name: as in DeviceShare.device.  device: where torch computes.
+    """This worker's memory on one device. name: as in DeviceShare.device.  device: torch's.
 
-    weights_bytes, kv_bytes: kept by whoever allocates them.
+    weights_bytes, kv_bytes: updated by the code that allocates them.
     """
 
     simulated = False
@@ -40,47 +40,47 @@ class DeviceMemory:
         self._largest_step_bytes = 0
         self.weights_bytes = self.kv_bytes = 0
         if device.type == "cuda":
-            torch.cuda.init()  # the allocator knows no device before
+            torch.cuda.init()  # the allocator needs an initialised device
             torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def working_bytes(self) -> int:
-        """What steps took so far beyond weights and KV pages: on CUDA what torch's allocator reserved at most; on a
-        CPU, where nothing can tell it apart from the rest of the process, the bound of `step_memory`."""
+        """Peak memory of steps besides weights and KV pages: on CUDA the peak that torch's allocator reserved; on a
+        CPU, where it cannot be measured apart from the process, the bound of `step_memory`."""
         if self.device.type == "cuda":
             reserved = int(torch.cuda.max_memory_reserved(self.device))
             return max(0, reserved - self.weights_bytes - self.kv_bytes)
         return self._largest_step_bytes
 
     def hold_for(self, owner: object, size_bytes: int) -> None:
-        """Count `size_bytes` among the weights for as long as `owner` is in memory."""
+        """Count `size_bytes` as weights for as long as `owner` is in memory."""
         self.weights_bytes += size_bytes
-        weakref.finalize(owner, self._give_back, size_bytes).atexit = False
+        weakref.finalize(owner, self._release, size_bytes).atexit = False
 
     def forget_kv(self) -> None:
-        """The KV pages are gone, and with them what steps over them took."""
+        """Reset the KV pages and the peak of their steps."""
         self.kv_bytes = self._largest_step_bytes = 0
 
     def free_bytes(self) -> int:
-        """Bytes that the device can still give."""
+        """Return the free bytes of the device."""
         return memory.free_bytes(self.device)
 
     @contextmanager
     def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
-        """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers."""
+        """Check that `needed_bytes` fit before the block allocates them. Raises InsufficientMemory with the numbers."""
         with memory.room_for(needed_bytes, self.device, purpose):
             yield
 
     def begin_step(self, needed_bytes: int) -> None:
-        """Note what a step needs at most. Raises StepOutOfMemory where the device is known to have less."""
+        """Record the bound of a step's memory. Raises StepOutOfMemory where the device has less."""
         self._largest_step_bytes = max(self._largest_step_bytes, needed_bytes)
 
-    def _give_back(self, size_bytes: int) -> None:
+    def _release(self, size_bytes: int) -> None:
         self.weights_bytes -= size_bytes
 
 
 class SimulatedMemory(DeviceMemory):
-    """A device that is only kept account of: the CPU computes, in the `budget_bytes` that placement gave."""
+    """A simulated device: the CPU computes, within the `budget_bytes` of placement."""
 
     simulated = True
 
@@ -89,12 +89,12 @@ class SimulatedMemory(DeviceMemory):
         self._budget_bytes = budget_bytes
 
     def free_bytes(self) -> int:
-        """What is left of the budget beside weights and KV pages."""
+        """Return the rest of the budget after weights and KV pages."""
         return max(0, self._budget_bytes - self.weights_bytes - self.kv_bytes)
 
     @contextmanager
     def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
-        """The same within the budget, and then within the RAM that the pretended device really takes."""
+        """Check the budget, then the RAM that the simulated device really uses."""
         left = self.free_bytes()
         if needed_bytes > left:
             raise memory.insufficient(needed_bytes, left, self.name, purpose)
@@ -102,7 +102,7 @@ class SimulatedMemory(DeviceMemory):
             yield
 
     def begin_step(self, needed_bytes: int) -> None:
-        """Note what a step needs at most. Raises StepOutOfMemory where the budget has less left."""
+        """Record the bound of a step's memory. Raises StepOutOfMemory where the budget has less."""
         left = self.free_bytes()
         if needed_bytes > left:
             raise StepOutOfMemory(self.name, needed_bytes, left)
@@ -110,8 +110,8 @@ class SimulatedMemory(DeviceMemory):
 
 
 class GuestMemory(DeviceMemory):
-    """The account of a second model of the worker on a device: all that it holds is entered into the first one's too,
-    which alone knows what is free and what steps take."""
+    """Memory of a second model of the worker on a device. It is counted for the first model's DeviceMemory too, which
+    alone knows what is free and the peak of steps."""
 
     def __init__(self, host: DeviceMemory) -> None:
         self._host = host
@@ -120,7 +120,7 @@ class GuestMemory(DeviceMemory):
 
     @property
     def weights_bytes(self) -> int:
-        """Of this model alone."""
+        """Of this model only."""
         return self._weights_bytes
 
     @weights_bytes.setter
@@ -130,7 +130,7 @@ class GuestMemory(DeviceMemory):
 
     @property
     def kv_bytes(self) -> int:
-        """Of this model alone."""
+        """Of this model only."""
         return self._kv_bytes
 
     @kv_bytes.setter
@@ -140,44 +140,44 @@ class GuestMemory(DeviceMemory):
 
     @property
     def working_bytes(self) -> int:
-        """Steps of both models are told of by the first one's account."""
+        """0: the first model's DeviceMemory counts the steps of both."""
         return 0
 
     def forget_kv(self) -> None:
-        """The KV pages are gone."""
+        """Reset the KV pages."""
         self.kv_bytes = 0
 
     def free_bytes(self) -> int:
-        """Bytes that the device can still give."""
+        """Return the free bytes of the device."""
         return self._host.free_bytes()
 
     @contextmanager
     def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
-        """Allocate `needed_bytes` for `purpose` inside this. Raises InsufficientMemory with the numbers."""
+        """Check that `needed_bytes` fit before the block allocates them. Raises InsufficientMemory with the numbers."""
         with self._host.room_for(needed_bytes, f"the draft model's {purpose.removeprefix('the ')}"):
             yield
 
     def begin_step(self, needed_bytes: int) -> None:
-        """Note what a step needs at most. Raises StepOutOfMemory where the device is known to have less."""
+        """Record the bound of a step's memory. Raises StepOutOfMemory where the device has less."""
         self._host.begin_step(needed_bytes)
 
 
 def open_devices(spec: ModelSpec) -> tuple[DeviceMemory, ...]:
-    """The devices of spec.shares in their order, or spec.device where placement had no say; each device once.
+    """Open the devices of spec.shares in their order, or spec.device without shares; each device once.
 
-    Raises InvalidRequest for one that is not there, a simulated one without a share, and devices of several kinds.
+    Raises InvalidRequest for a missing device, a simulated one without a share, and devices of several kinds.
     """
     budgets: dict[str, int] = {}
     for share in spec.shares:
         budgets[share.device] = budgets.get(share.device, 0) + share.total_bytes
     opened: dict[str, DeviceMemory] = {}
     for name in budgets or {spec.device: 0}:
-        found = _open(name, budgets)
-        opened[found.name] = found
+        device_memory = _open(name, budgets)
+        opened[device_memory.name] = device_memory
     kinds = {name.partition(":")[0] for name in opened}
     if len(kinds) > 1:
         raise InvalidRequest(
-            f"a model is split over devices of one kind, and these are several: {', '.join(opened)}", param="shares"
+            f"a model is split over devices of one kind, not of several: {', '.join(opened)}", param="shares"
         )
     return tuple(opened.values())
 
@@ -188,10 +188,12 @@ def _open(name: str, budgets: dict[str, int]) -> DeviceMemory:
         device = pick_device(name)
         return DeviceMemory(str(device), device)
     if not index.isdecimal():
-        raise InvalidRequest(f"device is {name}; simulated devices are sim:0 and on", param="device", value=name)
+        raise InvalidRequest(
+            f"device is {name}; simulated devices are sim:0, sim:1 and so on", param="device", value=name
+        )
     if name not in budgets:
         raise InvalidRequest(
-            f"device is {name}, and nothing says how much of it is to be used: a simulated device takes shares",
+            f"device is {name}, without a share: simulated devices need shares",
             param="device",
             value=name,
         )
@@ -199,7 +201,7 @@ def _open(name: str, budgets: dict[str, int]) -> DeviceMemory:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` ("auto", "cpu", "cuda:N") means here. Raises InvalidRequest for one that is not there."""
+    """Return the device of `name` ("auto", "cpu", "cuda:N"). Raises InvalidRequest for a missing one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda:0" if count else "cpu")

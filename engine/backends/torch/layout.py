@@ -1,4 +1,4 @@
-"""Which layers of a model lie on which device."""
+"""Layout: the device of each layer of a model."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Span:
 
     @property
     def device(self) -> torch.device:
-        """Where torch computes them."""
+        """The device that computes them."""
         return self.memory.device
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All layers in order. The embedding lies with the first span, the final norm and the head with the last."""
+    """All layers in order. The embedding is with the first span, the final norm and the head with the last."""
 
     spans: tuple[Span, ...]
 
     @property
     def first(self) -> DeviceMemory:
-        """Where the embedding lies."""
+        """The device of the embedding."""
         return self.spans[0].memory
 
     @property
     def last(self) -> DeviceMemory:
-        """Where the final norm and the head lie."""
+        """The device of the final norm and the head."""
         return self.spans[-1].memory
 
     @property
@@ -52,7 +52,7 @@ class Layout:
         return tuple(span.memory for span in self.spans for _ in span.layers)
 
     def shares(self) -> tuple[DeviceShare, ...]:
-        """What is held on each device now."""
+        """Return the memory used on each device."""
         by_layer = self.by_layer
         return tuple(
             DeviceShare(
@@ -66,7 +66,7 @@ class Layout:
         )
 
     def kv_room_bytes(self) -> int:
-        """Bytes that the KV pages of all layers may take: the device with least room for its layers decides."""
+        """Return the bytes that KV pages of all layers may take, as the fullest device allows."""
         by_layer = self.by_layer
         return min(
             memory.free_bytes() * len(by_layer) // by_layer.count(memory)
@@ -75,8 +75,8 @@ class Layout:
         )
 
 
-def lay_out(layers: int, memories: Sequence[DeviceMemory], shares: Sequence[DeviceShare]) -> Layout:
-    """`layers` layers over `memories` as `shares` say; a single share has them all.
+def split_layers(layers: int, memories: Sequence[DeviceMemory], shares: Sequence[DeviceShare]) -> Layout:
+    """Split `layers` layers over `memories` by `shares`; a single share has them all.
 
     Raises InvalidRequest where the shares' layers are not those of the model.
     """

@@ -1,4 +1,4 @@
-"""The pool of KV pages: keys and values of every layer, addressed by page and by slot."""
+"""KvPool: the tensors of the KV pages of every layer, addressed by page and by slot."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from engine.backends.torch.layout import Layout
 class KvPool:
     """Per layer one tensor [pages, page_tokens, 2 * kv_heads, head_dim]: a token's key heads, then its value heads.
 
-    Keys and values of a token lie side by side so that one copy writes both and one gather of whole pages reads
-    both. A slot is a token's place: page * page_tokens + offset. A layer's pages lie where its weights do.
-    Gathers on a device share one scratch buffer, which grows to the largest: on long contexts, faulting in fresh
-    memory would take longer than the gather itself.
+    Keys and values of a token are adjacent, so that one copy writes both and one gather of whole pages reads both. A
+    slot is page * page_tokens + offset. A layer's pages are on the device of its weights. Gathers on a device share one
+    scratch buffer, which grows to the largest: for long contexts, page faults of new memory would take longer than the
+    gather.
 
-    Where native attention computes, pages are as many bytes, which it alone reads and writes; see native/attention.h.
+    With native attention, pages are as many bytes, in the kernels' own layout; see native/attention.h.
 
-    codec: how heads become codes; a page then holds their bytes instead, [..., head_bytes]. None where heads are plain.
+    codec: encodes heads; a page then has their bytes, [..., head_bytes]. None for plain heads.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class KvPool:
         layout: Layout,
         report: Callable[[LoadProgress], None],
     ) -> None:
-        """Allocate zeroed pages (stale bits could be NaN, which no mask hides), touching them so that the memory is
-        really held, and enter them into the devices' accounts. Raises InsufficientMemory with the numbers."""
+        """Allocate and count zeroed pages (stale bits could be NaN, which masks do not hide), touched so that the
+        memory is really reserved. Raises InsufficientMemory with the numbers."""
         self.page_tokens = page_tokens
         devices = [memory.device for memory in layout.memories]
         self.codec = HeadCodec(heads, devices) if heads.coded else None
-        kept, size = (torch.uint8, heads.head_bytes) if heads.coded else (dtype, heads.head_dim)
+        stored_dtype, size = (torch.uint8, heads.head_bytes) if heads.coded else (dtype, heads.head_dim)
         shape = (num_pages, page_tokens, 2 * config.kv_heads, size)
         layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * heads.head_bytes
         self.total_bytes = layer_bytes * config.layers
-        self._scratch = {device: _Scratch(shape[1:], kept, device) for device in devices}
+        self._scratch = {device: _Scratch(shape[1:], stored_dtype, device) for device in devices}
         self._decoded = {device: _Scratch((*shape[1:-1], heads.head_dim), dtype, device) for device in devices}
         self.layers: list[Tensor] = []
         for span in layout.spans:
             span_bytes = layer_bytes * len(span.layers)
             where = "" if len(layout.spans) == 1 else f" for {len(span.layers)} of {config.layers} layers"
             with span.memory.room_for(span_bytes, f"{num_pages} KV pages of {page_tokens} tokens{where}"):
-                fresh = _untouched(len(span.layers), shape, kept, span.device)
-                for layer, pages in zip(span.layers, fresh, strict=True):
+                allocated = _allocate_untouched(len(span.layers), shape, stored_dtype, span.device)
+                for layer, pages in zip(span.layers, allocated, strict=True):
                     self.layers.append(pages.zero_())
                     report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
             span.memory.kv_bytes += span_bytes
@@ -64,8 +64,8 @@ class KvPool:
     def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T].
 
-        With a codec they become what `read` will give, turned and rounded: a token that looks at rows of its own step
-        sees what it would see in the pages, so that answers do not depend on how a prompt is cut into chunks.
+        With a codec they are replaced by what `read` will return, rotated and rounded, so that tokens of the same step
+        attend to the same values as later ones, and answers do not depend on how a prompt is split into chunks.
         """
         rows = keys_values
         if self.codec is not None:
@@ -74,42 +74,45 @@ class KvPool:
         self.layers[layer].flatten(0, 1).index_copy_(0, slots, rows)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all pages as they lie, two views [pages, page_tokens, kv_heads, head_dim]; plain ones."""
+        """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; without a
+        codec."""
         keys, values = self.layers[layer].chunk(2, dim=2)
         return keys, values
 
     def read(self, layer: int, pages: Tensor | slice, sequences: int) -> Tensor:
-        """Tokens of `pages` (equally many for each of `sequences`, in order): [sequences, tokens, 2 * kv_heads, d].
+        """Return the tokens of `pages` (equally many for each of `sequences`): [sequences, tokens, 2 * kv_heads, d].
 
-        What is returned holds until the next `read`, and is to be let go of before it: a slice of adjacent plain pages
-        is a view, anything else a copy.
+        The result is valid until the next `read`, and must be released before it: a view for a slice of plain pages,
+        else a copy.
         """
         pool = self.layers[layer]
         if isinstance(pages, slice):
-            found = pool[pages]
+            tokens = pool[pages]
         else:
-            found = torch.index_select(pool, 0, pages, out=self._scratch[pool.device].of(len(pages)))
+            tokens = torch.index_select(pool, 0, pages, out=self._scratch[pool.device].pages(len(pages)))
         if self.codec is not None:
-            found = self.codec.decode(found, self._decoded[pool.device].of(len(found)))
-        return found.view(sequences, -1, *found.shape[2:])
+            tokens = self.codec.decode(tokens, self._decoded[pool.device].pages(len(tokens)))
+        return tokens.view(sequences, -1, *tokens.shape[2:])
 
 
-def _untouched(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
-    """Room for the pages of some layers; in RAM in one piece, so that it is made of huge pages."""
+def _allocate_untouched(
+    layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Sequence[Tensor]:
+    """Allocate pages of some layers; in RAM as one piece, so that huge pages back it."""
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
     return advise_huge_pages(torch.empty((layers, *shape), dtype=dtype)).unbind()
 
 
 class _Scratch:
-    """Room for copies of pages, as large as the most that were asked for at once."""
+    """Buffer for copies of pages, which grows to the largest number requested."""
 
     def __init__(self, page_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._pages = torch.empty((0, *page_shape), dtype=dtype, device=device)
 
-    def of(self, count: int) -> Tensor:
-        """Room for `count` pages; what was in it is lost."""
+    def pages(self, count: int) -> Tensor:
+        """Return room for `count` pages; earlier contents are lost."""
         if len(self._pages) < count:
-            self._pages = self._pages[:0].clone()  # gives the smaller room back before the larger one is taken
+            self._pages = self._pages[:0].clone()  # frees the smaller buffer before the larger one is allocated
             self._pages = self._pages.new_empty((count, *self._pages.shape[1:]))
         return self._pages[:count]

@@ -1,4 +1,4 @@
-"""Paged attention over a mixed batch: which rows attend together is planned once per step, then run per layer."""
+"""Attention of a layer over the KV pages, for the groups of rows that the step's plan made."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from engine.backends.common.step_memory import MAX_SCORES_BYTES
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.step_plan import KeyView, PagedPlan, QueryGroup, StepPlan
 
-# What scores become before the softmax: scaled, and soft-capped where the model says so (Riviere et al. 2024).
+# Scaling and soft-capping of scores (Riviere et al. 2024).
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """heads: query heads.  scale: what their dot products with keys are multiplied by.  cap: scores become
-    cap * tanh(score / cap); 0 for none."""
+    """heads: query heads.  scale: factor of dot products.  cap: softcap, cap * tanh(score / cap); 0 for none."""
 
     heads: int
     scale: float
@@ -26,14 +25,14 @@ class Scores:
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), in place."""
+    """Apply the softcap, cap * tanh(x / cap), in place."""
     return x.div_(cap).tanh_().mul_(cap)
 
 
 def softcapped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention that SDPA does not know, in float32: q [B, H, n, d] over keys and values [B, K, L, d].
+    """Attention with a softcap, which SDPA lacks, in float32: q [B, H, n, d] over keys and values [B, K, L, d].
 
-    mask: added to the scores, [n, L] or [B, 1, n, L]; None where all is seen. Returns [B, H, n, d].
+    mask: added to the scores, [n, L] or [B, 1, n, L], or None. Returns [B, H, n, d].
     """
     batch, heads, count, size = q.shape
     kv_heads, length = keys.shape[1:3]
@@ -52,10 +51,10 @@ def softcapped_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 
 def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPool, scores: Scores) -> Tensor:
-    """Attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim].
+    """Return attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim].
 
-    The rows' keys and values must already be in `kv`. Rows of one chunk see the tokens before them and themselves,
-    at most `window` of them.
+    The rows' keys and values must already be in `kv`. A row attends to the last `window` tokens of its sequence, itself
+    included.
     """
     if plan.paged is not None:
         return _over_pages(layer, window, qkv, plan.paged, kv, scores)
@@ -63,8 +62,8 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
     queries, keys_values = qkv[:, :heads], qkv[:, heads:]
     if kv.codec is None:
         return _gathered(layer, window, queries, keys_values, plan, kv, scores)
-    attended = _gathered(layer, window, kv.codec.turn(queries), keys_values, plan, kv, scores)
-    return kv.codec.turn(attended.unflatten(1, (heads, -1))).flatten(1)
+    attended = _gathered(layer, window, kv.codec.rotate(queries), keys_values, plan, kv, scores)
+    return kv.codec.rotate(attended.unflatten(1, (heads, -1))).flatten(1)
 
 
 def _gathered(
@@ -76,7 +75,7 @@ def _gathered(
     kv: KvPool,
     scores: Scores,
 ) -> Tensor:
-    """The same over copies of the pages, kept ones first, one call per group. keys_values: those of the rows."""
+    """Attend over copies of the pages, staged ones first, one call per group. keys_values: those of the rows."""
     parts = plan.staged.attend(layer, queries, keys_values, scores.scale) if plan.staged is not None else []
     parts += [_group(layer, queries, keys_values, group, group.views[window], kv, scores) for group in plan.groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -96,7 +95,7 @@ def _group(
         keys_values = own_keys_values[rows].unsqueeze(0)
     else:
         keys_values = kv.read(layer, view.pages, group.sequences)
-        if view.stale is not None:  # of whoever had the page before: NaN would pass the mask
+        if view.stale is not None:  # of the page's previous sequence: a mask does not hide NaN
             keys_values.flatten(0, 1).index_fill_(0, view.stale, 0)
         keys_values = keys_values[:, view.skip : view.skip + view.tokens]
     if group.sequences == 1 and group.width > 1:
@@ -105,7 +104,7 @@ def _group(
 
 
 def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:
-    """The same over the pages as they lie, one call per group."""
+    """Attend over the pages in place, one call per group."""
     heads, size = scores.heads, qkv.shape[2]
     keys, values = kv.pages(layer)
     parts = [
@@ -127,7 +126,7 @@ def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv
 
 
 def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView, scores: Scores) -> Tensor:
-    """queries [n, H, d] of one long chunk over keys_values [1, L, 2K, d]."""
+    """Attend with queries [n, H, d] of one long chunk over keys_values [1, L, 2K, d]."""
     k, v = keys_values.transpose(1, 2).chunk(2, dim=1)
     q = queries.transpose(0, 1).unsqueeze(0)
     if scores.cap:
@@ -139,7 +138,8 @@ def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView, scores: Scor
 
 
 def _many_chunks(queries: Tensor, keys_values: Tensor, group: QueryGroup, view: KeyView, scores: Scores) -> Tensor:
-    """queries [rows, H, d] of B chunks over keys_values [B, L, 2K, d], padded to the group's width and longest.
+    """Attend with queries [rows, H, d] of B chunks over keys_values [B, L, 2K, d], padded to the group's width and
+    length.
 
     Heads that share keys are folded into the query axis, which is several times faster than repeating the keys.
     """

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once, for our own kernel or for oneDNN, and plain where neither is faster."""
+"""Linear layers: with weights packed for the native kernels or oneDNN, and plain where neither is faster."""
 
 from __future__ import annotations
 
@@ -16,103 +16,101 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.common.packed_weights import PACK_FLOAT32_MIN_ELEMENTS, Bits
-from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of, is_like, quantised
-from engine.backends.torch.native.library import NativeLibrary, Room, Rows, aligned, joined, shape_of
+from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of, matches_weight, quantise_linear
+from engine.backends.torch.native.library import Allocate, NativeLibrary, Rows, allocate_aligned, concatenated, shape_of
 from engine.errors import ModelLoadFailed
 
-# Linear layers that compute in float32 over weights kept as float16, by FBGEMM, which torch brings along.
+# Linear layers that compute in float32 with float16 weights, by FBGEMM, which is part of torch.
 #
-# For a CPU that multiplies no bfloat16 and has none of our kernels: a step reads half of what float32 weights would be.
-# Of a weight that was stored in bfloat16, float16 keeps all bits from 2**-17 to 65504; what is smaller is rounded to a
-# multiple of 2**-24.
+# For a CPU that does not multiply bfloat16 and has no native kernels: a step reads half the bytes of float32 weights.
+# float16 represents bfloat16 weights exactly from 2**-17 to 65504; smaller ones are rounded to a multiple of 2**-24.
 
-_LARGEST = float(torch.finfo(torch.float16).max)
+_MAX_FLOAT16 = float(torch.finfo(torch.float16).max)
 
-_LARGEST_FP16_ERROR = 2.0**-11
-"""Of a weight kept as float16, against its size: what rounding to float16 makes of any number in its range."""
+_MAX_FP16_ERROR = 2.0**-11
+"""Max relative error of a float16 weight: that of rounding any number in its range."""
 
 
 class Fp16Linear:
-    """x @ weight.T + bias in float32. Its packed weight is opaque to torch, so no other worker can share it."""
+    """x @ weight.T + bias in float32. Its packed weight is opaque to torch, so workers cannot share it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Packs a copy of `weight` [out, in], float32; raises RuntimeError where this torch or CPU cannot."""
+        """Pack a copy of `weight` [out, in], float32. Raises RuntimeError where this torch or CPU cannot."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that what makes quantised models has moved, which this is not
+            warnings.simplefilter("ignore")  # torch deprecates its quantised models, which this is not
             self._packed: Any = torch.ops.quantized.linear_prepack_fp16.default(weight, bias)
-        self._multiply = _caller(torch.ops.quantized.linear_dynamic_fp16.default)
+        self._multiply = _boxed_call(torch.ops.quantized.linear_dynamic_fp16.default)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiply(x, self._packed)
 
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, out] + the product with x [T, in]."""
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual [T, out] + the product with x [T, in]."""
         return self(x).add_(residual)
 
 
 def fp16_linear_available() -> bool:
-    """Whether this torch has such layers. Whether they compute as they must is for who makes one to see."""
+    """Return whether this torch has the operators. LinearFactory verifies their results."""
     return all(hasattr(torch.ops.quantized, name) for name in ("linear_prepack_fp16", "linear_dynamic_fp16"))
 
 
-def _caller(operator: Any) -> Callable[[Tensor, Any], Tensor]:
-    """What calls `operator`. Given something opaque, torch first looks for what stands in for that while it compiles,
-    for 13 us, more than a small layer takes. Its dispatcher does not."""
+def _boxed_call(operator: Any) -> Callable[[Tensor, Any], Tensor]:
+    """Return a faster call of `operator`: for opaque arguments torch looks up compile-time stand-ins first, which takes
+    13 us, more than a small layer. Its dispatcher does not."""
     call = getattr(torch._C, "_dispatch_call_boxed", None)
     return operator if call is None else partial(call, operator._handle)
 
 
 def fits_float16(weight: Tensor) -> bool:
-    """Whether float16 has the numbers of `weight`, float32, but for what is lost of very small ones."""
+    """Return whether float16 represents `weight`, float32, except for rounding of very small numbers."""
     least, most = torch.aminmax(weight)
-    if max(-float(least), float(most)) > _LARGEST:
+    if max(-float(least), float(most)) > _MAX_FLOAT16:
         return False
     error = torch.linalg.vector_norm(weight - weight.half().float())
-    return float(error) <= _LARGEST_FP16_ERROR * float(torch.linalg.vector_norm(weight))
+    return float(error) <= _MAX_FP16_ERROR * float(torch.linalg.vector_norm(weight))
 
 
-# Tensors that oneDNN packed, taken apart into plain bytes and put together again over memory of ours. A packed tensor
-# is opaque to torch: its bytes mean something only together with oneDNN's description of their layout. torch's ahead-
-# of-time compiler keeps both in a file and maps them back (torch/_inductor/codecache.py); the functions are those
-# that it uses, of torch's stable C interface.
+# Serialization of tensors packed by oneDNN. A packed tensor is opaque to torch: its bytes are valid only together with
+# oneDNN's description of their layout. torch's ahead-of-time compiler stores both in a file and maps them back
+# (torch/_inductor/codecache.py); these are the functions that it uses, of torch's stable C interface.
 
 _LIBRARY = "libtorch_cpu.so"
 _CHECK_SHAPE = (96, 64)
 
 
 class PackedWeight(NamedTuple):
-    """Where the bytes of a tensor lie, how many they are, and oneDNN's description of their layout."""
+    """Address and size of a tensor's bytes, and oneDNN's description of their layout."""
 
     address: int
     size_bytes: int
     layout: bytes
 
     def view(self) -> memoryview:
-        """The bytes themselves, while the tensor lives."""
+        """Return the bytes; valid while the tensor lives."""
         return memoryview((ctypes.c_ubyte * self.size_bytes).from_address(self.address)).cast("B")
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """`weight` [out, in] as oneDNN lays it out for this machine. Raises RuntimeError where it cannot."""
+    """Pack `weight` [out, in] in oneDNN's layout for this machine. Raises RuntimeError where it cannot."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
     return packed
 
 
 def serialize_packed(tensor: Tensor) -> PackedWeight:
-    """The parts of a packed tensor, which must outlive their use."""
+    """Return the bytes and layout of a packed tensor, which must outlive their use."""
     layout: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(tensor)
     return PackedWeight(torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor), bytes(layout.tolist()))
 
 
 def deserialize_packed(address: int, shape: Sequence[int], dtype: torch.dtype, layout: bytes) -> Tensor:
-    """A packed tensor [out, in] over the bytes at `address`, which must stay there for as long as it is used.
+    """Return a packed tensor [out, in] over the bytes at `address`, which must outlive it.
 
     Raises RuntimeError where torch refuses.
     """
     library = _library()
     rows, columns = shape
     handle = ctypes.c_void_p()
-    failed = library.aoti_torch_create_tensor_from_blob_v2(
+    status = library.aoti_torch_create_tensor_from_blob_v2(
         ctypes.c_void_p(address),
         ctypes.c_int64(2),
         (ctypes.c_int64 * 2)(rows, columns),
@@ -126,8 +124,8 @@ def deserialize_packed(address: int, shape: Sequence[int], dtype: torch.dtype, l
         layout,
         ctypes.c_int64(len(layout)),
     )
-    if failed:
-        raise RuntimeError("torch made no packed tensor over memory of ours")
+    if status:
+        raise RuntimeError("torch refused a packed tensor over existing memory")
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     (tensor,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([capsule(handle, None, None)])
@@ -136,30 +134,30 @@ def deserialize_packed(address: int, shape: Sequence[int], dtype: torch.dtype, l
 
 @cache
 def can_deserialize(dtype: torch.dtype) -> bool:
-    """Whether all of this works here for `dtype`, tried on a small weight: the product must be the same to the bit."""
+    """Return whether serialization works for `dtype`, tested on a small weight: products must be bitwise equal."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(_CHECK_SHAPE, generator=generator).to(dtype)
-        ours = pack_weight(weight)
-        parts = serialize_packed(ours)
-        memory = ctypes.create_string_buffer(parts.size_bytes + 64)
+        packed = pack_weight(weight)
+        serialized = serialize_packed(packed)
+        memory = ctypes.create_string_buffer(serialized.size_bytes + 64)
         address = -(-ctypes.addressof(memory) // 64) * 64
-        ctypes.memmove(address, parts.address, parts.size_bytes)
-        rebuilt = deserialize_packed(address, weight.shape, dtype, parts.layout)
+        ctypes.memmove(address, serialized.address, serialized.size_bytes)
+        rebuilt = deserialize_packed(address, weight.shape, dtype, serialized.layout)
         x = torch.randn(3, _CHECK_SHAPE[1], generator=generator).to(dtype)
-        return bool(torch.equal(_product(x, ours), _product(x, rebuilt)))
+        return bool(torch.equal(_product(x, packed), _product(x, rebuilt)))
     except (RuntimeError, AttributeError, OSError):
         return False
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that torch has loaded already. Raises OSError where it is called otherwise."""
+    """Return the library that torch has loaded. Raises OSError where it has another name."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARY))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As ModelSpec.dtype has it, such as "bfloat16"."""
+    """Return the name as in ModelSpec.dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -172,13 +170,13 @@ Linear = Callable[[Tensor], Tensor]
 """x [T, in] -> [T, out]."""
 
 _CHECK_ROWS = 38
-"""The first alone and the others together, which are of several tiles."""
+"""One is computed separately, the others together, which is several tiles."""
 
 _logger = logging.getLogger(__name__)
 
 
 class PlainLinear:
-    """x @ weight.T + bias, with the weight as the checkpoint has it."""
+    """x @ weight.T + bias, with an unpacked weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -188,7 +186,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The same product over a weight that `pack_weight` laid out for this machine, once and not on every call."""
+    """The same product with a weight packed once by `pack_weight`, not on every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -199,19 +197,18 @@ class PackedLinear:
         product: Tensor = self._multiply(x, self.weight, self.bias, "none", [], "")
         return product
 
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, out] + the product with x [T, in], rounded once."""
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual [T, out] + the product with x [T, in], rounded once."""
         total: Tensor = self._add_product(x, residual, self.weight, self.bias, "add")
         return total
 
 
 class LinearFactory:
-    """Makes linear layers, packed where that pays. Neither our own kernel nor torch's private packing operators are
-    taken on trust: their results are compared with the plain product once per weight shape, and a difference turns
-    them off.
+    """Makes linear layers, packed where that is faster. The native kernels and torch's private operators are verified:
+    their results are compared with the plain product once per weight shape, and a difference switches them off.
 
-    native: the kernels that compute, where the process has them and they are for this `dtype`.  room: where their
-    weights are to lie.  halves: whether float16 may keep weights of float32, for want of those.
+    native: the native kernels, if they are available for this `dtype`.  allocate: returns memory for their weights.
+    keep_fp16: True if float32 weights may be stored as float16 without them.
     """
 
     def __init__(
@@ -219,17 +216,17 @@ class LinearFactory:
         device: torch.device,
         dtype: torch.dtype,
         native: NativeLibrary | None = None,
-        room: Room = aligned,
+        allocate: Allocate = allocate_aligned,
         *,
-        halves: bool = False,
+        keep_fp16: bool = False,
     ) -> None:
-        self._native, self._room = native if device.type == "cpu" else None, room
-        self._may_halve = halves and device.type == "cpu" and fp16_linear_available()
-        self._halves_trusted: set[tuple[torch.Size, bool]] = set()
-        self._native_trusted: set[tuple[torch.Size, bool, bool]] = set()
-        self._quantised_trusted: set[tuple[Bits, torch.Size, bool, bool]] = set()
-        self._may_pack = device.type == "cpu" and _packing_available(dtype)
-        self._trusted: dict[tuple[torch.Size, bool], bool] = {}
+        self._native, self._allocate = native if device.type == "cpu" else None, allocate
+        self._fp16_enabled = keep_fp16 and device.type == "cpu" and fp16_linear_available()
+        self._fp16_verified: set[tuple[torch.Size, bool]] = set()
+        self._native_verified: set[tuple[torch.Size, bool, bool]] = set()
+        self._quantised_verified: set[tuple[Bits, torch.Size, bool, bool]] = set()
+        self._onednn_enabled = device.type == "cpu" and _packing_available(dtype)
+        self._onednn_matches: dict[tuple[torch.Size, bool], bool] = {}
 
     def make(
         self,
@@ -240,11 +237,11 @@ class LinearFactory:
         interleave: bool = False,
         bits: Bits | None = None,
     ) -> Linear:
-        """A layer for `weight` [out, in] and `bias` [out], packed unless `pack` forbids it.
+        """Return a layer for `weight` [out, in] and `bias` [out], packed unless `pack` is False.
 
-        The packed form is a copy: its plain form is freed once the caller drops `weight`. interleave: the first half of
-        the outputs gates the second, so a native layer should hold them side by side.  bits: make the weight into so
-        many, which needs `native`; raises ModelLoadFailed where its kernel does not multiply as it must.
+        A packed weight is a copy; the original is freed once the caller drops it. interleave: True if the first half of
+        the outputs gates the second, so that a native layer stores them alternately.  bits: quantise the weight, which
+        needs `native`; raises ModelLoadFailed where its kernel gives wrong results.
         """
         if bits is not None:
             return self._make_quantised(weight, bias, bits, interleave)
@@ -252,89 +249,92 @@ class LinearFactory:
             layer = self._make_native(self._native, weight, bias, interleave)
             if layer is not None:
                 return layer
-        return self._make_torch(joined(weight), bias, pack=pack)
+        return self._make_torch(concatenated(weight), bias, pack=pack)
 
     def _make_native(
         self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool
     ) -> Linear | None:
-        layer = NativeLinear.pack(library, weight, bias, interleaved=interleave, room=self._room)
+        layer = NativeLinear.pack(library, weight, bias, interleaved=interleave, allocate=self._allocate)
         key = (shape_of(weight), bias is not None, interleave)
-        if key in self._native_trusted or _agree(layer, joined(weight), bias):
-            self._native_trusted.add(key)
+        if key in self._native_verified or _products_agree(layer, concatenated(weight), bias):
+            self._native_verified.add(key)
             return layer
         self._native = None
         rows, columns = shape_of(weight)
         _logger.warning(
-            "the native %s kernel is off, as it multiplies by %d x %d weights unlike torch", library.isa, rows, columns
+            "the native %s kernel is off, as its products with %d x %d weights differ from torch's",
+            library.isa,
+            rows,
+            columns,
         )
         return None
 
     def _make_quantised(self, weight: Rows, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
         assert self._native is not None, "a load with quantised weights has the kernels"
-        layer = quantised(self._native, weight, bias, bits, interleaved=interleave, room=self._room)
+        layer = quantise_linear(self._native, weight, bias, bits, interleaved=interleave, allocate=self._allocate)
         key = (shape_of(weight), bias is not None, interleave)
-        if (bits, *key) not in self._quantised_trusted:
-            if not is_like(layer, joined(weight), bits):
+        if (bits, *key) not in self._quantised_verified:
+            if not matches_weight(layer, concatenated(weight), bits):
                 rows, columns = shape_of(weight)
-                if not bool(joined(weight).isfinite().all()):
-                    raise ModelLoadFailed(f"the weights hold numbers that are not finite, in one of {rows} x {columns}")
+                if not bool(concatenated(weight).isfinite().all()):
+                    raise ModelLoadFailed(f"a weight of {rows} x {columns} has numbers that are not finite")
                 raise ModelLoadFailed(
-                    f"the native int{bits} kernel multiplies by {rows} x {columns} weights unlike torch; "
+                    f"products of the native int{bits} kernel with {rows} x {columns} weights differ from torch's; "
                     "load without --weights",
                     bits=bits,
                 )
-            self._quantised_trusted.add((bits, *key))
+            self._quantised_verified.add((bits, *key))
         return layer
 
     def _make_torch(self, weight: Tensor, bias: Tensor | None, *, pack: bool) -> Linear:
         if not (pack and packing_pays(weight)):
             return PlainLinear(weight, bias)
-        if self._may_halve and (half := self._make_half(weight, bias)) is not None:
-            return half
-        if not self._may_pack:
+        if self._fp16_enabled and (fp16 := self._make_fp16(weight, bias)) is not None:
+            return fp16
+        if not self._onednn_enabled:
             return PlainLinear(weight, bias)
         try:
             packed = PackedLinear(pack_weight(weight), bias)
             key = (weight.shape, bias is not None)
-            if key not in self._trusted:
-                self._trusted[key] = _agree(packed, weight, bias) and _sums_agree(packed, weight)
+            if key not in self._onednn_matches:
+                self._onednn_matches[key] = _products_agree(packed, weight, bias) and _sums_agree(packed, weight)
         except RuntimeError:
-            self._may_pack = False
+            self._onednn_enabled = False
             return PlainLinear(weight, bias)
-        return packed if self._trusted[key] else PlainLinear(weight, bias)
+        return packed if self._onednn_matches[key] else PlainLinear(weight, bias)
 
-    def _make_half(self, weight: Tensor, bias: Tensor | None) -> Linear | None:
-        """A layer that keeps `weight` as float16; None where that loses some of it, or does not work here."""
+    def _make_fp16(self, weight: Tensor, bias: Tensor | None) -> Linear | None:
+        """Return a layer with `weight` as float16; None where that is inexact or does not work here."""
         if not fits_float16(weight):
             return None
         try:
-            half = Fp16Linear(weight, bias)
+            fp16 = Fp16Linear(weight, bias)
             key = (weight.shape, bias is not None)
-            if key not in self._halves_trusted:
-                self._may_halve = _agree(half, weight.half().float(), bias)
-                self._halves_trusted.add(key)
-        except (RuntimeError, TypeError, AttributeError):  # of operators that are torch's own affair
-            self._may_halve = False
-        return half if self._may_halve else None
+            if key not in self._fp16_verified:
+                self._fp16_enabled = _products_agree(fp16, weight.half().float(), bias)
+                self._fp16_verified.add(key)
+        except (RuntimeError, TypeError, AttributeError):  # private operators of torch
+            self._fp16_enabled = False
+        return fp16 if self._fp16_enabled else None
 
 
-def sum_onto(residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
-    """residual [T, out] + linear(x), in one call where the layer has one."""
+def add_product(residual: Tensor, linear: Linear, x: Tensor) -> Tensor:
+    """Return residual [T, out] + linear(x), in one call where the layer supports it."""
     if isinstance(linear, PackedLinear | Fp16Linear):
-        return linear.onto(residual, x)
+        return linear.add_to(residual, x)
     return residual + linear(x)
 
 
 def packing_pays(weight: Tensor) -> bool:
-    """Whether torch multiplies by a packed copy of it faster."""
+    """Return whether torch is faster with a packed copy of it."""
     return weight.dtype != torch.float32 or weight.numel() >= PACK_FLOAT32_MIN_ELEMENTS
 
 
 def linear_kind(linear: Linear) -> str:
-    """What multiplies: "native" with its instruction set and the bits of quantised weights, "fbgemm float16", "onednn"
-    or "plain"."""
+    """Return the kind of a layer: "native" with its instruction set and bits of quantised weights, "fbgemm float16",
+    "onednn" or "plain"."""
     match linear:
-        case NativeLinear() if bits := bits_of(linear.form):
+        case NativeLinear() if bits := bits_of(linear.format):
             return f"native {INTEGER_SETS[linear.library.isa]} int{bits}"
         case NativeLinear():
             return f"native {linear.library.isa}"
@@ -347,7 +347,7 @@ def linear_kind(linear: Linear) -> str:
 
 
 def native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or ARM's BF16)."""
+    """Return whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, or ARM's BF16)."""
     if not _mkldnn_flag("_is_mkldnn_bf16_supported"):
         return False
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -375,7 +375,7 @@ def _mkldnn_flag(name: str) -> bool:
     )
 
 
-def _agree(packed: Linear, weight: Tensor, bias: Tensor | None) -> bool:
+def _products_agree(packed: Linear, weight: Tensor, bias: Tensor | None) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECK_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
     return close_enough(torch.cat((packed(x[:1]), packed(x[1:]))), PlainLinear(weight, bias)(x), weight.dtype)
@@ -384,12 +384,12 @@ def _agree(packed: Linear, weight: Tensor, bias: Tensor | None) -> bool:
 def _sums_agree(packed: PackedLinear, weight: Tensor) -> bool:
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(_CHECK_ROWS, size, generator=generator).to(weight.dtype) for size in weight.shape[::-1])
-    sums = torch.cat((packed.onto(residual[:1], x[:1]), packed.onto(residual[1:], x[1:])))
+    sums = torch.cat((packed.add_to(residual[:1], x[:1]), packed.add_to(residual[1:], x[1:])))
     return close_enough(sums, packed(x) + residual, weight.dtype)
 
 
-def close_enough(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two ways to compute the same in `dtype` differ by no more than their roundings."""
-    found, expected = found.float(), expected.float()
+def close_enough(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two computations in `dtype` differ only by rounding."""
+    actual, expected = actual.float(), expected.float()
     allowed = (1e-4 if dtype == torch.float32 else 2e-2) * max(float(expected.abs().max()), 1e-6)
-    return bool((expected - found).abs().max() <= allowed)
+    return bool((expected - actual).abs().max() <= allowed)

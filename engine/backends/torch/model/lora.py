@@ -1,4 +1,4 @@
-"""LoRA adapters beside the weights (Hu et al. 2021): each row gets the low-rank product of its own adapter."""
+"""LoRA adapters that are not merged (Hu et al. 2021): each row gets the low-rank product of its own adapter."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from engine.backends.scheduler.batch import ChunkInput
 
-Place = Literal["qkv", "o", "gate_up", "down"]
-"""A linear layer of a block, by its name there."""
+LinearName = Literal["qkv", "o", "gate_up", "down"]
+"""Name of a linear layer of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one linear layer: x @ a.T @ b, with the adapter's scale in b.
+    """Low-rank update of one linear layer: x @ a.T @ b, with the adapter's scale in b.
 
-    a [rank, in], b [rank, out]. The ranks of a fused layer's parts lie side by side, each of them reaching its own
-    part of the output alone.
+    a [rank, in], b [rank, out]. The ranks of a fused layer's parts are concatenated, each with weights only for its own
+    part of the output.
     """
 
     a: Tensor
     b: Tensor
 
     def add_(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> None:
-        """Add it to these rows of `out` [T, out], from the same of `x` [T, in]."""
+        """Add the update to rows of `out` [T, out], from the same rows of `x` [T, in]."""
         if isinstance(rows, slice):
             out[rows].addmm_(x[rows] @ self.a.T, self.b)
         else:
@@ -36,29 +36,29 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class LoraAdapter:
-    """An adapter in memory, per layer what it adds to which linear layer.
+    """An adapter in memory: per layer, its updates by linear layer.
 
-    key: which adapter it is, among all that ever had its name: KV pages computed with one are of no use to another.
+    key: identifies this version of the adapter: KV pages computed with one version are not valid for another.
     """
 
     name: str
     key: str
-    layers: tuple[Mapping[Place, LowRank], ...]
+    layers: tuple[Mapping[LinearName, LowRank], ...]
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """The rows of one step that one adapter computes on."""
+    """Rows of one step that use one adapter."""
 
     adapter: LoraAdapter
     rows: slice | Tensor
 
 
-def add_adapters(out: Tensor, x: Tensor, layer: int, place: Place, adapted: Iterable[AdaptedRows]) -> Tensor:
-    """`out`, a linear layer's fresh output for `x`, with what each adapter adds to its rows."""
+def add_adapters(out: Tensor, x: Tensor, layer: int, name: LinearName, adapted: Iterable[AdaptedRows]) -> Tensor:
+    """Add each adapter's update to its rows of `out`, a linear layer's output for `x`; return `out`."""
     for part in adapted:
-        added = part.adapter.layers[layer].get(place)
+        added = part.adapter.layers[layer].get(name)
         if added is not None:
             added.add_(out, x, part.rows)
     return out
@@ -67,7 +67,7 @@ def add_adapters(out: Tensor, x: Tensor, layer: int, place: Place, adapted: Iter
 def adapted_rows(
     chunks: Sequence[ChunkInput], adapters: Mapping[str, LoraAdapter], device: torch.device
 ) -> tuple[AdaptedRows, ...]:
-    """The rows of each adapter that `chunks`, which lie in the batch in this order, compute with."""
+    """Return the rows of each adapter of `chunks`, which are in this order in the batch."""
     if not any(chunk.adapter for chunk in chunks):
         return ()
     rows: dict[str, list[int]] = {}
@@ -76,11 +76,11 @@ def adapted_rows(
         start, end = end, end + len(chunk.token_ids)
         if chunk.adapter:
             rows.setdefault(chunk.adapter, []).extend(range(start, end))
-    return tuple(AdaptedRows(adapters[key], _compact(found, device)) for key, found in rows.items())
+    return tuple(AdaptedRows(adapters[key], _as_slice(indices, device)) for key, indices in rows.items())
 
 
-def _compact(rows: list[int], device: torch.device) -> slice | Tensor:
-    """Ascending rows as a slice where they are adjacent, which spares gathering them."""
+def _as_slice(rows: list[int], device: torch.device) -> slice | Tensor:
+    """Return ascending rows as a slice where they are adjacent, which avoids a gather."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.int64, device=device)

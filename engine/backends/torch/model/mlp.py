@@ -1,4 +1,4 @@
-"""The second half of a block: a gated MLP (Shazeer 2020), or whatever stands in its place."""
+"""The MLP of a block: a gated MLP (Shazeer 2020), or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.common.families.experts import ExpertNames, Experts
 from engine.backends.common.model_config import Activation
-from engine.backends.torch.model.linear import Linear, sum_onto
+from engine.backends.torch.model.linear import Linear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, add_adapters
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -23,15 +23,15 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 class Mlp(Protocol):
-    """What a block does with each row by itself."""
+    """The part of a block that computes each row separately."""
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
-        """x [T, hidden], normed -> [T, hidden] fresh, with what the adapters change of `layer` in it."""
+        """Return a new [T, hidden] for normed x [T, hidden], with the adapters' updates of `layer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)). gate_up: both in one, gate first.
+    """down(activation(gate(x)) * up(x)). gate_up: both in one layer, gate first.
 
     fused: activation(gate(x)) * up(x) in one call, where there is such a kernel.
     """
@@ -45,18 +45,18 @@ class GatedMlp:
         gated = self.gated(x, layer, adapted)
         return add_adapters(self.down(gated), gated, layer, "down", adapted)
 
-    def onto(self, residual: Tensor, x: Tensor, layer: int) -> Tensor:
-        """residual + what it makes of x, without adapters."""
-        return sum_onto(residual, self.down, self.gated(x, layer))
+    def add_to(self, residual: Tensor, x: Tensor, layer: int) -> Tensor:
+        """Return residual + its output for x, without adapters."""
+        return add_product(residual, self.down, self.gated(x, layer))
 
     def gated(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
-        """activation(gate(x)) * up(x), adapted."""
+        """Return activation(gate(x)) * up(x), with adapters."""
         if self.fused is None:
-            return self.opened(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
+            return self.activate_gate(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
         return self.adapt_(self.fused(x), lambda rows: x[rows], layer, adapted)
 
-    def opened(self, both: Tensor) -> Tensor:
-        """activation(gate) * up, of both side by side."""
+    def activate_gate(self, both: Tensor) -> Tensor:
+        """Return activation(gate) * up, of both concatenated."""
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
@@ -67,23 +67,23 @@ class GatedMlp:
         layer: int,
         adapted: Iterable[AdaptedRows],
     ) -> Tensor:
-        """`gated`, made of x without adapters, with its adapted rows made anew. rows_of_x: gives some rows of x."""
+        """Recompute the adapted rows of `gated`, and return it. rows_of_x: returns some rows of x."""
         for part in adapted:
             added = part.adapter.layers[layer].get("gate_up")
             if added is not None:
                 x = rows_of_x(part.rows)
                 both = self.gate_up(x)
                 added.add_(both, x, slice(None))
-                gated[part.rows] = self.opened(both)
+                gated[part.rows] = self.activate_gate(both)
         return gated
 
 
-# A mixture of experts (Shazeer et al. 2017; Fedus et al. 2022): every row goes to the few that its router picks.
+# A mixture of experts (Shazeer et al. 2017; Fedus et al. 2022): every row uses the few experts that the router picks.
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The expert that every row goes through, weighted by the sigmoid of `gate`, [hidden] -> [1]."""
+    """An expert of every row, weighted by the sigmoid of `gate`, [hidden] -> [1]."""
 
     gate: Linear
     mlp: GatedMlp
@@ -91,10 +91,10 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MixtureMlp:
-    """sum over a row's experts of weight * expert(row). No adapter changes it.
+    """sum over a row's experts of weight * expert(row). Adapters do not apply to it.
 
-    An expert multiplies all its rows at once. A row's sum runs over its experts in their order, in float32, so that it
-    does not depend on which other rows there are.
+    An expert computes all its rows at once. A row's sum runs over its experts in a fixed order, in float32, so that it
+    does not depend on the other rows.
     """
 
     router: Linear
@@ -104,25 +104,25 @@ class MixtureMlp:
     shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
-        if not len(x):  # nothing is drawn from in this step
+        if not len(x):  # no row is sampled in this step
             return x
         chosen, weights = self._route(x)
-        places = chosen.flatten()
-        order = places.argsort(stable=True)
+        assignments = chosen.flatten()
+        order = assignments.argsort(stable=True)
         rows = x.index_select(0, order // self.per_token)
-        counts = torch.bincount(places, minlength=len(self.experts)).tolist()
+        counts = torch.bincount(assignments, minlength=len(self.experts)).tolist()
         parts = zip(self.experts, rows.split(counts), strict=True)
         outputs = torch.cat([expert(part, layer) for expert, part in parts if len(part)])
-        where = order.argsort().view_as(chosen)
+        positions = order.argsort().view_as(chosen)
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for each, weight in zip(where.unbind(1), weights.unbind(1), strict=True):
+        for each, weight in zip(positions.unbind(1), weights.unbind(1), strict=True):
             mixed += outputs.index_select(0, each) * weight.unsqueeze(1)
         if self.shared is None:
             return mixed.to(x.dtype)
         return mixed.to(x.dtype) + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's experts, ascending, and their weights in float32, both [T, per_token]."""
+        """Return each row's experts, ascending, and their weights in float32, both [T, per_token]."""
         probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.per_token, dim=-1)
         if self.normalised:
@@ -132,8 +132,8 @@ class MixtureMlp:
 
 
 class MakeLinear(Protocol):
-    """Makes one linear layer of the named weights of a block, one below the other. gates: the first half of the outputs
-    gates the second.  exact: they stay as they are however weights are made."""
+    """Makes one linear layer of the named weights of a block, concatenated. gates: True if the first half of the
+    outputs gates the second.  exact: True if the weights must not be quantised."""
 
     def __call__(self, *parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear: ...
 
@@ -141,7 +141,7 @@ class MakeLinear(Protocol):
 def make_mixture(
     names: ExpertNames, experts: Experts, linear: MakeLinear, gated: Callable[[Linear, Linear], GatedMlp]
 ) -> MixtureMlp:
-    """The mixture of one layer. gated: makes an MLP of its fused gate and up, and its down."""
+    """Return the mixture of one layer. gated: makes an MLP from its gate_up and its down."""
 
     def expert(stem: str) -> GatedMlp:
         gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False, gates=True)

@@ -1,4 +1,4 @@
-"""The norms of a block: what scales its rows to one size, before a layer reads them or after it wrote them."""
+"""The norms of a block."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ Norm = Callable[[Tensor], Tensor]
 """x [T, width] -> [T, width], or x itself."""
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """In place of a norm that a block has not."""
+def identity(x: Tensor) -> Tensor:
+    """Return x; in place of a norm that a block does not have."""
     return x
 
 
 class RmsNorm:
     """x / rms(x) * weight (Zhang and Sennrich 2019).
 
-    On a CPU, for which torch has no kernel of it, with fewer operations than torch's own way takes: x over its length,
-    to which that of a vector of epsilons is added at a right angle, times weight * sqrt(width); in float32.
+    On a CPU, where torch has no kernel of it, with fewer operations than torch's own: x divided by
+    hypot(length, sqrt(eps * width)), times weight * sqrt(width); in float32.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
         self._on_cpu = weight.device.type == "cpu"
         self._scaled = weight.float() * math.sqrt(len(weight))
-        self._least = torch.tensor(math.sqrt(eps * len(weight)), device=weight.device)
+        self._epsilon = torch.tensor(math.sqrt(eps * len(weight)), device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._on_cpu:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._least)
-        ours = x.dtype != torch.float32  # a copy: may be written to
-        weighed = wide.mul_(self._scaled) if ours else torch.mul(wide, self._scaled)
-        return weighed.div_(length).to(x.dtype)
+        x32 = x.float()
+        length = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).hypot_(self._epsilon)
+        is_copy = x.dtype != torch.float32  # may be overwritten
+        weighted = x32.mul_(self._scaled) if is_copy else torch.mul(x32, self._scaled)
+        return weighted.div_(length).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WideRmsNorm:
-    """The same with a weight in float32, in which it is computed: that of Gemma is 1 + what is stored, which fewer bits
-    would round away."""
+    """RmsNorm computed in float32 with a float32 weight: Gemma's is 1 + the stored value, which fewer bits would
+    round."""
 
     weight: Tensor
     eps: float
@@ -69,8 +69,8 @@ class LayerNorm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def unweighted(kind: NormKind, width: int, eps: float) -> Norm:
-    """A norm of that kind that leaves the weighing to others; over the last dimension, of `width`."""
+def norm_without_weight(kind: NormKind, width: int, eps: float) -> Norm:
+    """Return a norm of that kind without a weight, over the last dimension, of `width`."""
     match kind:
         case "rms":
             return partial(F.rms_norm, normalized_shape=(width,), eps=eps)
@@ -82,9 +82,9 @@ def unweighted(kind: NormKind, width: int, eps: float) -> Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorm:
-    """Each head of [T, heads, head_dim] by itself: `norm` without a weight, then the head's own, [heads, head_dim].
+    """Norm per head of [T, heads, head_dim]: `norm` without a weight, then the head's own weight, [heads, head_dim].
 
-    rms_epsilon: that of an RMS norm; None where it is of another kind.
+    rms_epsilon: of an RMS norm; None for another kind.
     """
 
     norm: Norm
@@ -97,7 +97,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectionNorm:
-    """All query heads of [T, heads, head_dim] as one vector, and all key heads after them as another."""
+    """Norm of all query heads of [T, heads, head_dim] as one vector, and of all key heads as another."""
 
     queries: Norm
     keys: Norm

@@ -10,14 +10,14 @@ from torch import Tensor
 from engine.backends.common.rope_config import RopeConfig
 
 Angles = tuple[Tensor, Tensor]
-"""cos and sin of what a step's positions are turned by."""
+"""cos and sin of the rotation angles of a step's positions."""
 
 
 class RotaryEmbedding:
-    """Turns query and key heads, or a part of each, by angles that grow with their positions.
+    """Rotates query and key heads, or a part of each, by angles proportional to their positions.
 
-    Angles are made per step for the positions at hand rather than kept in a table: a step has few positions and
-    a long context would need a large table.
+    Angles are computed per step instead of stored in a table: a step has few positions, and a long context would need a
+    large table.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
@@ -25,9 +25,10 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """(cos, sin) for int positions [T], each [T, 1, turned dimensions] in `dtype`; sin's first half is negated."""
-        turns = positions.float()[:, None] * self._frequencies
-        cos, sin = turns.cos() * self._scale, turns.sin() * self._scale
+        """Return (cos, sin) for int positions [T], each [T, 1, rotated dimensions] in `dtype`; sin's first half is
+        negated."""
+        radians = positions.float()[:, None] * self._frequencies
+        cos, sin = radians.cos() * self._scale, radians.sin() * self._scale
         return (
             torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
             torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
@@ -35,15 +36,14 @@ class RotaryEmbedding:
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn `heads` [T, H, head_dim] in place by what `angles` gave: of their first dimensions, each half against the
-    other half."""
-    turned = heads[..., : cos.shape[-1]]
-    swapped = turned.roll(turned.shape[-1] // 2, dims=-1)
-    turned.mul_(cos).addcmul_(swapped, sin)
+    """Rotate the first dimensions of `heads` [T, H, head_dim] in place by `angles`, one half against the other."""
+    rotated = heads[..., : cos.shape[-1]]
+    swapped = rotated.roll(rotated.shape[-1] // 2, dims=-1)
+    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position, float32 [dimensions that are turned / 2], and what cos and sin are multiplied by."""
+    """Return radians per position, float32 [rotated dimensions / 2], and the factor of cos and sin."""
     dims = config.turned_dims(head_dim)
     base = _base(config, dims)
     frequencies = 1.0 / (base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
@@ -63,10 +63,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, floa
 
 
 def _base(config: RopeConfig, dims: int) -> float:
-    """The base, stretched by NTK-aware alpha: base * alpha^(d / (d - 2)) (u/bloc97, r/LocalLLaMA 2023).
+    """Return the base, scaled by NTK-aware alpha: base * alpha^(d / (d - 2)) (u/bloc97, r/LocalLLaMA 2023).
 
-    "dynamic" grows alpha with the sequence in its source; here it is fixed for the longest sequence to be served,
-    so that a token's key never depends on how long its sequence became.
+    The original "dynamic" increases alpha with the sequence; here it is fixed for the longest possible sequence, so
+    that a token's key never depends on its sequence's final length.
     """
     alpha = config.alpha
     if config.kind == "dynamic":
@@ -76,10 +76,10 @@ def _base(config: RopeConfig, dims: int) -> float:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Llama 3.1: divide low frequencies by the factor, keep high ones, blend those between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = config.original_max_positions / wavelengths
-    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    radians = config.original_max_positions / wavelengths
+    blend = (radians - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / config.factor + blend * frequencies
 
@@ -101,7 +101,7 @@ def _yarn(config: RopeConfig, frequencies: Tensor, base: float) -> Tensor:
 
 
 def _yarn_attention_factor(config: RopeConfig) -> float:
-    """Temperature of YaRN's attention, folded into cos and sin: given, or 0.1 ln(factor) + 1."""
+    """Return YaRN's attention temperature, folded into cos and sin: configured, or 0.1 ln(factor) + 1."""
     if config.attention_factor is not None:
         return config.attention_factor
 
@@ -114,17 +114,17 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
 
 
 def _longrope_factors(config: RopeConfig) -> tuple[float, ...]:
-    """LongRoPE (Ding et al. 2024): a factor of its own for each frequency.
+    """LongRoPE (Ding et al. 2024): a factor per frequency.
 
-    Which of the two lists holds is decided by the sequence's length in its source; here by the longest sequence to be
-    served, so that a token's key never depends on how long its sequence became.
+    The original chooses between the two lists by the sequence's length; here by the longest possible sequence, so that
+    a token's key never depends on its sequence's final length.
     """
     long = config.max_positions > config.original_max_positions
     return config.long_factors if long else config.short_factors
 
 
 def _longrope_attention_factor(config: RopeConfig) -> float:
-    """Given, or what the paper makes of how far the model was stretched."""
+    """Return the configured factor, or that of the paper for the extension of the context."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.factor <= 1.0:

@@ -1,4 +1,4 @@
-"""Attention over pages by our own kernel: told of the layers once, of a step once, and called once per layer."""
+"""NativeAttention: attention over pages by the native kernel, called once per layer of a step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 
 TILE_TOKENS: Final = 16
-"""Pages hold a multiple of so many tokens."""
+"""Page sizes must be multiples of this."""
 
 DTYPES: Final = frozenset({torch.bfloat16, torch.float32})
-"""What queries, keys and values may be."""
+"""Dtypes of queries, keys and values."""
 
 _ADDRESS, _SIZE, _FLAG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -30,9 +30,9 @@ _ADDRESS, _SIZE, _FLAG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 class Heads:
     """The heads of a layer.
 
-    window: tokens that a query sees at most.  scale, cap: see `capped.Scores`.
-    norm: float32 [heads + kv_heads, head_dim], the weights of an RMS norm of every query and key head; None where there
-    is none, or one that is done before.
+    window: max tokens that a query attends to.  scale, cap: see `attention.Scores`.
+    norm: float32 [heads + kv_heads, head_dim], weights of an RMS norm per query and key head; None where there is none,
+    or it is computed before.
     """
 
     heads: int
@@ -46,7 +46,7 @@ class Heads:
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of attention_call.h, which says what each is."""
+    """`Layer` of attention_call.h, which documents the fields."""
 
     _fields_ = (
         ("pages", _ADDRESS),
@@ -73,13 +73,12 @@ class Step(ctypes.Structure):
 
 
 class NativeAttention:
-    """Attention of all layers of a model over their pages, which it alone reads and writes: keys and values lie there
-    as the kernel multiplies or decodes them, not as tensors are indexed.
+    """Attention of all layers of a model over their pages. Keys and values are stored there in the kernel's own layout.
 
-    What a query attends depends on itself and the keys before it alone, whatever the rest of the batch, the chunks in
-    which its sequence came, and the threads.
+    A query's result depends only on itself and the keys before it, not on the rest of the batch, the chunks of its
+    sequence, or the number of threads.
 
-    floats: whether all is float32.  addresses: of what each layer is told.
+    floats: True if all is float32.  addresses: of the layers' descriptors.
     """
 
     def __init__(
@@ -91,19 +90,19 @@ class NativeAttention:
         dtype: torch.dtype,
         bits: CacheBits = 16,
     ) -> None:
-        """pages: of each layer, [pages, page_tokens, 2 * kv_heads, ...], of which the bytes alone count.
-        dtype: of what is attended, one of DTYPES.  bits: that keys and values are kept in; 16 stands for plain ones.
-        Raises AttributeError where the library has no such kernel."""
-        self._library, self._layers, self._pages = library, layers, pages  # whose addresses the kernel is given
+        """pages: per layer, [pages, page_tokens, 2 * kv_heads, ...], any dtype of that size in bytes.
+        dtype: of queries, keys and values, one of DTYPES.  bits: of stored keys and values; 16 for plain ones.
+        Raises AttributeError where the library lacks the kernel."""
+        self._library, self._layers, self._pages = library, layers, pages  # kept alive for their addresses
         self._dtype, self._page_tokens = dtype, pages[0].shape[1]
         self.floats: Final = dtype is torch.float32
-        self._described = (Layer * len(layers))(
+        self._descriptors = (Layer * len(layers))(
             *(
-                _described(heads, kept, HeadFormat(heads.head_dim, bits, dtype.itemsize))
-                for heads, kept in zip(layers, pages, strict=True)
+                _describe(heads, layer_pages, HeadFormat(heads.head_dim, bits, dtype.itemsize))
+                for heads, layer_pages in zip(layers, pages, strict=True)
             )
         )
-        first = ctypes.addressof(self._described)
+        first = ctypes.addressof(self._descriptors)
         self.addresses: Final = [first + index * ctypes.sizeof(Layer) for index in range(len(layers))]
         self._attend = library.functions["ericllm_attention"]
         self._attend.restype = None
@@ -113,16 +112,16 @@ class NativeAttention:
         )
 
     def norms(self, layer: int) -> bool:
-        """Whether it norms the layer's query and key heads itself."""
+        """Return whether the kernel norms the layer's query and key heads."""
         return self._layers[layer].norm is not None
 
     def step(self, chunks: Sequence[ChunkInput]) -> NativeStep:
-        """What is the same for every layer of a step with these chunks, one after another."""
+        """Return the indices of a step with these chunks, the same for every layer."""
         return NativeStep(self, chunks, self._page_tokens)
 
     def attend(self, layer: int, qkv: Tensor, step: NativeStep, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim], whose keys and
-        values it writes to the pages. angles: float32, as `RotaryEmbedding.angles` gives them."""
+        """Return attention outputs [T, heads * head_dim] of rows `qkv` [T, heads + 2 * kv_heads, head_dim], and write
+        their keys and values to the pages. angles: float32, of `RotaryEmbedding.angles`."""
         if qkv.dtype is not self._dtype or not qkv[0].is_contiguous():
             raise ValueError(f"attention of {self._dtype} got rows of {qkv.dtype} with strides {qkv.stride()}")
         heads = self._layers[layer]
@@ -145,40 +144,40 @@ class NativeAttention:
 
 
 class NativeStep:
-    """Which rows of a step belong to which sequence, and where its pages are.
+    """Index arrays of a step: the rows and pages of each sequence.
 
-    chunks: int32 [chunks, 4]: first row, rows, position of the first, and where its pages begin in `pages`, int32.
+    chunks: int32 [chunks, 4]: first row, rows, position of the first, and start of its pages in `pages`, int32.
     """
 
     __slots__ = ("_step", "address", "attention", "chunks", "pages")
 
     def __init__(self, attention: NativeAttention, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        rows = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
+        rows = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
         counts = -(-(starts + rows) // page_tokens)
         self.attention = attention
-        self.chunks = np.stack((_before(rows), rows, starts, _before(counts)), axis=1)
-        used = (chunk.pages[:count] for chunk, count in zip(chunks, counts.tolist(), strict=True))
+        self.chunks = np.stack((_exclusive_sums(rows), rows, starts, _exclusive_sums(counts)), axis=1)
+        used = [chunk.pages[:count] for chunk, count in zip(chunks, counts.tolist(), strict=True)]
         self.pages = np.fromiter(chain.from_iterable(used), np.int32, int(counts.sum()))
         self._step = Step(self.chunks.ctypes.data, len(chunks), self.pages.ctypes.data)
         self.address = ctypes.addressof(self._step)
 
     def positions(self) -> Tensor:
-        """Of every row, int64 [T]."""
+        """Return the position of every row, int64 [T]."""
         first, rows, starts, _ = self.chunks.T
         return torch.from_numpy(np.arange(rows.sum()) + np.repeat(starts - first, rows))
 
     def attend(self, layer: int, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """See `NativeAttention.attend`."""
+        """Run `NativeAttention.attend` for this step."""
         return self.attention.attend(layer, qkv, self, angles)
 
 
-def _before(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """What all before each add up to."""
+def _exclusive_sums(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return the exclusive cumulative sums."""
     return np.cumsum(counts, dtype=np.int32) - counts
 
 
-def _described(heads: Heads, pages: Tensor, form: HeadFormat) -> Layer:
+def _describe(heads: Heads, pages: Tensor, format: HeadFormat) -> Layer:
     return Layer(
         pages=pages.data_ptr(),
         norm=None if heads.norm is None else heads.norm.data_ptr(),
@@ -187,10 +186,10 @@ def _described(heads: Heads, pages: Tensor, form: HeadFormat) -> Layer:
         head_dim=heads.head_dim,
         page_tokens=pages.shape[1],
         window=heads.window or 0,
-        head_bytes=form.head_bytes,
-        bits=form.bits,
-        spread=form.turned if form.coded else 0,
-        group=form.group if form.coded else 0,
+        head_bytes=format.head_bytes,
+        bits=format.bits,
+        spread=format.turned if format.coded else 0,
+        group=format.group if format.coded else 0,
         epsilon=heads.epsilon,
         scale=heads.scale,
         cap=heads.cap,

@@ -1,4 +1,4 @@
-"""Which norms, gates and residual sums become part of native products: those that fit and give what they give apart."""
+"""Fusion of norms, gates and residual sums into native products, each verified against its separate parts."""
 
 from __future__ import annotations
 
@@ -11,50 +11,54 @@ from torch import Tensor
 
 from engine.backends.torch.model.decoder import Block, Decoder, FusedBlock, Residual
 from engine.backends.torch.model.linear import Linear, close_enough
-from engine.backends.torch.model.lora import Place
+from engine.backends.torch.model.lora import LinearName
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
-from engine.backends.torch.model.norms import Norm, RmsNorm, WideRmsNorm, unchanged
-from engine.backends.torch.native.layer import Fused, NativeLinear, bits_of
+from engine.backends.torch.model.norms import Norm, RmsNorm, WideRmsNorm, identity
+from engine.backends.torch.native.layer import FusedLinear, NativeLinear, bits_of
 
 _CHECK_ROWS = 3
 
 _logger = logging.getLogger(__name__)
 
 
-def fused(decoder: Decoder) -> Decoder:
-    """`decoder` with everything fused that fits. No product is taken on trust: each is compared with its parts, on the
-    real weights, once per shape, and a difference leaves all that follows as it is."""
-    traits, make = decoder.config.traits, _Fuser(decoder.config.traits.residual_scale)
+def fuse_decoder(decoder: Decoder) -> Decoder:
+    """Return `decoder` with all possible fusions. Each fused product is compared with its parts, on the real weights,
+    once per shape; a difference switches off all further fusions."""
+    traits, fuser = decoder.config.traits, _Fuser(decoder.config.traits.residual_scale)
     stages = [
-        replace(stage, blocks=tuple(make.block(block, parallel=traits.parallel) for block in stage.blocks))
+        replace(stage, blocks=tuple(fuser.block(block, parallel=traits.parallel) for block in stage.blocks))
         for stage in decoder.stages
     ]
-    head = make.normed(decoder.final_norm, decoder.head, scale=traits.logit_scale, out=torch.float32)
+    head = fuser.normed(decoder.final_norm, decoder.head, scale=traits.logit_scale, out=torch.float32)
     return replace(decoder, stages=tuple(stages), fused_head=head)
 
 
 class _Fuser:
-    """alpha: what a block's output is multiplied by before it is added to what went in."""
+    """Fuses the blocks of a decoder. alpha: factor of a block's output before the residual sum."""
 
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
-        self._trusted: set[tuple[object, ...]] = set()
+        self._passed: set[tuple[object, ...]] = set()
         self._off = False
 
     def block(self, block: Block, *, parallel: bool) -> Block:
-        """The block, fused as a whole where it fits, or in its MLP alone."""
-        whole = self._whole(block, block.mlp) if isinstance(block.mlp, GatedMlp) and not parallel else None
-        return replace(block, fused=whole, mlp=self._mlp(block.mlp) if whole is None else block.mlp)
+        """Return the block, fused as a whole if possible, or only its MLP."""
+        fused_block = self._fused_block(block, block.mlp) if isinstance(block.mlp, GatedMlp) and not parallel else None
+        return replace(block, fused=fused_block, mlp=self._mlp(block.mlp) if fused_block is None else block.mlp)
 
-    def normed(self, norm: Norm, linear: Linear, *, scale: float = 1.0, out: torch.dtype | None = None) -> Fused | None:
-        """scale * linear(norm(x)), as `out` if told; None where that does not fit."""
-        weight = _weight_of(norm)
+    def normed(
+        self, norm: Norm, linear: Linear, *, scale: float = 1.0, out: torch.dtype | None = None
+    ) -> FusedLinear | None:
+        """Return scale * linear(norm(x)) as one product, with dtype `out`; None where that is not possible."""
+        weight = _norm_weight(norm)
         if weight is None or not isinstance(linear, NativeLinear):
             return None
-        made = Fused(linear, norm=weight.tensor, epsilon=weight.epsilon, alpha=scale, out=out)
-        return self._checked(made, ("normed", type(norm), scale), made, lambda x: linear(norm(x)) * scale)
+        fused_linear = FusedLinear(linear, norm=weight.tensor, epsilon=weight.epsilon, alpha=scale, out=out)
+        return self._verified(
+            fused_linear, ("normed", type(norm), scale), fused_linear, lambda x: linear(norm(x)) * scale
+        )
 
-    def _whole(self, block: Block, mlp: GatedMlp) -> FusedBlock | None:
+    def _fused_block(self, block: Block, mlp: GatedMlp) -> FusedBlock | None:
         qkv, gated = self.normed(block.input_norm, block.qkv), self._gated(block.mlp_norm, mlp)
         if qkv is None or gated is None:
             return None
@@ -65,74 +69,75 @@ class _Fuser:
     def _mlp(self, mlp: Mlp) -> Mlp:
         match mlp:
             case GatedMlp():
-                return replace(mlp, fused=self._gated(unchanged, mlp))
+                return replace(mlp, fused=self._gated(identity, mlp))
             case MixtureMlp():
-                experts = tuple(replace(expert, fused=self._gated(unchanged, expert)) for expert in mlp.experts)
+                experts = tuple(replace(expert, fused=self._gated(identity, expert)) for expert in mlp.experts)
                 return replace(mlp, experts=experts)
             case _:
                 return mlp
 
-    def _gated(self, norm: Norm, mlp: GatedMlp) -> Fused | None:
-        weight = _weight_of(norm)
-        if weight is None or not (isinstance(mlp.gate_up, NativeLinear) and mlp.gate_up.form.interleaved):
+    def _gated(self, norm: Norm, mlp: GatedMlp) -> FusedLinear | None:
+        weight = _norm_weight(norm)
+        if weight is None or not (isinstance(mlp.gate_up, NativeLinear) and mlp.gate_up.format.interleaved):
             return None
-        made = Fused(mlp.gate_up, norm=weight.tensor, epsilon=weight.epsilon, activation=mlp.activation)
-        facts = ("gated", type(norm), mlp.activation)
-        return self._checked(made, facts, made, lambda x: mlp.opened(mlp.gate_up(norm(x))))
+        fused_linear = FusedLinear(mlp.gate_up, norm=weight.tensor, epsilon=weight.epsilon, activation=mlp.activation)
+        kind = ("gated", type(norm), mlp.activation)
+        return self._verified(fused_linear, kind, fused_linear, lambda x: mlp.activate_gate(mlp.gate_up(norm(x))))
 
-    def _residual(self, linear: Linear, norm: Norm, place: Place) -> Residual:
+    def _residual(self, linear: Linear, norm: Norm, place: LinearName) -> Residual:
         plain = Residual(linear, norm, self._alpha, place, None)
-        if norm is not unchanged or not isinstance(linear, NativeLinear):
+        if norm is not identity or not isinstance(linear, NativeLinear):
             return plain
-        made, hidden = Fused(linear, alpha=self._alpha), _random(linear.form.outputs, linear.dtype)
+        fused_linear, hidden = FusedLinear(linear, alpha=self._alpha), _random(linear.format.outputs, linear.dtype)
 
-        def whole(x: Tensor) -> Tensor:
-            return made(x, hidden.clone())
+        def fused_block(x: Tensor) -> Tensor:
+            return fused_linear(x, hidden.clone())
 
-        checked = self._checked(made, ("residual",), whole, lambda x: plain(x, hidden, 0, ()))
-        return replace(plain, fused=checked)
+        verified = self._verified(fused_linear, ("residual",), fused_block, lambda x: plain(x, hidden, 0, ()))
+        return replace(plain, fused=verified)
 
-    def _checked(
+    def _verified(
         self,
-        made: Fused,
-        facts: tuple[object, ...],
-        whole: Callable[[Tensor], Tensor],
-        parts: Callable[[Tensor], Tensor],
-    ) -> Fused | None:
-        """`made`, where the `whole` gives what its `parts` give. facts: what its code depends on besides the weight."""
+        fused_linear: FusedLinear,
+        kind: tuple[object, ...],
+        fused_block: Callable[[Tensor], Tensor],
+        separate: Callable[[Tensor], Tensor],
+    ) -> FusedLinear | None:
+        """Return `fused_linear` if `fused_block` gives the same as `separate`. kind: of the fusion, besides the
+        weight's format."""
         if self._off:
             return None
-        form, dtype = made.form, getattr(torch, made.form.dtype)
-        key = (*facts, form)
-        x = _random(form.inputs, dtype)
-        if bits_of(form) is not None:  # a last place of what is normed may round a row's code the other way
+        format, dtype = fused_linear.format, getattr(torch, fused_linear.format.dtype)
+        key = (*kind, format)
+        x = _random(format.inputs, dtype)
+        if bits_of(format) is not None:  # the last bit of a normed row may change how its code is rounded
             dtype = torch.bfloat16
-        if key in self._trusted or close_enough(whole(x), parts(x), dtype):
-            self._trusted.add(key)
-            return made
+        if key in self._passed or close_enough(fused_block(x), separate(x), dtype):
+            self._passed.add(key)
+            return fused_linear
         self._off = True
         _logger.warning(
-            "norms, gates and residual sums stay apart from native products, as a %s one by %d x %d weights differs",
-            *(facts[0], form.outputs, form.inputs),
+            "norms, gates and sums are not fused into native products, as a %s one with %d x %d weights differs",
+            *(kind[0], format.outputs, format.inputs),
         )
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class _NormWeight:
-    """What an RMSNorm multiplies by; nothing where nothing is normed."""
+    """Weight of an RMSNorm; None without a norm."""
 
     tensor: Tensor | None
     epsilon: float
 
 
-def _weight_of(norm: Norm) -> _NormWeight | None:
-    """That of a norm which a product can have in it; None for others."""
+def _norm_weight(norm: Norm) -> _NormWeight | None:
+    """Return the weight of a norm that can be fused; None for other norms."""
     match norm:
         case RmsNorm() | WideRmsNorm():
             return _NormWeight(norm.weight, norm.eps)
         case _:
-            return _NormWeight(None, 0.0) if norm is unchanged else None
+            return _NormWeight(None, 0.0) if norm is identity else None
 
 
 def _random(width: int, dtype: torch.dtype) -> Tensor:

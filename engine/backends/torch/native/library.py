@@ -1,4 +1,4 @@
-"""The compiled kernels as Python calls them."""
+"""NativeLibrary: the compiled kernels and their Python interface."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ from engine.backends.common.native_build import (
 )
 from engine.errors import LoadCancelled, ModelLoadFailed
 
-# A weight as it is given to be laid out for products: its rows in one tensor, or in several that lie anywhere.
+# A weight to be packed: its rows in one tensor, or in several.
 
 Rows = Tensor | tuple[Tensor, ...]
-"""A weight [out, in], or the parts that its rows lie in, one after the other."""
+"""A weight [out, in], or consecutive parts of its rows."""
 
-Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes a new tensor of that shape and dtype that begins on a line of the cache, with anything in it."""
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Allocates an uninitialised tensor of that shape and dtype, aligned to a cache line."""
 
 _ALIGNMENT = 64
 
 
 class Part(ctypes.Structure):
-    """Some of a weight's rows: `Part` of packing.h."""
+    """Some rows of a weight: `Part` of packing.h."""
 
     _fields_ = (("rows", ctypes.c_void_p), ("count", ctypes.c_int64), ("stride", ctypes.c_int64))
 
 
 def parts_of(rows: Rows) -> tuple[Tensor, ...]:
-    """The tensors that the rows lie in."""
+    """Return the tensors of the rows."""
     return (rows,) if isinstance(rows, Tensor) else rows
 
 
 def shape_of(rows: Rows) -> torch.Size:
-    """That of the weight: out, in."""
+    """Return the shape of the weight: out, in."""
     parts = parts_of(rows)
     return torch.Size((sum(map(len, parts)), parts[0].shape[1]))
 
 
-def joined(rows: Rows) -> Tensor:
-    """The weight in one piece."""
+def concatenated(rows: Rows) -> Tensor:
+    """Return the weight as one tensor."""
     parts = parts_of(rows)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def without_gaps(rows: Rows) -> tuple[Tensor, ...]:
-    """The same parts, the elements of each row side by side."""
+def contiguous_rows(rows: Rows) -> tuple[Tensor, ...]:
+    """Return the parts with the elements of each row contiguous."""
     return tuple(part if part.stride(1) == 1 else part.contiguous() for part in parts_of(rows))
 
 
-def described(parts: Sequence[Tensor]) -> ctypes.Array[Part]:
-    """Where the parts lie, as the kernels are told; good for as long as the parts are."""
+def describe_parts(parts: Sequence[Tensor]) -> ctypes.Array[Part]:
+    """Return the addresses of the parts for a kernel; valid while the parts are."""
     return (Part * len(parts))(*(Part(part.data_ptr(), len(part), part.stride(0)) for part in parts))
 
 
-def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room in this process's own memory."""
+def allocate_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate in this process's own memory."""
     elements, spare = torch.Size(shape).numel(), _ALIGNMENT // dtype.itemsize
     memory = torch.empty(elements + spare, dtype=dtype)
     start = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
@@ -82,23 +82,23 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 BLOCK, PAD_INPUTS = 16, 32
 DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "float32"})
-"""What weights the linear kernels multiply by."""
+"""Dtypes of the linear kernels' weights."""
 
 Product = Callable[[int, int, int, int, int, int, int, int | None], None]
-"""A kernel that multiplies. Takes the address of Threads, how many of them, the address of a Layer, that of x, elements
-from one of its rows to the next, rows, the address of the output, and that of the residual where there is one."""
+"""A kernel of products. Arguments: address of Threads, number of threads, addresses of a Layer and of x, elements
+between rows of x, number of rows, address of the output, and of the residual if there is one."""
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Threads(ctypes.Structure):
-    """The OpenMP runtime that a kernel computes with: `Threads` of common.h."""
+    """The OpenMP runtime of a kernel: `Threads` of common.h."""
 
     _fields_ = (("parallel", _ADDRESS), ("number", _ADDRESS))
 
 
 class Layer(ctypes.Structure):
-    """What stays the same from one product with a weight to the next: `Layer` of linear.h, which says what each is."""
+    """Constant arguments of products with a weight: `Layer` of linear.h, which documents the fields."""
 
     _fields_ = (
         ("inputs", _SIZE),
@@ -116,12 +116,12 @@ class Layer(ctypes.Structure):
 
 
 class NativeLibrary:
-    """The kernels for one instruction set, loaded from `path`. Raises CannotBuild where they cannot be.
+    """The kernels for one instruction set, loaded from `path`. Raises CannotBuild.
 
-    They run on the threads of torch's own OpenMP, as many as torch was told to use: two pools of threads on the same
-    cores would spin against each other.
+    They run on the threads of torch's own OpenMP, as many as torch uses: two thread pools on the same cores would
+    compete.
 
-    functions: the library itself.  threads: the address of the Threads to run on.
+    functions: the library itself.  threads: address of its Threads.
     """
 
     def __init__(self, isa: InstructionSet, path: Path) -> None:
@@ -138,7 +138,7 @@ class NativeLibrary:
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"the compiled library cannot be loaded: {error}") from error
         if not permitted:
-            raise CannotBuild(f"the system keeps {isa} from this process")
+            raise CannotBuild(f"the system does not allow this process to use {isa}")
         for pack in self._packs.values():
             pack.argtypes, pack.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
         self._quantise.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
@@ -146,44 +146,44 @@ class NativeLibrary:
         self._threads = _torch_threads()
         self.threads: Final = ctypes.addressof(self._threads)
 
-    def pack(self, weight: Rows, *, interleaved: bool = False, room: Room = aligned) -> Tensor:
-        """`weight` [out, in] as the kernels read it, padded with zeros: [out/16, in/2, 16, 2] of bfloat16, or
-        [out/16, in, 16] of float32. interleaved: blocks of 16 of its upper and lower half take turns."""
+    def pack(self, weight: Rows, *, interleaved: bool = False, allocate: Allocate = allocate_aligned) -> Tensor:
+        """Return `weight` [out, in] packed for the kernels, padded with zeros: [out/16, in/2, 16, 2] of bfloat16, or
+        [out/16, in, 16] of float32. interleaved: blocks of 16 alternate between its upper and lower half."""
         outputs, inputs = shape_of(weight)
-        parts = without_gaps(weight)
+        parts = contiguous_rows(weight)
         dtype = parts[0].dtype
         blocks = 2 * -(-outputs // 2 // BLOCK) if interleaved else -(-outputs // BLOCK)
         pairs = -(-inputs // PAD_INPUTS) * PAD_INPUTS // 2
-        packed = room((blocks, inputs, BLOCK) if dtype is torch.float32 else (blocks, pairs, BLOCK, 2), dtype)
+        packed = allocate((blocks, inputs, BLOCK) if dtype is torch.float32 else (blocks, pairs, BLOCK, 2), dtype)
         layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
         to, threads = packed.data_ptr(), torch.get_num_threads()
-        self._packs[dtype](self.threads, threads, ctypes.byref(layer), described(parts), to)
+        self._packs[dtype](self.threads, threads, ctypes.byref(layer), describe_parts(parts), to)
         return packed
 
     def quantise(self, weight: Rows, packed: Tensor, bits: int, *, interleaved: bool = False) -> None:
-        """Lay `weight` out in so many bits, in `packed`, which is as large as that takes."""
+        """Quantise `weight` to `bits` bits into `packed`, which has the right size."""
         outputs, inputs = shape_of(weight)
-        parts = without_gaps(weight)
+        parts = contiguous_rows(weight)
         layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
         to, threads, is_float = packed.data_ptr(), torch.get_num_threads(), parts[0].dtype is torch.float32
-        self._quantise(self.threads, threads, ctypes.byref(layer), described(parts), is_float, bits, to)
+        self._quantise(self.threads, threads, ctypes.byref(layer), describe_parts(parts), is_float, bits, to)
 
     def product(self, kernel: str) -> Product:
-        """The kernel of that name. Raises AttributeError where there is none."""
+        """Return the kernel of that name. Raises AttributeError where there is none."""
         function = self.functions[f"ericllm_linear_{kernel}"]
         function.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
         function.restype = None
         return function
 
     def address(self, kernel: str) -> int | None:
-        """Where the kernel of that name lies."""
+        """Return the address of the kernel of that name."""
         return ctypes.cast(self.functions[f"ericllm_linear_{kernel}"], ctypes.c_void_p).value
 
 
 @cache
 def _torch_threads() -> Threads:
-    """The OpenMP runtime that torch has loaded: every such runtime has GOMP_parallel, whichever compiler built it.
-    Raises CannotBuild."""
+    """Return the OpenMP runtime that torch has loaded: all have GOMP_parallel, whichever compiler built them. Raises
+    CannotBuild."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         symbols = (torch_cpu.GOMP_parallel, torch_cpu.omp_get_thread_num)
@@ -192,16 +192,16 @@ def _torch_threads() -> Threads:
     return Threads(*(ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols))
 
 
-# The native kernels as a load finds them: kept from before, or compiled for it, which it waits for.
+# The native kernels of a load: cached, or compiled first.
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What computes linear layers and attention of a model, or the clause that says why torch does.
+    """The native kernels of a model, or the reason why torch computes instead, as a clause.
 
-    apply: whether they are for such a device at all.
+    apply: False if they are not for its device at all.
     """
 
     library: NativeLibrary | None = None
@@ -217,8 +217,8 @@ def find_kernels(
     cancelled: Callable[[], bool] = lambda: False,
     native: bool | None = None,
 ) -> Kernels:
-    """The kernels for a model of `dtype` on `device`. Where they have to be compiled first, that is waited for and
-    reported as the phase "kernels"; where that fails, a warning in the log has the reason.
+    """Return the kernels for a model of `dtype` on `device`. Compiling them first is reported as the phase "kernels";
+    where that fails, a warning is logged with the reason.
 
     native: as in ModelSpec. Raises LoadCancelled, and ModelLoadFailed where `native` is true and there are none.
     """
@@ -234,7 +234,7 @@ def find_kernels(
         problem = f"they need Linux on x86-64, a CPU with AVX2, and that {SWITCH} is not 0"
     else:
         try:
-            return Kernels(_find(isa, report, cancelled))
+            return Kernels(_load_or_build(isa, report, cancelled))
         except CannotBuild as error:
             problem = str(error)
             _logger.warning("the model computes without the native kernels, as they cannot be used: %s", problem)
@@ -246,8 +246,8 @@ def find_kernels(
 
 
 def native_isa() -> InstructionSet | None:
-    """The instruction set that the kernels would use in this process; None where they do not run. ATEN_CPU_CAPABILITY,
-    which bounds torch's, bounds it too."""
+    """Return the instruction set of the kernels in this process; None where they do not run. ATEN_CPU_CAPABILITY limits
+    it as it limits torch's."""
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     match torch.backends.cpu.get_cpu_capability():
@@ -261,24 +261,26 @@ def native_isa() -> InstructionSet | None:
             return None
 
 
-def _find(isa: InstructionSet, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> NativeLibrary:
-    """The library for `isa`. Raises CannotBuild, LoadCancelled."""
+def _load_or_build(
+    isa: InstructionSet, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]
+) -> NativeLibrary:
+    """Return the library for `isa`, compiled if need be. Raises CannotBuild, LoadCancelled."""
 
-    begun = False
+    started = False
 
     def watch(done: int, total: int) -> None:
-        nonlocal begun
+        nonlocal started
         if cancelled():
             raise LoadCancelled("the load was cancelled while kernels were compiled")
-        if not begun:
-            begun = True
-            _logger.info("compiling the native kernels for %s, once for this machine: 16 s of a core or so", isa)
+        if not started:
+            started = True
+            _logger.info("compiling the native kernels for %s, once per machine: about 16 s of one core", isa)
         report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
 
-    return _opened(isa, build_library(isa, cache_folder(), watch=watch))
+    return _open_library(isa, build_library(isa, cache_folder(), watch=watch))
 
 
 @cache
-def _opened(isa: InstructionSet, path: Path) -> NativeLibrary:
-    """That of this process, which is opened once."""
+def _open_library(isa: InstructionSet, path: Path) -> NativeLibrary:
+    """Open a library, once per process."""
     return NativeLibrary(isa, path)

@@ -1,4 +1,4 @@
-"""All blocks of a model in one native call: at few rows, much of a step would else go into Python between them."""
+"""Stack: all blocks of a model in one native call, as Python between them would take much of a step with few rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
-from engine.backends.torch.native.layer import Fused
+from engine.backends.torch.native.layer import FusedLinear
 from engine.backends.torch.native.library import NativeLibrary
 
 if TYPE_CHECKING:
@@ -48,22 +48,21 @@ class Angles(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class StackedBlock:
-    """The products of a block, each with all that is fused with it, and what turns its query and key heads."""
+    """The fused products of a block, and its rotary embedding."""
 
-    qkv: Fused
-    o: Fused
-    gated: Fused
-    down: Fused
+    qkv: FusedLinear
+    o: FusedLinear
+    gated: FusedLinear
+    down: FusedLinear
     rotary: RotaryEmbedding | None
 
 
 class Stack:
-    """Blocks that attend over the pages of `attention`, whose layers they are, in one call. It gives to the bit what
-    they give one by one."""
+    """The blocks of a model with native `attention`, in one call. Results are bitwise those of separate calls."""
 
     def __init__(self, library: NativeLibrary, blocks: Sequence[StackedBlock], attention: NativeAttention) -> None:
-        """Raises AttributeError where the library has no such function."""
-        self._kept = library, tuple(blocks), attention  # whose addresses the library is given
+        """Raise AttributeError where the library lacks the function."""
+        self._references = library, tuple(blocks), attention  # kept alive for their addresses
         self._threads, self._floats = library.threads, attention.floats
         self._rotaries = tuple(dict.fromkeys(block.rotary for block in blocks if block.rotary is not None))
         self._blocks = (Block * len(blocks))(
@@ -77,7 +76,9 @@ class Stack:
             )
         )
         self._address, self._count = ctypes.addressof(self._blocks), len(blocks)
-        self._width = max(max(block.qkv.form.outputs + block.o.form.inputs, block.down.form.inputs) for block in blocks)
+        self._width = max(
+            max(block.qkv.format.outputs + block.o.format.inputs, block.down.format.inputs) for block in blocks
+        )
         self._run = library.functions["ericllm_blocks"]
         self._run.restype = None
         self._run.argtypes = (
@@ -92,16 +93,16 @@ class Stack:
         angles: Mapping[RotaryEmbedding | None, tuple[Tensor, Tensor] | None],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """`hidden` [T, hidden size], without gaps, after all blocks, in its place; of `rows` [R] alone if given, int64.
+        """Return contiguous `hidden` [T, hidden size] after all blocks, in place; only of `rows` [R], int64, if given.
 
-        angles: float32, of each rotary.
+        angles: float32, by rotary embedding.
         """
-        assert hidden.is_contiguous(), "what blocks change in its place has no gaps"
-        turns = [turn for rotary in self._rotaries if (turn := angles[rotary]) is not None]
+        assert hidden.is_contiguous(), "blocks change contiguous states in place"
+        rotations = [rotation for rotary in self._rotaries if (rotation := angles[rotary]) is not None]
         memory = torch.empty(len(hidden) * self._width, dtype=hidden.dtype)
         out = hidden if rows is None else hidden.new_empty(len(rows), hidden.shape[1])
-        described = (Angles * len(turns))(
-            *(Angles(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in turns)
+        described = (Angles * len(rotations))(
+            *(Angles(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in rotations)
         )
         self._run(
             self._threads,
@@ -122,15 +123,15 @@ class Stack:
 
 
 def stack_blocks(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
-    """Its blocks as one, where all lie on one device, and each is fused as a whole and attends by the kernel alone."""
+    """Return the stack of a decoder; None unless it is on one device, with all blocks fused and native attention."""
     if len(decoder.stages) > 1:
         return None
-    found = []
+    blocks = []
     for layer, block in enumerate(block for stage in decoder.stages for block in stage.blocks):
         fused = block.fused
         if fused is None or fused.o.fused is None or fused.down.fused is None:
             return None
         if block.qk_norm is not None and not attention.norms(layer):
             return None
-        found.append(StackedBlock(fused.qkv, fused.o.fused, fused.gated, fused.down.fused, block.rotary))
-    return Stack(library, found, attention)
+        blocks.append(StackedBlock(fused.qkv, fused.o.fused, fused.gated, fused.down.fused, block.rotary))
+    return Stack(library, blocks, attention)

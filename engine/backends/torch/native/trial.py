@@ -1,7 +1,7 @@
-"""Whether a compiled library runs on this machine, found out in a process of its own: one that uses instructions which
-the CPU or its hypervisor will not carry out ends the process that calls it.
+"""Test of a compiled library in a separate process, as instructions that the CPU or hypervisor does not support would
+end the process.
 
-`python -m engine.backends.torch.native.trial LIBRARY ISA` ends with 0 where its products are torch's.
+`python -m engine.backends.torch.native.trial LIBRARY ISA` exits with 0 if its products match torch's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ROWS = (1, 3, 16, 33)
 _SHAPE = (80, 96)
 
 
-def multiplies(library: NativeLibrary) -> bool:
-    """Whether its bfloat16 products are torch's, for few rows and for many."""
+def products_match(library: NativeLibrary) -> bool:
+    """Return whether its bfloat16 products match torch's, for few rows and for many."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -38,10 +38,10 @@ def multiplies(library: NativeLibrary) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """The program; 1 where the products are others."""
+    """Run the test; return 1 if the products differ."""
     path, name = argv
     (isa,) = (each for each in get_args(InstructionSet) if each == name)
-    return 0 if multiplies(NativeLibrary(isa, Path(path))) else 1
+    return 0 if products_match(NativeLibrary(isa, Path(path))) else 1
 
 
 if __name__ == "__main__":

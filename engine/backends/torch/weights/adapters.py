@@ -1,4 +1,4 @@
-"""Putting an adapter into memory: beside the weights, for the requests that name it, or into them, for all."""
+"""Loading LoRA adapters: separately, for the requests that name them, or merged into the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.backends.common.families import architectures
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.device_memory import DeviceMemory
-from engine.backends.torch.model.lora import LoraAdapter, LowRank, Place
+from engine.backends.torch.model.lora import LinearName, LoraAdapter, LowRank
 from engine.backends.torch.weights.decoder_loader import tensor_shapes
 from engine.backends.torch.weights.reader import StoredWeight
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
@@ -31,13 +31,13 @@ from engine.models.adapters import (
     version_of,
 )
 
-# An adapter's folder against a model: which factors go with which weight, checked by headers before they are read.
+# An adapter's factors for each weight of a model, checked by headers before they are read.
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The low-rank change of one weight [out, in]: scale * b @ a, with a [rank, in] and b [out, rank] as stored, read
-    when asked for."""
+    """Low-rank update of one weight [out, in]: scale * b @ a, with a [rank, in] and b [out, rank] as stored, read on
+    demand."""
 
     checkpoint: Checkpoint
     headers: FactorHeaders
@@ -49,24 +49,24 @@ class Factors:
         return self.headers.rank
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """a and b on the CPU. Raises ModelLoadFailed naming the file."""
+        """Return a and b on the CPU. Raises ModelLoadFailed naming the file."""
         a, b = self.checkpoint.read(self.headers.a_name, self.headers.b_name)
         return a, b
 
 
-def places(config: ModelConfig, layer: int) -> dict[Place, tuple[str, ...]]:
-    """The linear layers of a block that can be adapted, and the modules that each is made of: no experts."""
+def adaptable_layers(config: ModelConfig, layer: int) -> dict[LinearName, tuple[str, ...]]:
+    """Return the adaptable linear layers of a block, and the modules of each; experts are not adaptable."""
     names = architectures()[config.architecture].names
-    found: dict[Place, tuple[str, ...]] = {"qkv": names.qkv, "o": (names.o,)}
+    found: dict[LinearName, tuple[str, ...]] = {"qkv": names.qkv, "o": (names.o,)}
     if config.traits.experts_of(layer) is None:
         found |= {"gate_up": names.gate_up, "down": (names.down,)}
     return found
 
 
 def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dict[str, Factors]:
-    """The factors in an adapter's folder by the module of the model that they go with, `scale` times as strong.
+    """Return the factors of an adapter's folder, times `scale`, by module of the model.
 
-    Raises InvalidRequest for a scale that is no number, UnsupportedModel, UnsafeWeights or another ModelLoadFailed for
+    Raises InvalidRequest for a scale that is not finite, UnsupportedModel, UnsafeWeights or another ModelLoadFailed for
     an adapter that cannot be read or does not fit the model.
     """
     if not math.isfinite(scale):
@@ -84,12 +84,12 @@ def locate_factors(folder: Path, config: ModelConfig, scale: float = 1.0) -> dic
 
 
 def _adaptable(config: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Every module that can be adapted: its layer and its weight's shape."""
+    """Return the layer and weight shape of every adaptable module."""
     names, shapes = architectures()[config.architecture].names, tensor_shapes(config)
     return {
         name: (layer, shapes[f"{name}.weight"])
         for layer in range(config.layers)
-        for modules in places(config, layer).values()
+        for modules in adaptable_layers(config, layer).values()
         for name in (f"{names.layer.format(layer)}.{module}" for module in modules)
     }
 
@@ -127,20 +127,20 @@ def _refuse_misfit(
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoader:
-    """Loads adapters for one model. memories: where each of its layers lies."""
+    """Loads adapters for one model. memories: of the device of each layer."""
 
     config: ModelConfig
     dtype: torch.dtype
     memories: Sequence[DeviceMemory]
 
     def refuse_misfit(self, spec: AdapterSpec) -> None:
-        """Raise as `load` does for an adapter that is not for this model."""
+        """Raise as `load` does for an adapter that does not fit this model."""
         locate_factors(spec.path, self.config, spec.scale)
 
     @torch.inference_mode()
     def load(self, spec: AdapterSpec, key: str) -> LoraAdapter:
-        """The adapter that `spec` names, in memory. Raises InvalidRequest or ModelLoadFailed or a child of it, with
-        nothing left allocated."""
+        """Load the adapter of `spec`. Raises InvalidRequest, or ModelLoadFailed or a subclass, with nothing left
+        allocated."""
         layout = self._layout(locate_factors(spec.path, self.config, spec.scale))
         needed = [sum(self._bytes(parts) for parts in layer.values()) for layer in layout]
         by_memory = {
@@ -159,17 +159,17 @@ class AdapterLoader:
             memory.hold_for(adapter, size_bytes)
         return adapter
 
-    def _layout(self, factors: Mapping[str, Factors]) -> list[dict[Place, list[_Part]]]:
-        """Per layer and place the parts of its output, those without factors too; places without any are left out."""
+    def _layout(self, factors: Mapping[str, Factors]) -> list[dict[LinearName, list[_Part]]]:
+        """Return the parts of each layer's linear layers, also those without factors, if any part has some."""
         names, shapes = architectures()[self.config.architecture].names, tensor_shapes(self.config)
-        layers: list[dict[Place, list[_Part]]] = []
+        layers: list[dict[LinearName, list[_Part]]] = []
         for layer in range(self.config.layers):
             prefix = names.layer.format(layer)
             parts = {
                 place: [
                     _Part(factors.get(f"{prefix}.{module}"), *shapes[f"{prefix}.{module}.weight"]) for module in modules
                 ]
-                for place, modules in places(self.config, layer).items()
+                for place, modules in adaptable_layers(self.config, layer).items()
             }
             layers.append({place: found for place, found in parts.items() if any(part.factors for part in found)})
         return layers
@@ -195,7 +195,7 @@ class AdapterLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the weights [rows, columns] that a linear layer is made of, and how it is adapted, if at all."""
+    """One of the weights [rows, columns] of a linear layer, and its factors, if any."""
 
     factors: Factors | None
     rows: int
@@ -208,44 +208,44 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class MergedWeight:
-    """A stored weight with an adapter in it."""
+    """A stored weight with an adapter merged into it."""
 
     weight: StoredWeight
     factors: Factors
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's own."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
     def stored_bytes(self) -> int:
-        """What the weight itself takes in its file."""
+        """Size of the weight in its file."""
         return self.weight.stored_bytes
 
     def read(self, device: torch.device) -> Tensor:
-        """weight + scale * b @ a, in float32."""
+        """Return weight + scale * b @ a, in float32."""
         weight = self.weight.read(device).float()
         a, b = (factor.to(weight) for factor in self.factors.read())
         return torch.addmm(weight, b, a, alpha=self.factors.scale)
 
 
-def merged(weights: Mapping[str, StoredWeight], factors: Mapping[str, Factors]) -> dict[str, StoredWeight]:
-    """`weights` with an adapter in those that it changes."""
+def merge_adapter(weights: Mapping[str, StoredWeight], factors: Mapping[str, Factors]) -> dict[str, StoredWeight]:
+    """Return `weights` with an adapter merged into those that it changes."""
     changed = {f"{module}.weight": found for module, found in factors.items()}
     return {
         name: MergedWeight(weight, changed[name]) if name in changed else weight for name, weight in weights.items()
     }
 
 
-# Which adapters can be named, and which are still computed with.
+# Attached adapters, and those that requests still use.
 
 
 class AttachedAdapters:
-    """The adapters of one model, by AdapterSpec.key: name and version, or the name alone where no version was given.
+    """The adapters of one model, by AdapterSpec.key: name and version, or only the name without a version.
 
-    One stays in memory as long as it is attached or anybody holds it: a request that was taken with an adapter ends
-    with it, whatever happens to the name meanwhile.
+    An adapter stays in memory as long as it is attached or a request uses it: a request keeps its adapter even if that
+    is detached or replaced.
     """
 
     def __init__(self, loader: AdapterLoader) -> None:
@@ -260,9 +260,8 @@ class AttachedAdapters:
         return self._by_key
 
     def attach(self, spec: AdapterSpec) -> LoraAdapter:
-        """Load an adapter and make it usable under its key, in place of another of that key. One that is in memory
-        already is not loaded again. Raises InvalidRequest or ModelLoadFailed, with nothing changed: also where the
-        folder holds another version by now."""
+        """Load an adapter and attach it in place of another with its key. One in memory is not loaded again. Raises
+        InvalidRequest or ModelLoadFailed, with nothing changed: also where the folder has another version now."""
         try:
             adapter = self._by_key.get(spec.key) if spec.version else None
             self._attached[spec.key] = adapter = adapter or self._load(spec)
@@ -273,7 +272,7 @@ class AttachedAdapters:
         return adapter
 
     def _load(self, spec: AdapterSpec) -> LoraAdapter:
-        self._loader.refuse_misfit(spec)  # by its headers; what comes next reads every byte, and no step runs meanwhile
+        self._loader.refuse_misfit(spec)  # checks only headers; what follows reads every byte, while no step runs
         found = msgspec.structs.replace(spec, version=version_of(spec))
         if spec.version not in ("", found.version):
             raise UnsupportedModel(f"the files in {spec.path} have changed since the adapter was attached")
@@ -282,22 +281,22 @@ class AttachedAdapters:
         return adapter
 
     def detach(self, key: str) -> None:
-        """Forget one; unknown ones are fine."""
+        """Detach an adapter; unknown ones are ignored."""
         self._attached.pop(key, None)
         self._refused.pop(key, None)
 
     def clear(self) -> None:
-        """Forget every one."""
+        """Detach all adapters."""
         self._attached.clear()
         self._refused.clear()
 
     def find(self, key: str) -> LoraAdapter | None:
-        """The adapter of that key, None for "". Raises InvalidRequest with the names that there are, or WorkerFailed
+        """Return the adapter of that key, None for "". Raises InvalidRequest with the attached names, or WorkerFailed
         where it could not be attached."""
         if not key or key in self._attached:
             return self._attached.get(key)
         name = key.partition("\0")[0]
         if key in self._refused:
             raise WorkerFailed(f"the adapter {name} could not be attached: {self._refused[key]}")
-        known = ", ".join(sorted({each.partition("\0")[0] for each in self._attached})) or "none"
-        raise InvalidRequest(f"no adapter {name} is attached; attached: {known}", param="adapter", value=name)
+        attached = ", ".join(sorted({each.partition("\0")[0] for each in self._attached})) or "none"
+        raise InvalidRequest(f"no adapter {name} is attached; attached: {attached}", param="adapter", value=name)

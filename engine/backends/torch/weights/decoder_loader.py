@@ -1,4 +1,5 @@
-"""From a checkpoint to a decoder, one tensor at a time: memory peaks at about the size of the weights."""
+"""DecoderLoader: builds a decoder from a checkpoint, one tensor at a time, so that memory peaks at about its weights'
+size."""
 
 from __future__ import annotations
 
@@ -39,35 +40,35 @@ from engine.backends.torch.model.norms import (
     ProjectionNorm,
     RmsNorm,
     WideRmsNorm,
-    unchanged,
-    unweighted,
+    identity,
+    norm_without_weight,
 )
 from engine.backends.torch.model.rope import RotaryEmbedding
-from engine.backends.torch.native.fusing import fused
-from engine.backends.torch.native.library import NativeLibrary, Rows, joined
+from engine.backends.torch.native.fusing import fuse_decoder
+from engine.backends.torch.native.library import NativeLibrary, Rows, concatenated
 from engine.backends.torch.weights.reader import WeightReader
 from engine.backends.torch.weights.store import WeightStore
 from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.backends.torch_common.quantized_weight import method_of, methods_of
 from engine.config import WeightsName
 
-# A model's norms, read as its traits and tensor names say which there are and of what kind.
+# A model's norms, by its traits and tensor names.
 
 
 class ReadTensor(Protocol):
-    """Reads the tensor of that name, and makes of it what the model computes with."""
+    """Reads the tensor of that name, and transforms it."""
 
-    def __call__(self, name: str, *, made: Callable[[Tensor], Tensor] = ...) -> Tensor: ...
+    def __call__(self, name: str, *, transform: Callable[[Tensor], Tensor] = ...) -> Tensor: ...
 
 
 def norm_shapes(config: ModelConfig, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
-    """The tensors of a norm over `width` elements, those of a row if not told; none of a norm without a name."""
+    """Return the tensors of a norm over `width` elements, by default the hidden size; none without a name."""
     kinds = ("weight", "bias") if config.traits.norm == "layer" else ("weight",)
     return {f"{name}.{kind}": (width or config.hidden_size,) for kind in kinds if name}
 
 
 def block_norm_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
-    """The tensors of all norms of one layer, by their names in it."""
+    """Return the shapes of all norm tensors of one layer, by their names in it."""
     rows = [names.input_norm, names.attention_out_norm, names.mlp_out_norm]
     rows += [] if config.traits.parallel else [names.mlp_norm]
     shapes = {name: shape for each in rows for name, shape in norm_shapes(config, each).items()}
@@ -84,16 +85,16 @@ def block_norm_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tupl
 
 @dataclass(frozen=True, slots=True)
 class NormLoader:
-    """Makes norms of tensors whose names begin with `prefix`."""
+    """Makes norms from tensors whose names begin with `prefix`."""
 
     config: ModelConfig
     read: ReadTensor
     prefix: str = ""
 
     def norm(self, name: str) -> Norm:
-        """The norm of that name, of the kind that the model has; what changes nothing where it has no name."""
+        """Return the norm of that name, of the model's kind; the identity without a name."""
         if not name:
-            return unchanged
+            return identity
         eps = self.config.norm_eps
         match self.config.traits.norm:
             case "rms":
@@ -104,7 +105,7 @@ class NormLoader:
                 return LayerNorm(self._weight(name), self.read(f"{self.prefix}{name}.bias"), eps)
 
     def qk_norm(self, names: TensorNames) -> Norm | None:
-        """What normalises query and key heads together, [T, heads + kv_heads, head_dim]; None where nothing does."""
+        """Return the norm of query and key heads together, [T, heads + kv_heads, head_dim]; None for none."""
         config = self.config
         match config.traits.qk_norm:
             case "projection":
@@ -118,24 +119,24 @@ class NormLoader:
                 weight = torch.stack([self._weight(f"{name}.norms.{head}") for name, head in heads])
             case None:
                 return None
-        norm = unweighted(config.traits.norm, config.head_dim, config.norm_eps)
+        norm = norm_without_weight(config.traits.norm, config.head_dim, config.norm_eps)
         return HeadNorm(norm, weight, None if config.traits.norm == "layer" else config.norm_eps)
 
     def _weight(self, name: str) -> Tensor:
-        made = _plus_one if self.config.traits.norm == "rms_plus_one" else unchanged
-        return self.read(f"{self.prefix}{name}.weight", made=made)
+        transform = _plus_one if self.config.traits.norm == "rms_plus_one" else identity
+        return self.read(f"{self.prefix}{name}.weight", transform=transform)
 
 
 def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1.0
 
 
-def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """`config` as the weights bear it out.
+def match_checkpoint(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return `config`, corrected by the checkpoint's tensors.
 
-    Weights packed into words are float16 once read, whatever config.json says of the model that they were made from,
-    and the head is quantised by itself even where that model tied it to the embedding. Configs of multimodal models
-    contradict themselves on whether the head is tied.
+    Weights packed into words are float16 once read, whatever config.json says of the original model, and the head may
+    be quantised even where that model tied it to the embedding. Configs of multimodal models contradict themselves on
+    whether the head is tied.
     """
     architecture, methods = architectures()[config.architecture], methods_of(checkpoint)
     head = architecture.names.head
@@ -149,7 +150,7 @@ def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model of `config` is made of, by its name in the checkpoint."""
+    """Return the shape of every tensor of a model, by its name in the checkpoint."""
     names = architectures()[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
@@ -164,10 +165,10 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weights_bytes(
-    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto", *, halves: bool = False
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto", *, keep_fp16: bool = False
 ) -> dict[DeviceMemory, int]:
-    """Bytes that the weights take on each device once loaded as `dtype` and made into `weights`, or kept as `halves`.
-    Of a tied head, its copy is counted where it is quantised."""
+    """Return the bytes of the weights on each device, loaded as `dtype`, quantised to `weights` or kept as float16. The
+    copy of a tied head counts only if it is quantised."""
     names = architectures()[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
@@ -182,7 +183,7 @@ def weights_bytes(
         needed[layout.last] += head_bytes(config)
         for layer, memory in enumerate(layout.by_layer):
             needed[memory] -= saved_bytes(config, layer, weights, dtype.itemsize)
-    if halves:
+    if keep_fp16:
         for layer, memory in enumerate(layout.by_layer):
             needed[memory] -= fp16_saved_bytes(config, layer)
         if not config.tie_embeddings:
@@ -191,23 +192,23 @@ def weights_bytes(
 
 
 def head_copy_bytes(embedding: Tensor, head: Linear) -> int:
-    """What the `head` takes that is a copy of `embedding`."""
+    """Return the memory of a `head` that is a copy of `embedding`."""
     return HALF_BYTES * embedding.numel() if isinstance(head, Fp16Linear) else embedding.nbytes
 
 
 def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
     traits, hidden, inner = config.traits, config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv = _joined((names.q, queries), (names.k, keys), (names.v, keys))
-    gate_up = _joined((names.gate, inner), (names.up, inner))
+    qkv = _merge_unnamed((names.q, queries), (names.k, keys), (names.v, keys))
+    gate_up = _merge_unnamed((names.gate, inner), (names.up, inner))
     linears = [
         *((name, rows, hidden, traits.qkv_bias) for name, rows in qkv),
         (names.o, hidden, queries, traits.o_bias),
     ]
     experts = traits.experts_of(layer)
     if experts is not None:
-        found = expert_shapes(names.experts, experts, hidden)
-        linears += [(name, rows, columns, False) for name, (rows, columns) in found.items()]
+        expert_weights = expert_shapes(names.experts, experts, hidden)
+        linears += [(name, rows, columns, False) for name, (rows, columns) in expert_weights.items()]
     else:
         linears += [(name, rows, hidden, traits.mlp_bias) for name, rows in gate_up]
         linears.append((names.down, hidden, inner, traits.mlp_bias))
@@ -219,8 +220,8 @@ def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[s
     return shapes
 
 
-def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
-    """Names and rows of tensors, what has no name being the last rows of the one before it."""
+def _merge_unnamed(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield names and rows of tensors, adding parts without a name to the one before."""
     for index, (name, _) in enumerate(parts):
         if name:
             unnamed = itertools.takewhile(lambda part: not part[0], parts[index + 1 :])
@@ -229,13 +230,12 @@ def _joined(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
-    """Builds a decoder of `config`, its weights of `dtype` laid out as `layout` says, from what `store` has; `reader`
-    reads what it has not.
+    """Builds a decoder of `config`, its weights of `dtype` on the devices of `layout`, from `store`; `reader` reads
+    what is not there.
 
-    native: the kernels that linear layers compute with, where there are any.  all_native: with them the head too, even
-    where a copy of the embedding for it is not worth its memory.  weights: what those of linear
-    layers are made into; anything but "auto" needs `native`.  halves: whether they are kept as float16 where that
-    loses nothing.
+    native: the native kernels of linear layers, if any.  all_native: True if they must compute the head too, even where
+    a packed copy of the embedding is not worth its memory.  weights: quantisation of linear layers; other than "auto"
+    needs `native`.  keep_fp16: True to store float32 weights as float16 where that is exact.
     """
 
     config: ModelConfig
@@ -246,18 +246,18 @@ class DecoderLoader:
     native: NativeLibrary | None = None
     all_native: bool = False
     weights: WeightsName = "auto"
-    halves: bool = False
+    keep_fp16: bool = False
 
     def load(self) -> Decoder:
-        """Read everything, and enter it into the devices' accounts.
+        """Read all weights, and count them for the devices.
 
         Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
         """
-        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights, halves=self.halves)
-        with ExitStack() as rooms:
+        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights, keep_fp16=self.keep_fp16)
+        with ExitStack() as reservations:
             for memory, size_bytes in needed.items():
-                taken = 0 if self.store.complete and not memory.simulated else size_bytes
-                rooms.enter_context(memory.room_for(taken, "the weights"))
+                needed_bytes = 0 if self.store.complete and not memory.simulated else size_bytes
+                reservations.enter_context(memory.room_for(needed_bytes, "the weights"))
             decoder = self._read()
         for memory, size_bytes in needed.items():
             memory.weights_bytes += size_bytes
@@ -271,7 +271,7 @@ class DecoderLoader:
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
         head = self._head(embedding, names, linears[self.layout.last])
         decoder = Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
-        return fused(decoder) if self.native is not None else decoder
+        return fuse_decoder(decoder) if self.native is not None else decoder
 
     def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
         ropes = dict.fromkeys(self.config.rope_of(layer) for layer in span.layers)
@@ -296,9 +296,13 @@ class DecoderLoader:
         traits, prefix = self.config.traits, names.layer.format(layer)
 
         def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
-            def make(lent: bool) -> Linear:
-                weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, lent)
-                biases = joined(self._rows([f"{prefix}.{part}.bias" for part in parts], device, lent)) if bias else None
+            def make(copied: bool) -> Linear:
+                weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, copied)
+                biases = (
+                    concatenated(self._rows([f"{prefix}.{part}.bias" for part in parts], device, copied))
+                    if bias
+                    else None
+                )
                 return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
@@ -306,7 +310,7 @@ class DecoderLoader:
         norms = self._norms(device, prefix)
         mlp = self._mlp(layer, names, linear)
         out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
-        sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [unchanged, unchanged]
+        sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [identity, identity]
         return Block(
             input_norm=norms.norm(names.input_norm),
             qkv=linear(*names.qkv, bias=traits.qkv_bias),
@@ -331,13 +335,13 @@ class DecoderLoader:
         return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 
     def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
-        """The head; a tied one is the embedding itself, or a copy of it where it lies elsewhere or is packed."""
+        """Return the head; a tied one is the embedding itself, or a copy on another device or packed."""
         memory = self.layout.last
         bits = None if self.weights == "auto" else HEAD_BITS
         if not self.config.tie_embeddings:
             return self.store.linear(
                 names.head,
-                lambda lent: linears.make(self._rows([f"{names.head}.weight"], memory.device, lent), bits=bits),
+                lambda copied: linears.make(self._rows([f"{names.head}.weight"], memory.device, copied), bits=bits),
             )
         if bits is not None:
             return self.store.linear(f"{names.head} of the embedding", lambda _: linears.make(embedding, bits=bits))
@@ -354,11 +358,11 @@ class DecoderLoader:
     def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
         return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
 
-    def _tensor(self, name: str, device: torch.device, made: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
-        return self.store.tensor(name, lambda lent: made(joined(self._rows([name], device, lent))))
+    def _tensor(self, name: str, device: torch.device, transform: Callable[[Tensor], Tensor] = identity) -> Tensor:
+        return self.store.tensor(name, lambda copied: transform(concatenated(self._rows([name], device, copied))))
 
-    def _rows(self, names: Sequence[str], device: torch.device, lent: bool) -> Rows:
-        return self.reader.lend(*names, device=device) if lent else self.reader.read(*names, device=device)
+    def _rows(self, names: Sequence[str], device: torch.device, copied: bool) -> Rows:
+        return self.reader.view(*names, device=device) if copied else self.reader.read(*names, device=device)
 
     def _factory(self, memory: DeviceMemory) -> LinearFactory:
-        return LinearFactory(memory.device, self.dtype, self.native, self.store.room, halves=self.halves)
+        return LinearFactory(memory.device, self.dtype, self.native, self.store.allocate, keep_fp16=self.keep_fp16)

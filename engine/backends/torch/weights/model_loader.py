@@ -1,4 +1,4 @@
-"""From a model folder and the settings of a load to a decoder on its devices."""
+"""load_decoder: from a model folder and the settings of a load to a decoder on its devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.backends.common.model_config import CheckpointDtype, ModelConfig, re
 from engine.backends.common.packed_weights import keeps_float16
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
-from engine.backends.torch.layout import Layout, lay_out
+from engine.backends.torch.layout import Layout, split_layers
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import dtype_name, native_bfloat16
 from engine.backends.torch.native.library import Kernels, find_kernels
-from engine.backends.torch.weights.adapters import locate_factors, merged
-from engine.backends.torch.weights.decoder_loader import DecoderLoader, as_stored, tensor_shapes
-from engine.backends.torch.weights.reader import WeightReader, locate
+from engine.backends.torch.weights.adapters import locate_factors, merge_adapter
+from engine.backends.torch.weights.decoder_loader import DecoderLoader, match_checkpoint, tensor_shapes
+from engine.backends.torch.weights.reader import WeightReader, locate_weights
 from engine.backends.torch.weights.shared import weight_store
 from engine.backends.torch.weights.store import OwnWeights
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
@@ -32,26 +32,24 @@ from engine.config import DtypeName, ModelSpec
 from engine.errors import InvalidRequest, ModelLoadFailed
 from engine.models.adapters import CONFIG, WEIGHTS
 
-# Checkpoints of multimodal models, seen as if they were those of their model of text.
+# Checkpoints of multimodal models, with the tensor names of their language model.
 
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""What stands before the names of the text's tensors, as transformers writes them now and as it did, and what a model
-of text alone has in its place."""
+"""Prefixes of the language model's tensors, in new and old versions of transformers, and those of a text-only model."""
 
 
 def language_model_only(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, its model of text under the names that such a model has by itself."""
-    found: dict[str, TensorInfo] = {}
+    """Return `checkpoint` with the language model's tensors under the names of a text-only model."""
+    renamed: dict[str, TensorInfo] = {}
     for name in checkpoint:
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
-                found[plain + name.removeprefix(prefix)] = replace(checkpoint.info(name), stored_as=name)
+                renamed[plain + name.removeprefix(prefix)] = replace(checkpoint.info(name), stored_as=name)
                 break
-    return checkpoint.with_pieces(found) if found else checkpoint
+    return checkpoint.with_pieces(renamed) if renamed else checkpoint
 
 
-# Checkpoints that keep all experts of a layer in one tensor, as transformers computes with them, seen as if each
-# expert had tensors of its own.
+# Checkpoints with all experts of a layer in one tensor, with names as if each expert had its own.
 
 _ROUTER = "mlp.gate.weight"
 _GATE_UP = "mlp.experts.gate_up_proj"
@@ -62,16 +60,16 @@ _DOWN = "mlp.experts.down_proj"
 
 
 def by_expert(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
-    """`checkpoint`, its fused experts under the names that they have one by one. Raises ModelLoadFailed, naming a
-    tensor that is none of several experts."""
+    """Return `checkpoint` with fused experts under separate names. Raises ModelLoadFailed, naming a tensor of another
+    shape."""
     if config.traits.experts is None:
         return checkpoint
     names = architectures()[config.architecture].names
-    found: dict[str, TensorInfo] = {}
+    renamed: dict[str, TensorInfo] = {}
     for layer in map(names.layer.format, range(config.layers)):
         if f"{layer}.{_GATE_UP}" in checkpoint:
-            found |= {f"{layer}.{name}.weight": info for name, info in _pieces(checkpoint, layer, names.experts)}
-    return checkpoint.with_pieces(found)
+            renamed |= {f"{layer}.{name}.weight": info for name, info in _pieces(checkpoint, layer, names.experts)}
+    return checkpoint.with_pieces(renamed)
 
 
 def _pieces(checkpoint: Checkpoint, layer: str, names: ExpertNames) -> Iterator[tuple[str, TensorInfo]]:
@@ -95,11 +93,11 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedDecoder:
-    """A decoder whose weights, of `dtype`, lie where `layout` says and are entered there.
+    """A decoder with weights of `dtype` on the devices of `layout`, which count them.
 
-    kernels: what computes its linear layers, and may compute its attention.
-    parameters: how many it has; active_parameters: those that a token is computed with.
-    shared_bytes: how much of the weights all workers of this machine have once.
+    kernels: the native kernels of its linear layers, and maybe of its attention.
+    parameters: their number; active_parameters: those that one token is computed with.
+    shared_bytes: of the weights, once for all workers of this machine.
     enlarge_pages: backs the weights with large pages, in the background; for when the load is over.
     """
 
@@ -121,37 +119,43 @@ def load_decoder(
     cancelled: Callable[[], bool],
     devices: tuple[DeviceMemory, ...] = (),
 ) -> LoadedDecoder:
-    """Load the model folder `path` as `spec` says, on `devices` where they are given.
+    """Load the model folder `path` with the settings of `spec`, on `devices` if given.
 
-    Raises InvalidRequest for a setting that cannot be honoured, else ModelLoadFailed or a child of it; nothing
-    stays allocated then.
+    Raises InvalidRequest for a setting that cannot be applied, else ModelLoadFailed or a subclass; nothing stays
+    allocated then.
     """
     report(LoadProgress(phase="inspect", done=0, total=1, unit="steps"))
     devices = devices or open_devices(spec)
     refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
     config = apply_settings(read_model_config(path), spec)
     checkpoint = by_expert(language_model_only(Checkpoint.open(path)), config)
-    config = as_stored(config, checkpoint)
-    layout = lay_out(config.layers, devices, spec.shares)
-    places = [memory.device for memory in layout.memories]
-    weights = locate(checkpoint, tensor_shapes(config), config.quantisation)
+    config = match_checkpoint(config, checkpoint)
+    layout = split_layers(config.layers, devices, spec.shares)
+    devices_used = [memory.device for memory in layout.memories]
+    weights = locate_weights(checkpoint, tensor_shapes(config), config.quantisation)
     if spec.lora is not None:
-        weights = merged(weights, locate_factors(spec.lora, config))
+        weights = merge_adapter(weights, locate_factors(spec.lora, config))
     report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
-    dtype, kernels = _computed_with(spec, config.checkpoint_dtype, places[0], report, cancelled)
+    dtype, kernels = _pick_kernels(spec, config.checkpoint_dtype, devices_used[0], report, cancelled)
     native = kernels.library
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
     adapter = [spec.lora / name for name in (CONFIG, WEIGHTS)] if spec.lora else []
     files = {*checkpoint.files, path / "config.json", *adapter}
-    halves = (
-        native is None and places[0].type == "cpu" and keeps_float16(spec, dtype_name(dtype), config.checkpoint_dtype)
+    keep_fp16 = (
+        native is None
+        and devices_used[0].type == "cpu"
+        and keeps_float16(spec, dtype_name(dtype), config.checkpoint_dtype)
     )
-    own = nullcontext(OwnWeights())  # halves are opaque
+    own_weights = nullcontext(OwnWeights())  # float16 weights of FBGEMM cannot be shared
     with (
-        own if halves else weight_store(path, files, dtype, places, report, cancelled, native, spec.weights) as store,
+        own_weights
+        if keep_fp16
+        else weight_store(path, files, dtype, devices_used, report, cancelled, native, spec.weights) as store,
         torch.inference_mode(),
     ):
-        loader = DecoderLoader(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, halves)
+        loader = DecoderLoader(
+            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16
+        )
         decoder = loader.load()
     reader.finish()
     parameters = sum(map(math.prod, tensor_shapes(config).values()))
@@ -168,21 +172,21 @@ def load_decoder(
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:
-    """The dtype to compute in: as asked; else as stored on CUDA, and on a CPU bfloat16 where it or our `kernels`
-    multiply that, else float32."""
+    """Return the dtype to compute in: as requested; else as stored on CUDA, and on a CPU bfloat16 where the CPU or the
+    native kernels multiply that, else float32."""
     if wanted == "auto":
         wanted = stored if device.type == "cuda" else "bfloat16" if kernels or native_bfloat16() else "float32"
     return _DTYPES[wanted]
 
 
-def _computed_with(
+def _pick_kernels(
     spec: ModelSpec,
     stored: CheckpointDtype,
     device: torch.device,
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
 ) -> tuple[torch.dtype, Kernels]:
-    """The dtype to compute in, and the kernels. Raises InvalidRequest where `weights` cannot be without them."""
+    """Return the dtype to compute in, and the kernels. Raises InvalidRequest where `weights` needs missing ones."""
     wanted = _DTYPES.get(spec.dtype, torch.bfloat16)
     kernels = find_kernels(wanted, device, report=report, cancelled=cancelled, native=spec.native)
     if spec.weights != "auto" and kernels.library is None:

@@ -1,4 +1,4 @@
-"""The tensors that a model is made of, wherever and however its checkpoint keeps them, read one at a time."""
+"""WeightReader: reads a model's tensors, stored or quantised in any supported way, one at a time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class StoredWeight(Protocol):
-    """One tensor of the model; stored_bytes is what reading it takes from the files."""
+    """One tensor of the model. stored_bytes: read from the files."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def stored_bytes(self) -> int: ...
     def read(self, device: torch.device) -> Tensor:
-        """The tensor in the floats that it is stored as, or that its quantisation computes with; on `device` or the
-        CPU. Raises ModelLoadFailed naming the tensor or file."""
+        """Return the tensor in its stored dtype, or that of its quantisation, on `device` or the CPU. Raises
+        ModelLoadFailed naming the tensor or file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A tensor stored as floats under its own name, of which the model may need the first rows alone."""
+    """A tensor stored as floats under its own name, of which the model may need only the first rows."""
 
     checkpoint: Checkpoint
     name: str
@@ -41,22 +41,22 @@ class PlainWeight:
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in its file."""
+        """Its size in the file."""
         return self.checkpoint.info(self.name).stored_bytes
 
     def read(self, device: torch.device) -> Tensor:
-        """The tensor on the CPU, from which it is copied to where it belongs."""
+        """Return the tensor on the CPU, as a view of the file."""
         (tensor,) = self.checkpoint.read(self.name)
         return tensor[: self.shape[0]]
 
 
-def locate(
+def locate_weights(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], declared: Quantisation | None
 ) -> dict[str, StoredWeight]:
-    """Where each tensor of `shapes` is to be read from: `key.weight` may be quantised, as `declared` says.
+    """Locate each tensor of `shapes` in the checkpoint: `key.weight` may be quantised, as `declared`.
 
-    Judges by headers alone. Raises ModelLoadFailed for the first that is missing, of another shape or of a dtype that
-    is not read.
+    Reads only headers. Raises ModelLoadFailed for the first that is missing, or has another shape or an unsupported
+    dtype.
     """
     return {name: _locate(checkpoint, name, shapes, declared) for name in shapes}
 
@@ -94,9 +94,9 @@ def _locate_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], sto
 
 
 class WeightReader:
-    """Copies a model's tensors into memory of the wanted dtype, reporting bytes read of those stored.
+    """Reads a model's tensors as `dtype`, and reports the bytes read.
 
-    Cancelling is checked before each tensor; LoadCancelled is raised then.
+    Checks for cancellation before each tensor, and raises LoadCancelled.
     """
 
     def __init__(
@@ -113,26 +113,26 @@ class WeightReader:
         self._report, self._cancelled = report, cancelled
 
     def read(self, *names: str, device: torch.device) -> Tensor:
-        """The named tensors, joined along their first dimension into one new tensor on `device`."""
-        return self._joined(names, (self._stored(name, device) for name in names), device)
+        """Return the named tensors, concatenated along their first dimension into a new tensor on `device`."""
+        return self._concatenate(names, (self._read_stored(name, device) for name in names), device)
 
-    def lend(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
-        """The same in parts, where they lie if they are stored as wanted. A file may change: what is lent is to be
-        copied, and not kept."""
-        stored = tuple(self._stored(name, device) for name in names)
+    def view(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the named tensors without a copy where dtype and device allow. The file may change, so a view must be
+        copied at once."""
+        stored = tuple(self._read_stored(name, device) for name in names)
         if all((each.dtype, each.device.type) == (self._dtype, device.type) for each in stored):
             return tuple(each.contiguous() for each in stored)
-        return (self._joined(names, stored, device),)
+        return (self._concatenate(names, stored, device),)
 
-    def _joined(self, names: Sequence[str], parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    def _concatenate(self, names: Sequence[str], parts: Iterable[Tensor], device: torch.device) -> Tensor:
         shapes = [self._weights[name].shape for name in names]
         rows = [shape[0] for shape in shapes]
-        joined = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=device)
-        for part, room in zip(parts, joined.split(rows), strict=True):
-            room.copy_(part)
-        return joined
+        concatenated = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=device)
+        for part, target in zip(parts, concatenated.split(rows), strict=True):
+            target.copy_(part)
+        return concatenated
 
-    def _stored(self, name: str, device: torch.device) -> Tensor:
+    def _read_stored(self, name: str, device: torch.device) -> Tensor:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
         weight = self._weights[name]
@@ -142,6 +142,6 @@ class WeightReader:
         return tensor
 
     def finish(self) -> None:
-        """Say that all is there, where not everything had to be read."""
+        """Report completion, where not everything had to be read."""
         if self._done_bytes < self._total_bytes:
             self._report(LoadProgress(phase="weights", done=self._total_bytes, total=self._total_bytes))

@@ -1,8 +1,8 @@
-"""A model's finished weights in one piece of memory for all workers of this machine that compute on its CPU.
+"""Weights in memory shared by all workers that compute on this machine's CPU.
 
-The first worker reads, casts, fuses and packs as it would alone, but into a file of RAM (`SharedWriter`,
-`SealedFile`), and computes with what lies there. The next ones find that file and map it: they neither read nor pack.
-Where anything of this does not work here, a worker has its weights to itself, as on a GPU.
+The first worker reads, casts, fuses and packs as usual, but into a RAM file (`SharedWriter`, `SealedFile`), and
+computes with that. The next ones find the file and map it: they neither read nor pack. Where that does not work, a
+worker has its own weights, as on a GPU.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from engine.backends.torch.model.linear import (
     dtype_name,
     serialize_packed,
 )
-from engine.backends.torch.native.layer import Form, NativeLinear
-from engine.backends.torch.native.library import NativeLibrary, aligned
-from engine.backends.torch.weights.store import Made, Make, OwnWeights, WeightStore
+from engine.backends.torch.native.layer import NativeLinear, WeightFormat
+from engine.backends.torch.native.library import NativeLibrary, allocate_aligned
+from engine.backends.torch.weights.store import Make, OwnWeights, Result, WeightStore
 from engine.config import WeightsName
 
-# Memory that one process fills and others map: nameless files in RAM, found through /proc, sealed once complete.
+# Memory that one process writes and others map: anonymous files in RAM, found through /proc, sealed once complete.
 #
-# Nothing of it is on any disk, so nothing is left behind however its users end: the kernel frees such a file with the
-# last process that has it open or mapped. A seal makes it unchangeable for everybody, its writer included, and is what
-# tells a complete file from one whose writer is still at it or was killed. Linux alone has them.
+# Nothing is on disk, so nothing is left behind however the processes end: the kernel frees such a file with the last
+# process that has it open or mapped. A seal makes it immutable, for its writer too, and distinguishes a complete file
+# from one whose writer is still at work or was killed. Linux only.
 
 _PROCESSES = Path("/proc")
 _WINDOW_BYTES = 1 << 30
@@ -52,18 +52,18 @@ _POLL_S = 0.02
 
 
 class SealedFile:
-    """A file of RAM, open for reading, that nobody can change any more."""
+    """An immutable RAM file, open for reading."""
 
     def __init__(self, fd: int) -> None:
         self._mapping = FileMapping(fd, os.fstat(fd).st_size)
 
     @classmethod
     def find(cls, name: str) -> SealedFile | None:
-        """The complete file of that name that some process of this user holds, or None."""
-        for path in _open_files(f"/memfd:{name} (deleted)"):
+        """Return the sealed file of that name which a process of this user has open; None if there is none."""
+        for path in _find_open_files(f"/memfd:{name} (deleted)"):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # its holder has just ended
+            except OSError:  # its process has just ended
                 continue
             try:
                 if os.fstat(fd).st_uid == os.geteuid() and _is_sealed(fd):
@@ -74,29 +74,29 @@ class SealedFile:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, mapped read-only. It stays mapped, and can be found by others, while this is used."""
+        """Its contents, mapped read-only. While this is used, others can find the file."""
         return self._mapping.view
 
     def enlarge_pages(self) -> None:
-        """Have it backed by large pages: its writer had them made, now this process's table says so."""
+        """Map it with large pages, which its writer has created."""
         self._mapping.enlarge_pages(len(self._mapping.view))
 
 
 class UnsealedFile:
-    """A file of RAM that is being written, piece by piece, each of which can be read at once.
+    """A RAM file that is written piece by piece; pieces can be read at once.
 
-    Its methods raise OSError where the system has no such files or no memory.
+    Methods raise OSError where the system has no such files or no memory.
     """
 
     def __init__(self, name: str) -> None:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._window: FileMapping | None = None
         self._window_start = self._window_end = self._end = 0
-        self._small: list[tuple[FileMapping, int]] = []
+        self._mappings: list[tuple[FileMapping, int]] = []
 
     def append(self, piece: memoryview) -> tuple[memoryview, int, int]:
-        """Add a piece. Returns a mapping in which it lies, where in that, and where in the file."""
-        window, start = self._room(piece.nbytes)
+        """Append a piece. Returns a mapping that contains it, and its offsets in the mapping and in the file."""
+        window, start = self._reserve(piece.nbytes)
         written = 0
         while written < piece.nbytes:
             written += os.pwrite(self._fd, piece[written:], start + written)
@@ -104,15 +104,15 @@ class UnsealedFile:
         return window.view, start - self._window_start, start
 
     def reserve(self, size_bytes: int) -> tuple[memoryview, int, int]:
-        """Add a piece that is yet to be written, by kernels, where it lies; the same of it. It has its memory already:
-        to find none while writing would be fatal."""
-        window, start = self._room(size_bytes)
+        """Append a piece that kernels will write in place; returns as `append`. Its memory is allocated, as running out
+        of it while writing would be fatal."""
+        window, start = self._reserve(size_bytes)
         os.posix_fallocate(self._fd, start, size_bytes)
         self._end = start + size_bytes
         return window.view, start - self._window_start, start
 
     def seal(self) -> None:
-        """Let nothing be changed from now on, and others find it."""
+        """Make the file immutable, so that others find it."""
         os.truncate(self._fd, self._end)
         self._close_window()
         fcntl.fcntl(
@@ -122,19 +122,19 @@ class UnsealedFile:
         )
 
     def enlarge_pages(self) -> None:
-        """Have what was mapped so far, but for the window that is open, backed by large pages."""
-        for mapping, size_bytes in self._small:
+        """Back all closed mappings with large pages."""
+        for mapping, size_bytes in self._mappings:
             mapping.enlarge_pages(size_bytes)
-        self._small.clear()
+        self._mappings.clear()
 
     def close(self) -> None:
-        """Write no more. What was mapped stays, and can be found if it was sealed. Idempotent."""
+        """Stop writing. Mappings stay, and the file can be found if it was sealed. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _room(self, size_bytes: int) -> tuple[FileMapping, int]:
-        """A mapping with so much room at the end, and where in the file that is."""
+    def _reserve(self, size_bytes: int) -> tuple[FileMapping, int]:
+        """Return a mapping with room for a piece, and the piece's offset in the file."""
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         if self._window is None or start + size_bytes > self._window_end:
             start = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
@@ -143,7 +143,7 @@ class UnsealedFile:
         return self._window, start
 
     def _open_window(self, start: int, size_bytes: int) -> None:
-        """Map ahead of the end, which costs nothing, so that many pieces share a mapping."""
+        """Map beyond the end, which is free, so that many pieces share a mapping."""
         self._close_window()
         reader = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -156,16 +156,18 @@ class UnsealedFile:
     def _close_window(self) -> None:
         if self._window is not None:
             self._window.end_writing()
-            self._small.append((self._window, self._end - self._window_start))
+            self._mappings.append((self._window, self._end - self._window_start))
             self._window = None
 
 
 @contextmanager
-def alone(folder: Path, cancelled: Callable[[], bool], waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Be the only process inside this for that folder; returns early, not alone, once `cancelled()` is true. `waiting`
-    is called several times a second while another process is inside.
+def folder_lock(
+    folder: Path, cancelled: Callable[[], bool], on_wait: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold a lock on the folder; returns without it once `cancelled()` is true. `on_wait` is called several times a
+    second while another process has it.
 
-    The kernel lets go of the lock when its holder dies. On a file system without locks, all are let in.
+    The kernel releases the lock of a dead process. On a file system without locks, the block runs without one.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -174,7 +176,7 @@ def alone(folder: Path, cancelled: Callable[[], bool], waiting: Callable[[], Non
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waiting()
+                on_wait()
                 time.sleep(_POLL_S)
             except OSError:
                 break
@@ -188,28 +190,28 @@ def _is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
 
 
-def _open_files(target: str) -> Iterator[Path]:
-    """Every descriptor of this user's processes that leads to `target`, as a path that opens the same file."""
+def _find_open_files(target: str) -> Iterator[Path]:
+    """Yield paths of all descriptors of this user's processes that refer to `target`."""
     for process in _PROCESSES.iterdir():
         try:
             if not process.name.isdecimal() or process.stat().st_uid != os.geteuid():
                 continue
             descriptors = list((process / "fd").iterdir())
-        except OSError:  # it has just ended, or is none of ours
+        except OSError:  # it has just ended, or belongs to another user
             continue
         for descriptor in descriptors:
             try:
-                found = str(descriptor.readlink()) == target
+                sealed = str(descriptor.readlink()) == target
             except OSError:
                 continue
-            if found:
+            if sealed:
                 yield descriptor
 
 
-# A model's finished weights in a file of RAM: put there by the worker that makes them, read by the others.
+# A model's weights in a RAM file: written by the worker that makes them, mapped by the others.
 
 LAYOUT = 4
-"""Goes up whenever the file's layout or the names of its tensors change."""
+"""Version of the file's layout and tensor names."""
 
 _TABLE_SIZE_BYTES = 8
 
@@ -217,19 +219,19 @@ _logger = logging.getLogger(__name__)
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the file. layout: oneDNN's description of its layout, b"" for a plain one.
-    native: what a weight is that lies as our own kernel reads it."""
+    """Location of a tensor in the file. layout: oneDNN's description of its layout, b"" for a plain tensor.
+    native: format of a weight packed for the native kernels."""
 
     offset: int
     size_bytes: int
     shape: tuple[int, ...]
     dtype: str
     layout: bytes = b""
-    native: Form | None = None
+    native: WeightFormat | None = None
 
 
 class SharedWriter:
-    """Makes every tensor and puts it into the file. What cannot be put there stays this worker's own.
+    """Makes every tensor and writes it to the file; those that cannot be shared stay this worker's own.
 
     Call `publish` once all are made.
     """
@@ -241,35 +243,35 @@ class SharedWriter:
         self._file: UnsealedFile | None = file
         self._mapped_file = file
         self._places: dict[str, _Place] = {}
-        self._plain: dict[int, _Place] = {}
-        self._rooms: dict[int, _Place] = {}
+        self._by_address: dict[int, _Place] = {}
+        self._reserved: dict[int, _Place] = {}
         self._window: tuple[memoryview, Tensor] | None = None
 
     def tensor(self, key: str, make: Make[Tensor]) -> Tensor:
-        """What `make` makes, out of the file."""
-        return self._made(make, lambda made: self._put(key, made))
+        """Return the result of `make`, in the file."""
+        return self._make_in_file(make, lambda made: self._put(key, made))
 
     def linear(self, key: str, make: Make[Linear]) -> Linear:
-        """What `make` makes, over tensors in the file."""
-        return self._made(make, lambda made: self._placed(key, made))
+        """Return the result of `make`, with tensors in the file."""
+        return self._make_in_file(make, lambda made: self._put_linear(key, made))
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """In the file, where what is packed need not be copied to."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate in the file, so that a packed weight needs no copy."""
         if self._file is None:
-            return aligned(shape, dtype)
+            return allocate_aligned(shape, dtype)
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         memory, start, offset = self._file.reserve(size_bytes)
         place = _Place(offset, size_bytes, shape, dtype_name(dtype))
-        room = _tensor_over(self._mapped(memory), start, place)
-        self._rooms[room.data_ptr()] = place
-        return room
+        allocate = _tensor_over(self._as_mapped(memory), start, place)
+        self._reserved[allocate.data_ptr()] = place
+        return allocate
 
     def enlarge_pages(self) -> None:
-        """See WeightStore."""
+        """Back the file's memory with large pages."""
         self._mapped_file.enlarge_pages()
 
     def publish(self) -> None:
-        """Let the other workers find the file."""
+        """Seal the file, so that other workers find it."""
         if self._file is None:
             return
         table = msgspec.msgpack.encode(self._places)
@@ -277,76 +279,80 @@ class SharedWriter:
             self._file.append(memoryview(table + len(table).to_bytes(_TABLE_SIZE_BYTES, "big")))
             self._file.seal()
         except OSError as error:
-            self._give_up(error)
+            self._stop_sharing(error)
 
     def close(self) -> None:
-        """Put nothing there any more. Idempotent."""
+        """Stop writing to the file. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _made(self, make: Make[Made], place: Callable[[Made], Made]) -> Made:
-        """What is made and placed; made anew, for this worker alone, where there is no place for it."""
+    def _make_in_file(self, make: Make[Result], place: Callable[[Result], Result]) -> Result:
+        """Make a result and write it to the file; where that fails, make it again in this worker's own memory."""
         if self._file is not None:
             try:
                 return place(make(True))
             except OSError as error:
-                self._give_up(error)
+                self._stop_sharing(error)
         return make(False)
 
-    def _placed(self, key: str, made: Linear) -> Linear:
+    def _put_linear(self, key: str, made: Linear) -> Linear:
         match made:
             case NativeLinear():
-                weight = self._put(f"{key}.weight", made.weight, made.form)
-                return NativeLinear(made.library, made.form, weight, self._put_part(f"{key}.bias", made.bias))
+                weight = self._put(f"{key}.weight", made.weight, made.format)
+                return NativeLinear(made.library, made.format, weight, self._put_optional(f"{key}.bias", made.bias))
             case PackedLinear():
-                return PackedLinear(self._put(f"{key}.weight", made.weight), self._put_part(f"{key}.bias", made.bias))
+                return PackedLinear(
+                    self._put(f"{key}.weight", made.weight), self._put_optional(f"{key}.bias", made.bias)
+                )
             case PlainLinear():
-                return PlainLinear(self._put(f"{key}.weight", made.weight), self._put_part(f"{key}.bias", made.bias))
+                return PlainLinear(
+                    self._put(f"{key}.weight", made.weight), self._put_optional(f"{key}.bias", made.bias)
+                )
             case _:
                 return made
 
-    def _put_part(self, key: str, tensor: Tensor | None) -> Tensor | None:
+    def _put_optional(self, key: str, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else self._put(key, tensor)
 
-    def _put(self, key: str, tensor: Tensor, native: Form | None = None) -> Tensor:
+    def _put(self, key: str, tensor: Tensor, native: WeightFormat | None = None) -> Tensor:
         if tensor.is_mkldnn:
-            return self._appended(key, tensor) if can_deserialize(tensor.dtype) else tensor
-        at = tensor.data_ptr()
-        if at in self._plain:  # a tied head, which is the embedding
-            self._places[key] = self._plain[at]
-        elif at in self._rooms:
-            place = msgspec.structs.replace(self._rooms.pop(at), native=native)
+            return self._append(key, tensor) if can_deserialize(tensor.dtype) else tensor
+        address = tensor.data_ptr()
+        if address in self._by_address:  # a tied head is the embedding
+            self._places[key] = self._by_address[address]
+        elif address in self._reserved:
+            place = msgspec.structs.replace(self._reserved.pop(address), native=native)
             self._places[key] = place
             self.shared_bytes += place.size_bytes
         else:
-            tensor = self._appended(key, tensor, native)
-            self._plain[tensor.data_ptr()] = self._places[key]
+            tensor = self._append(key, tensor, native)
+            self._by_address[tensor.data_ptr()] = self._places[key]
         return tensor
 
-    def _appended(self, key: str, tensor: Tensor, native: Form | None = None) -> Tensor:
-        assert self._file is not None, "what is made for this worker alone is not put there"
+    def _append(self, key: str, tensor: Tensor, native: WeightFormat | None = None) -> Tensor:
+        assert self._file is not None, "own tensors are not written to the file"
         parts = _bytes_of(tensor)
         memory, start, offset = self._file.append(parts.view())
         place = _Place(offset, parts.size_bytes, tuple(tensor.shape), dtype_name(tensor.dtype), parts.layout, native)
         self._places[key] = place
         self.shared_bytes += parts.size_bytes
-        return _tensor_over(self._mapped(memory), start, place)
+        return _tensor_over(self._as_mapped(memory), start, place)
 
-    def _mapped(self, memory: memoryview) -> Tensor:
+    def _as_mapped(self, memory: memoryview) -> Tensor:
         if self._window is None or self._window[0] is not memory:
             self._window = memory, _as_tensor(memory)
         return self._window[1]
 
-    def _give_up(self, error: OSError) -> None:
-        why = str(error)  # a record that kept the error would keep what it passed through: tensors
-        _logger.warning("the weights stay this worker's own, as they cannot be shared: %s", why)
+    def _stop_sharing(self, error: OSError) -> None:
+        why = str(error)  # a log record with the error would keep tensors of its frames alive
+        _logger.warning("the weights are not shared between workers: %s", why)
         self.close()
         self.shared_bytes = 0
 
 
 class SharedReader:
-    """Takes every tensor out of a complete file."""
+    """Reads every tensor from a sealed file."""
 
     complete = True
 
@@ -360,27 +366,27 @@ class SharedReader:
         self.shared_bytes = sum({place.offset: place.size_bytes for place in self._places.values()}.values())
 
     def tensor(self, key: str, make: Make[Tensor]) -> Tensor:
-        """The one in the file; where its writer could not put it there, what `make` makes."""
+        """Return the tensor in the file, or the result of `make` if it is not there."""
         return self._at(key) if key in self._places else make(False)
 
     def linear(self, key: str, make: Make[Linear]) -> Linear:
-        """A layer over the tensors in the file; where its writer could not put them there, what `make` makes."""
+        """Return a layer with tensors in the file, or the result of `make` if they are not there."""
         place = self._places.get(f"{key}.weight")
         if place is None:
             return make(False)
         weight = self._at(f"{key}.weight")
         bias = self._at(f"{key}.bias") if f"{key}.bias" in self._places else None
         if place.native is not None:
-            assert self._native is not None, "the file's identity names the kernels"
+            assert self._native is not None, "the file's name depends on the kernels"
             return NativeLinear(self._native, place.native, weight, bias)
         return (PackedLinear if place.layout else PlainLinear)(weight, bias)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """In this process's memory: the file has what it has."""
-        return aligned(shape, dtype)
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate in this process's memory, as the file is sealed."""
+        return allocate_aligned(shape, dtype)
 
     def enlarge_pages(self) -> None:
-        """See WeightStore."""
+        """Back the file's memory with large pages."""
         self._file.enlarge_pages()
 
     def _at(self, key: str) -> Tensor:
@@ -389,16 +395,16 @@ class SharedReader:
 
 
 def _bytes_of(tensor: Tensor) -> PackedWeight:
-    assert tensor.is_mkldnn or tensor.is_contiguous(), "weights are contiguous once made"
+    assert tensor.is_mkldnn or tensor.is_contiguous(), "weights are contiguous"
     if tensor.is_mkldnn:
         return serialize_packed(tensor)
     return PackedWeight(tensor.data_ptr(), tensor.nbytes, b"")
 
 
 def _as_tensor(memory: memoryview) -> Tensor:
-    """The bytes of a mapping, which stays mapped while the tensor is alive."""
+    """Return the bytes of a mapping, which lives as long as the tensor."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to weights
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # weights are never written to
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -408,7 +414,7 @@ def _tensor_over(memory: Tensor, start: int, place: _Place) -> Tensor:
     if not place.layout:
         return memory[start : start + place.size_bytes].view(dtype).view(place.shape)
     tensor = deserialize_packed(memory.data_ptr() + start, place.shape, dtype, place.layout)
-    tensor.memory = memory  # type: ignore[attr-defined]  # a packed tensor does not keep it mapped by itself
+    tensor.memory = memory  # type: ignore[attr-defined]  # keeps it mapped, which a packed tensor does not
     return tensor
 
 
@@ -423,22 +429,22 @@ def weight_store(
     native: NativeLibrary | None = None,
     weights: WeightsName = "auto",
 ) -> Iterator[WeightStore]:
-    """Where to build the decoder of one model from, inside this: what another worker made, or this one makes for all.
+    """Have a store for the decoder of one model: weights that another worker made, or that this one makes for all.
 
-    folder: the model's.  files: all that its weights depend on.  native: the kernels that compute with them, which read
-    a layout of their own.  weights: what linear layers are made into.  Waits while another worker makes them, and
-    reports that as the phase "wait"; one that dies meanwhile leaves that to the next. What was made here is published
-    when the block ends without an error, and freed
-    with the last decoder that was built from it.
+    folder: the model's.  files: all that its weights depend on.  native: the native kernels, which have their own
+    layout.
+    weights: quantisation of linear layers.  Waits while another worker makes them, and reports that as the phase
+    "wait"; if that one dies, the next one makes them. They are published when the block ends without an error, and
+    freed with the last decoder that uses them.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
         return
-    name = identity(files, dtype, native, weights)
-    with alone(folder, cancelled, lambda: report(LoadProgress(phase="wait", done=0, total=0, unit="steps"))):
-        found = SealedFile.find(name)
-        if found is not None:
-            yield SharedReader(found, native)
+    name = weights_id(files, dtype, native, weights)
+    with folder_lock(folder, cancelled, lambda: report(LoadProgress(phase="wait", done=0, total=0, unit="steps"))):
+        sealed = SealedFile.find(name)
+        if sealed is not None:
+            yield SharedReader(sealed, native)
             return
         writer = _new_writer(name)
         try:
@@ -450,11 +456,11 @@ def weight_store(
                 writer.close()
 
 
-def identity(
+def weights_id(
     files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None, weights: WeightsName = "auto"
 ) -> str:
-    """A name that only weights which are the same to the bit have: made of the same files, unchanged since, as the same
-    dtype and bits, by the same torch and the same kernels for the same instructions."""
+    """Return a name that identifies the weights bit by bit: by files and their times, dtype, quantisation, torch,
+    kernels and instruction set."""
     stats = [file.stat() for file in sorted(files)]
     facts = (
         (LAYOUT, torch.__version__, str(dtype), weights, native.key if native else ""),
@@ -468,5 +474,5 @@ def _new_writer(name: str) -> SharedWriter | None:
     try:
         return SharedWriter(UnsealedFile(name))
     except OSError as error:
-        _logger.warning("the weights stay this worker's own, as they cannot be shared: %s", error)
+        _logger.warning("the weights are not shared between workers: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""Where the tensors of a decoder come from and lie, as far as who builds one has to know."""
+"""WeightStore: source and memory of a decoder's tensors; OwnWeights: the worker's own."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.model.linear import Linear
-from engine.backends.torch.native.library import aligned
+from engine.backends.torch.native.library import allocate_aligned
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
-Make = Callable[[bool], Made]
-"""Makes a tensor or a layer. It is told whether it may keep what is only lent (`WeightReader.lend`), as a copy is taken
-of what it makes."""
+Make = Callable[[bool], Result]
+"""Makes a tensor or a layer. Argument: True if the result is copied at once, so that it may refer to file contents
+(`WeightReader.view`)."""
 
 
 class WeightStore(Protocol):
-    """Where a decoder's tensors come from.
+    """Source of a decoder's tensors.
 
-    complete: whether all are there, and take no more memory.  shared_bytes: how many bytes all workers have once.
+    complete: True if all exist already and need no more memory.  shared_bytes: memory shared by all workers.
     """
 
     complete: bool
     shared_bytes: int
 
     def tensor(self, key: str, make: Make[Tensor]) -> Tensor:
-        """The tensor of that key, made by `make` where it is not there yet."""
+        """Return the tensor of that key, made by `make` if it does not exist."""
 
     def linear(self, key: str, make: Make[Linear]) -> Linear:
-        """The linear layer of that key, made by `make` where it is not there yet."""
+        """Return the linear layer of that key, made by `make` if it does not exist."""
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Where a weight that is packed in a `make` is to lie. An OSError is for that `make` to let pass."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate memory for a weight that a `make` packs, which must not catch an OSError of this."""
 
     def enlarge_pages(self) -> None:
-        """Have the memory backed by large pages where it can be, by a thread. That keeps others from touching new
-        memory, so it is for when the load is over."""
+        """Back the memory with large pages where possible, in a thread. That delays page faults of other threads, so it
+        is for the end of a load."""
 
 
 class OwnWeights:
-    """Every tensor is this worker's own."""
+    """Tensors in this worker's own memory."""
 
     complete = False
     shared_bytes = 0
 
     def tensor(self, key: str, make: Make[Tensor]) -> Tensor:
-        """What `make` makes."""
+        """Return the result of `make`."""
         return make(False)
 
     def linear(self, key: str, make: Make[Linear]) -> Linear:
-        """What `make` makes."""
+        """Return the result of `make`."""
         return make(False)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """In this process's memory."""
-        return aligned(shape, dtype)
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate in this process's memory."""
+        return allocate_aligned(shape, dtype)
 
     def enlarge_pages(self) -> None:
-        """It is left as it is."""
+        """Do nothing."""
