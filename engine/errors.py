@@ -181,10 +181,10 @@ class ClusterUnavailable(EngineError):
 
 
 def _family(base: type[EngineError]) -> dict[str, type[EngineError]]:
-    found = {base.code: base}
+    found: dict[str, type[EngineError]] = {}
     for child in base.__subclasses__():
         found.update(_family(child))
-    return found
+    return found | {base.code: base}  # over a subclass that has no code of its own
 
 
 def from_info(info: ErrorInfo) -> EngineError:
