@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen, and when it ends."""
+"""Sampling parameters: how tokens are chosen, and when an answer ends. Each field has its row."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ EXPLAINED = {
     "two names of one field may not differ": r" differ; send one of them",
     "a field needs another": r"top_logprobs needs|no negative_prompt|needs sampling|there are no tools"
     r"|should have one of|dynamic_temperature needs|negative_prompt is empty|rep_pen_slope is not supported",
-    "a field excludes another": r"seed cannot be set|both ask for a format|cannot be told in a stream"
-    r"|are not ranked here|cannot be streamed|cannot be had|no more answers can be given",
+    "a field excludes another": r"seed cannot be set|both ask for a format|not supported in a stream"
+    r"|are not ranked here|cannot be streamed|cannot be had|it must be at least n",
     "a field bounds another": r"more than min_temp|max_temp is .* between|the answer may have|must be at least 1"
     r"|answers; the limit is",
     "a conversation is a sequence": r"tool_result blocks are missing|is the answer's beginning|should be a call:"
     r"|tool_call_id should be|a call that was not made|messages\[\d+\]\.tool_call_id",
     "JSON, patterns, grammars and names within values": r"JSON object, as text|is not valid JSON|something satisfies"
-    r"|that answers can be held to|no sampler that there is|custom_token_bans should be|dry_sequence_breakers",
+    r"|that answers can be held to|is not a sampler|custom_token_bans should be|dry_sequence_breakers",
     "two dialects at one path": r"is not a field that this endpoint knows",
 }
 """Why the server may refuse what the document allows: JSON Schema cannot say it, or only this model is so."""

@@ -15,10 +15,10 @@ from engine.errors import InvalidRequest
 from engine.samplers import Stage, samplers
 
 _KOBOLD = ("top_k", "top_a", "top_p", "tfs", "typical_p", "temperature", "repetition_penalty")
-"""What KoboldCpp means by 0 to 6."""
+"""KoboldCpp's numbers 0 to 6."""
 
 MAX_SAMPLERS = 64
-"""In an order: more than clients know, under all their names."""
+"""In an order: more than clients have, under all their names."""
 
 _MAX_TEXT = 64 * MAX_SAMPLERS
 """Characters of an order that are looked at: more than the longest names take."""
@@ -34,18 +34,18 @@ _SWITCHES = {
     "quadratic_sampling": "smoothing_factor",
     "xtc": "xtc_probability",
 }
-"""Parameters by which samplers are used that have another name in an order."""
+"""Parameters of samplers that have another name in an order."""
 
 _MOVED = ("temperature", "dynamic_temperature", "quadratic_sampling")
-"""What text-generation-webui puts last where temperature_last is set."""
+"""Samplers that text-generation-webui puts last where temperature_last is set."""
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "dry")
 _NEVER = ("top_n_sigma", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "no_repeat_ngram", "adaptive_p")
-"""Samplers that are not there; a request that uses one is refused for that."""
+"""Samplers that do not exist here; a request that uses one is refused for that."""
 
 
 def _on(stage: Stage) -> list[str]:
-    """Names of the samplers of engine/samplers/ at a stage, as an order has them."""
+    """Return names of the samplers of engine/samplers/ on those values, as an order has them."""
     names = {parameter: name for name, parameter in _SWITCHES.items()}
     return [names.get(sampler.names[0], sampler.names[0]) for sampler in samplers() if sampler.on == stage]
 
@@ -57,11 +57,11 @@ _RANKS = {
     **dict.fromkeys(_PENALTIES, 0),
     **{name: 1 + i for i, name in enumerate((*_BEFORE_TEMPERATURE, *_FILTERS, "dynamic_temperature", "xtc"))},
 }
-"""Where each comes here. The temperature has no place of its own."""
+"""Position of each in the order here. The temperature has none of its own."""
 
 
 def apply_sampler_order(params: SamplingParams, value: object, param: str) -> SamplingParams:
-    """The params with their temperature where the order `value` puts it: numbers as KoboldCpp has them, or names.
+    """Return the params with their temperature where the order `value` puts it: KoboldCpp's numbers, or names.
 
     Raises InvalidRequest naming `param` where the samplers that are used cannot be applied in that order.
     """
@@ -86,14 +86,14 @@ def apply_sampler_order(params: SamplingParams, value: object, param: str) -> Sa
 
 
 def dynamic_temperature_only(params: SamplingParams) -> SamplingParams:
-    """The params with a dynamic temperature in place of the fixed one, as some clients mean it; both apply here."""
+    """Return the params with a dynamic temperature alone, as some clients mean it; here both apply."""
     if params.max_temp > 0 and params.temperature != 0:
         return msgspec.structs.replace(params, temperature=1.0)
     return params
 
 
 def _names(value: object, param: str) -> list[str]:
-    """The samplers in the order that the client wants."""
+    """Return the samplers in the client's order."""
     items = value[:_MAX_TEXT].replace(",", "\n").split() if isinstance(value, str) else value
     if not isinstance(items, list):
         raise InvalidRequest(f"{param} should be an array of samplers", param=param)
@@ -107,7 +107,7 @@ def _name(item: object, param: str) -> str:
         return _KOBOLD[item]
     name = _ALIASES.get(item, item) if isinstance(item, str) else ""
     if name != "temperature" and name not in _RANKS and name not in _NEVER:
-        raise InvalidRequest(f"{param} holds {str(item)[:40]!r}, which is no sampler that there is", param=param)
+        raise InvalidRequest(f"{param} holds {str(item)[:40]!r}, which is not a sampler", param=param)
     return name
 
 

@@ -19,20 +19,19 @@ from engine.config import MAX_GRAMMAR_BYTES, PARAMETERS, RANGES, SamplingParams,
 from engine.errors import InvalidRequest
 from engine.text.tokenizer_config import GenerationDefaults
 
-# Biases of single tokens, as clients name them: by id, or as what must not come.
+# Biases of single tokens, by id or as bans.
 
 MAX_TOKENS_NAMED = 8192
-"""In a field of a request: more than there are of digits, or with a line break. All that such a request passes looks
-through them, in 8 ms altogether."""
+"""Tokens in a field of a request: more than there are of digits, or with a line break. Checking them takes 8 ms."""
 
 BANNED = -100.0
-"""The bias of a token that must not come."""
+"""The bias of a banned token."""
 
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def read_logit_bias(by_text: Mapping[str, float], model: ServedModel) -> dict[int, float]:
-    """`logit_bias` by token id. Only its usual spelling is an id: with others, one token could have two biases.
+    """Return `logit_bias` by token id. Only its usual spelling is an id: with others, one token could have two biases.
 
     Raises InvalidRequest.
     """
@@ -44,7 +43,7 @@ def read_logit_bias(by_text: Mapping[str, float], model: ServedModel) -> dict[in
 
 
 def read_token_bans(custom: object, model: ServedModel, *, end_tokens: bool) -> dict[int, float]:
-    """Biases of the tokens that must not come: those of `custom_token_bans`, and the end tokens where it says so.
+    """Return the biases of banned tokens: those of `custom_token_bans`, and with `end_tokens` the model's end tokens.
 
     Raises InvalidRequest.
     """
@@ -67,7 +66,7 @@ def _banned_ids(value: object) -> list[int]:
     return [int(item) for item in items]
 
 
-# DRY's sequence breakers as clients send them, and the tokens that they stand for.
+# DRY's sequence breakers as clients send them, and their tokens.
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 MAX_BREAKERS = 256
@@ -77,7 +76,7 @@ _MAX_TEXT = 8 * MAX_BREAKERS * MAX_BREAKER_CHARACTERS
 
 
 def breaker_ids(value: object, model: ServedModel) -> tuple[int, ...]:
-    """The token of each breaker: the last one of the string after a letter, so that it is the one met within a text.
+    """Return the token of each breaker: the last one of the string after a letter, as it is within a text.
 
     value: an array of strings, or one as JSON text, with or without its brackets (as text-generation-webui's clients
     send it); None is DEFAULT_BREAKERS. Raises InvalidRequest.
@@ -138,7 +137,7 @@ _ALIASES: Mapping[str, str] = {
     **{alias: row.http_name for row in _ROWS for alias in row.aliases},
     "stop_sequence": "stopping_strings",
 }
-"""What TabbyAPI, text-generation-webui, KoboldCpp and llama.cpp call our fields."""
+"""Names of the fields in TabbyAPI, text-generation-webui, KoboldCpp and llama.cpp."""
 
 _RECOMMENDED = frozenset(GenerationDefaults.__struct_fields__)
 
@@ -235,14 +234,14 @@ class SamplingFields(RowFields, FormatFields):
 
     @property
     def answers_each(self) -> int:
-        """How many answers are made to each prompt."""
+        """Number of answers that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
 
 def limited(body: B, field: str, most: int | None) -> B:
-    """The body, its answer no longer than the `most` tokens that any may have where the client does not say how long.
+    """Return the body with its default length limited to `most` tokens; a length that the client gave stays.
 
-    field: what the dialect, which has a default for it, calls that.
+    field: the dialect's name of the length.
     """
     if most is None or field in body.model_fields_set:
         return body
@@ -315,18 +314,18 @@ def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
     if not ranks:
         why = "answers are not ranked here; /v1/completions ranks them"
     elif made < given:
-        why = "no more answers can be given than are made"
+        why = "it must be at least n"
     elif fields.stream:
-        why = "which answers are the best is known at the end, so they cannot be streamed"
+        why = "the best answers are known at the end, so they cannot be streamed"
     else:
         return
     raise InvalidRequest(f"best_of is {made}, not n, {given}: {why}", param="best_of")
 
 
 def _temperature_range(fields: SamplingFields, middle: float) -> tuple[float, float]:
-    """min_temp and max_temp. Clients send a range of one temperature where dynamic temperature is off.
+    """Return min_temp and max_temp. Clients send a range of one temperature where dynamic temperature is off.
 
-    middle: what dynatemp_range lies around.
+    middle: the temperature in the middle of dynatemp_range.
     """
     if fields.dynatemp_range and fields.dynamic_temperature is not False and fields.min_temp == fields.max_temp:
         return max(0.0, middle - fields.dynatemp_range), middle + fields.dynatemp_range
@@ -337,7 +336,7 @@ def _temperature_range(fields: SamplingFields, middle: float) -> tuple[float, fl
 
 
 def _as_ordered(params: SamplingParams, fields: SamplingFields) -> SamplingParams:
-    """The params with what an order of samplers changes; raises InvalidRequest for what cannot be had."""
+    """Return the params in the client's order of samplers; raises InvalidRequest where that is impossible."""
     if params.repetition_penalty != 1 and fields.rep_pen_slope not in (0, 1):
         raise InvalidRequest(
             "rep_pen_slope is not supported: penalties weigh the same over the whole of their range",
@@ -350,7 +349,7 @@ def _as_ordered(params: SamplingParams, fields: SamplingFields) -> SamplingParam
 
 
 def _seed(fields: SamplingFields) -> int | None:
-    """The one that is given under either name."""
+    """Return the seed, which has two names."""
     given = {seed for seed in (fields.seed, fields.sampler_seed) if seed is not None and seed != NO_SEED}
     if len(given) > 1:
         raise InvalidRequest("sampler_seed and seed differ; send one of them", param="sampler_seed")
@@ -358,7 +357,7 @@ def _seed(fields: SamplingFields) -> int | None:
 
 
 def _stops(stop: object) -> tuple[str, ...]:
-    """One string or several as a tuple."""
+    """Return one string or several as a tuple."""
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
         raise InvalidRequest("stop should be a string or an array of strings", param="stop")
