@@ -1,4 +1,4 @@
-"""What aiohttp serves: every endpoint, and what happens to a request on its way there, from the outside in."""
+"""The aiohttp application: every endpoint, and the middlewares before it, from the outside in."""
 
 from __future__ import annotations
 

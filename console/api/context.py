@@ -1,4 +1,4 @@
-"""What every endpoint works with."""
+"""ApiContext, which every endpoint works with, and the observers of requests."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ from engine.config import SamplingParams, format_number
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest
 
-# RequestObservers: who is told of every request, as the settings say.
-
 
 class RequestObservers(Collector):
-    """HTTP's metrics always; the access log and traces from `open` to `close`, where they are wanted."""
+    """The observers of every request: HTTP metrics always; access log and traces, where set, from `open` to `close`."""
 
     def __init__(self) -> None:
         self._http = HttpMetrics()
@@ -42,10 +40,10 @@ class RequestObservers(Collector):
         self._lost = 0
 
     def __iter__(self) -> Iterator[RequestObserver]:
-        return (watcher for watcher in (self._http, self._log, self._tracing) if watcher is not None)
+        return (observer for observer in (self._http, self._log, self._tracing) if observer is not None)
 
     async def open(self, settings: ApiSettings) -> None:
-        """Begin. Raises CannotLog, TracingUnavailable with nothing begun."""
+        """Start log and traces. Raises CannotLog, TracingUnavailable with neither started."""
         tracing, log = None, None
         if settings.otlp_traces_endpoint is not None:
             tracing = await asyncio.to_thread(open_tracing, settings.otlp_traces_endpoint)
@@ -62,7 +60,7 @@ class RequestObservers(Collector):
         self._tracing, self._log = tracing, log
 
     async def close(self) -> None:
-        """Write and send what is left. Idempotent."""
+        """Write and send the rest. Idempotent."""
         log, tracing = self._log, self._tracing
         self._log = self._tracing = None
         if log is not None:
@@ -72,7 +70,7 @@ class RequestObservers(Collector):
             await asyncio.to_thread(tracing.close)
 
     def collect(self) -> Iterator[Metric]:
-        """What they counted, for /metrics."""
+        """Return the HTTP metrics, for /metrics."""
         yield from self._http.collect()
         lost = self._lost + (self._log.lost if self._log is not None else 0)
         yield CounterMetricFamily("ericllm_access_log_lost_lines", "Lines that could not be written", value=lost)
@@ -83,7 +81,7 @@ MAX_PROMPT_LOGPROBS = 2**17
 that fills the context may have one for each token whatever its length."""
 
 MAX_REPEATED = 2**20
-"""Characters of prompts in each part of a stream whose parts have all texts so far: a millisecond's work for each."""
+"""Characters of prompts in each chunk of a stream whose chunks have all texts so far: a millisecond's work for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +104,18 @@ class ApiContext:
     _submitting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def json_bounds(self) -> JsonBounds:
-        """What a body may hold: as many token ids besides all else as the longest context does, also while the model
-        that has it sleeps."""
+        """Return the bounds of a body: besides other values, as many token ids as the longest context, also while its
+        model is idle."""
         loaded = [model.status.model for model in self.engine.snapshot().models]
         self._contexts.update(model.max_model_len for model in loaded if model is not None)
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
 
     async def served(self, request: web.Request, body: ModelFields) -> ServedModel:
-        """The model that a request's body names, waiting while it is woken up or replaced.
+        """Return the model that a request's body names, waiting while it is loaded or replaced.
 
         Raises as `served_model` does, EngineClosed where the server stops meanwhile, and InvalidRequest for a format
-        that no answer can be held to.
+        that has no grammar.
         """
         if isinstance(body, SamplingFields) and body.asks_for_format:
             await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
@@ -136,7 +134,7 @@ class ApiContext:
 
     @asynccontextmanager
     async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """While a request waits for something; raises TimeoutError after `timeout_s`, or when the server stops."""
+        """Wait for something; raises TimeoutError after `timeout_s`, or when the server stops."""
         async with asyncio.timeout(timeout_s) as wait:
             self._waiting.add(wait)
             try:
@@ -145,7 +143,7 @@ class ApiContext:
                 self._waiting.discard(wait)
 
     def check_choices(self, prompts: int, n: int) -> None:
-        """Raise InvalidRequest where this many prompts with `n` answers each are too many; before they are read."""
+        """Raise InvalidRequest where prompts with `n` answers each are too many; before they are read."""
         wanted = prompts * n
         if wanted > self.settings.max_choices:
             most = self.settings.max_choices
@@ -167,7 +165,7 @@ class ApiContext:
     def _check_prompt_logprobs(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, model: ServedModel
     ) -> None:
-        """Raise InvalidRequest where more of them are asked for than an answer may hold."""
+        """Raise InvalidRequest where more are requested than an answer may hold."""
         if params.prompt_logprobs is None:
             return
         wanted = n * sum(len(prompt.ids) for prompt in prompts) * (1 + params.prompt_logprobs)
@@ -189,8 +187,8 @@ class ApiContext:
         prompts: Sequence[Prompt],
         params: SamplingParams,
     ) -> AsyncIterator[Generation]:
-        """A generation under way; it is cancelled on leaving where it has not ended. Raises InvalidRequest where that
-        is more than the settings allow."""
+        """Submit a generation; it is cancelled on leaving unless it has ended. Raises InvalidRequest where it exceeds
+        the settings."""
         self.check_choices(len(prompts), body.answers_each)
         self._check_prompt_logprobs(prompts, body.answers_each, params, model)
         params = within(params, self.settings)
@@ -213,7 +211,7 @@ class ApiContext:
     async def embed(
         self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncIterator[Generation]:
-        """Likewise, for the prompts' vectors: each answer has one, and nothing else."""
+        """Submit a generation of the prompts' vectors: each answer has one, and nothing else."""
         generation = Generation(
             self.engine,
             request_id,
@@ -230,8 +228,8 @@ class ApiContext:
 
     @asynccontextmanager
     async def _under_way(self, request: web.Request, generation: Generation) -> AsyncIterator[None]:
-        """Submit it; end it on leaving, and write down what it used. Of those with several answers one is submitted
-        after the other, so that two which fill the queue together do not keep each other out."""
+        """Submit it; end it on leaving, and count its tokens. Generations of several answers are submitted one after
+        the other, so that two which fill the queue together do not fail both."""
         self._running.add(generation)
         try:
             async with self._submitting if generation.size > 1 else nullcontext():
@@ -247,7 +245,7 @@ class ApiContext:
             add_work(request, generation.work)
 
     def cut(self) -> None:
-        """End every request under way; its client is told that the server stopped."""
+        """Cancel every request under way, with the server's stop as the reason."""
         for generation in tuple(self._running):
             generation.cancel(_stopped())
         for wait in tuple(self._waiting):
@@ -255,8 +253,8 @@ class ApiContext:
 
 
 def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
-    """What is asked for, where an answer without a limit has that of the settings. Raises InvalidRequest naming what is
-    more than they allow."""
+    """Return the parameters, where an answer without a limit gets that of the settings. Raises InvalidRequest naming
+    the field that exceeds them."""
     if len(params.stop) > settings.max_stops:
         raise InvalidRequest(f"stop has {len(params.stop)} strings; the limit is {settings.max_stops}", param="stop")
     if (longest := max(map(len, params.stop), default=0)) > settings.max_stop_length:
@@ -273,7 +271,7 @@ def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id, as "chatcmpl-2f…"."""
+    """Return a new id, as "chatcmpl-2f…"."""
     return f"{prefix}-{secrets.token_hex(16)}"
 
 

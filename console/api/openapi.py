@@ -1,5 +1,5 @@
-"""GET /openapi.json: every endpoint that the server answers, made of what each says of itself (`requests/schemas.py`),
-of the schemas that bodies are read with, and of those that answers are written with. Nothing is written down twice."""
+"""GET /openapi.json: all endpoints, made of their declarations (`requests/schemas.py`), of the schemas that read
+bodies, and of the types of answers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-"""A server-sent event, as those who read them see it."""
+"""A server-sent event."""
 
 _ABOUT = """\
-One engine, asked in the ways that its clients know. A dialect can be switched off; one that is does not stand here.
+One engine, in the dialects of APIs that its clients know. A dialect can be switched off, and is not listed then.
 
 A value that is not honoured is a 400 that names it, unless it is one at which that makes no difference: those are the
 values that a parameter marked x-refused takes. Two names of one field may stand together where they say the same. Some
@@ -43,7 +43,7 @@ unless said otherwise; what each event holds is x-event.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One method at one path. groups: under which headings it stands.  error_formatters: of the dialects there."""
+    """One method at one path. groups: its headings.  error_formatters: of the dialects there."""
 
     method: str
     path: str
@@ -53,12 +53,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """What generated clients call it."""
+        """Name of the operation in generated clients."""
         return "_".join([self.method.lower(), *re.findall(r"\w+", self.path)])
 
 
 class OpenApi:
-    """The endpoint."""
+    """GET /openapi.json."""
 
     def __init__(self, dialects: DialectRegistry) -> None:
         self._dialects = dialects
@@ -66,14 +66,14 @@ class OpenApi:
         self._making = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.get("/openapi.json", self._get)]
 
     @describes("This description of the API", answer=dict[str, Any], group="pages")
     async def _get(self, request: web.Request) -> web.Response:
         places = tuple(places_of(request.app, self._dialects))
         key = tuple(f"{place.method} {place.path} {' '.join(place.groups)}" for place in places)
-        async with self._making:  # it takes a while, and nobody needs a key to ask
+        async with self._making:  # takes a while, and needs no key
             if key not in self._made:
                 titles = [reading.title for reading in self._dialects.readings({})]
                 self._made[key] = await asyncio.to_thread(_encoded, places, titles)
@@ -81,7 +81,7 @@ class OpenApi:
 
 
 def places_of(app: web.Application, dialects: DialectRegistry) -> Iterator[Place]:
-    """Every place that is answered, by path."""
+    """Yield all endpoints that are on, by path."""
     for route in sorted(app.router.routes(), key=lambda route: route.resource.canonical if route.resource else ""):
         if route.resource is None or route.method == "HEAD":
             continue
@@ -95,7 +95,7 @@ def places_of(app: web.Application, dialects: DialectRegistry) -> Iterator[Place
 
 
 def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of those places. titles: headings that go before others."""
+    """Return the OpenAPI 3.1 document of those places. titles: headings that come before others."""
     schemas = _Schemas(places)
     groups = dict.fromkeys(group for place in places for group in place.groups)
     paths: dict[str, dict[str, Any]] = {}
@@ -104,7 +104,7 @@ def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) 
     return {
         "openapi": "3.1.0",
         "info": {"title": "EricLLM Console", "version": version, "description": _ABOUT},
-        "servers": [{"url": "./"}],  # wherever a proxy has it: beside this document
+        "servers": [{"url": "./"}],  # next to this document, also behind a proxy
         "security": [{}, {"bearer": []}, {"key": []}],
         "tags": [{"name": group} for group in dict.fromkeys([*titles, *groups]) if group in groups],
         "paths": paths,
@@ -147,7 +147,7 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _successes(described: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str, Any]:
-    """What is answered where nothing is wrong, by status."""
+    """Return the successful answers, by status."""
     found: dict[int, list[EndpointSpec]] = {}
     for each in described or (EndpointSpec(summary=""),):
         if each.success is not None:
@@ -177,7 +177,7 @@ def _request_body(bodies: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str
 
 
 def _answers(described: Sequence[EndpointSpec], schemas: _Schemas) -> dict[str, Any]:
-    """What is told, by media type."""
+    """Return the schemas of answers and events, by media type."""
     found: dict[str, list[JsonSchema]] = {}
     streams: dict[str, list[JsonSchema]] = {}
     for each in described:
@@ -201,7 +201,7 @@ def _content(answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _any_of(schemas: Iterable[JsonSchema]) -> JsonSchema:
-    """Any of them; each once."""
+    """Return a schema for any of them, each once."""
     kinds: list[JsonSchema] = []
     for schema in schemas:
         if schema not in kinds:
@@ -210,44 +210,44 @@ def _any_of(schemas: Iterable[JsonSchema]) -> JsonSchema:
 
 
 class _Schemas:
-    """The schemas that some places need, and where each stands in `components`."""
+    """The schemas of some places, and their places in `components`."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         described = [each for place in places for each in place.described]
         bodies = list(dict.fromkeys(each.body for each in described if each.body is not None))
         shapes = [shape for each in described for shape in (each.answer, each.event) if _is_shape(shape)]
         shapes += [_error_type(formatter) for place in places for formatter in place.error_formatters]
-        self._bodies, asked = _asked(bodies)
+        self._bodies, body_schemas = _body_schemas(bodies)
         unique = {repr(shape): shape for shape in shapes}
-        found, given = msgspec.json.schema_components(
+        found, answer_schemas = msgspec.json.schema_components(
             unique.values(), schema_hook=_unknown, ref_template=f"{_SCHEMAS}{{name}}"
         )
-        names = _names(asked, given)
+        names = _names(body_schemas, answer_schemas)
         self._bodies = _renamed(self._bodies, names[0])
         self._answers = dict(zip(unique, _renamed(list(found), names[1]), strict=True))
         self.components = {
             renames[name]: _renamed(each, renames)
-            for components, renames in zip((asked, given), names, strict=True)
+            for components, renames in zip((body_schemas, answer_schemas), names, strict=True)
             for name, each in components.items()
         }
 
     def body(self, described: EndpointSpec) -> JsonSchema:
-        """What a body holds."""
+        """Return the schema of a body."""
         assert described.body is not None
         return self._bodies[described.body]
 
     def answer(self, shape: Any) -> JsonSchema:
-        """What an answer or an event holds."""
+        """Return the schema of an answer or an event."""
         schema: JsonSchema = self._answers[repr(shape)]
         return schema
 
     def error(self, formatter: ErrorFormatter) -> JsonSchema:
-        """What a dialect's error holds."""
+        """Return the schema of a dialect's error."""
         return self.answer(_error_type(formatter))
 
 
-def _asked(bodies: Sequence[type[BaseModel]]) -> tuple[dict[type[BaseModel], JsonSchema], dict[str, JsonSchema]]:
-    """Where each body's schema stands, and all of them."""
+def _body_schemas(bodies: Sequence[type[BaseModel]]) -> tuple[dict[type[BaseModel], JsonSchema], dict[str, JsonSchema]]:
+    """Return a reference to each body's schema, and all schemas."""
     places, found = models_json_schema([(body, "validation") for body in bodies], ref_template=f"{_SCHEMAS}{{model}}")
     return {body: places[body, "validation"] for body in bodies}, found.get("$defs", {})
 
@@ -257,26 +257,26 @@ def _is_shape(answer: Any) -> bool:
 
 
 def _unknown(kind: type) -> JsonSchema:
-    """What msgspec has no name for: anything, or what is written as text, as folders are."""
+    """Return the schema of a type that msgspec has none for: of any value, or of text, as paths are written."""
     return {"description": "Anything"} if kind is object else {"type": "string"}
 
 
 def _error_type(formatter: ErrorFormatter) -> Any:
-    """The type of a dialect's errors."""
+    """Return the type of a dialect's errors."""
     return get_type_hints(formatter).get("return", object)
 
 
-def _names(asked: Iterable[str], given: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What the components of bodies and of answers are called: two of one name in Python get their modules' before it,
-    which the makers of schemas put each in a way of its own."""
-    bodies = {name: name.replace("__", ".").removeprefix("console.api.") for name in asked}
-    answers = {name: name.removeprefix("console.api.") for name in given}
-    taken = set(bodies.values())
-    return bodies, {name: f"{short}Answer" if short in taken else short for name, short in answers.items()}
+def _names(of_bodies: Iterable[str], of_answers: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the component names of bodies and of answers: two of one name in Python get their modules' before it,
+    which pydantic and msgspec write differently."""
+    bodies = {name: name.replace("__", ".").removeprefix("console.api.") for name in of_bodies}
+    answers = {name: name.removeprefix("console.api.") for name in of_answers}
+    used = set(bodies.values())
+    return bodies, {name: f"{short}Answer" if short in used else short for name, short in answers.items()}
 
 
 def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
-    """The schema with its components called by their `names`."""
+    """Return the schema with its components renamed."""
     match schema:
         case list():
             return [_renamed(each, names) for each in schema]

@@ -34,14 +34,14 @@ log = logging.getLogger("api")
 
 __all__ = ["ApiServer", "ApiSettings"]
 
-_FAREWELL_S = 2.0
-"""How long cancelled requests may take to tell their clients so."""
+_CANCEL_GRACE_S = 2.0
+"""Max time for cancelled requests to answer their clients."""
 
 _LINGER_S = 1.0
-"""How long the rest of a body that nobody wants any more is read, so that its sender gets to read why."""
+"""Max time to read the rest of a refused body, so that its sender reads the refusal."""
 
 _SAVE_S = 60.0
-"""How often what keys were used for is written down."""
+"""Interval of saving the usage of keys."""
 
 
 class ApiServer:
@@ -79,8 +79,8 @@ class ApiServer:
         self._draining: asyncio.Timeout | None = None
 
     async def start(self) -> None:
-        """Listen; does nothing when it does already. Raises CannotListen, KeysUnavailable, or InvalidRequest where the
-        settings cannot be, with the reason, which `status` keeps."""
+        """Listen; does nothing while listening. Raises CannotListen, KeysUnavailable, or InvalidRequest for settings,
+        with the reason, which `status` keeps."""
         async with self._changing:
             if self._listener is not None:
                 return
@@ -95,7 +95,7 @@ class ApiServer:
                 await self._context.watchers.close()
                 raise
             self._traffic.closing, self._error = False, None
-            self._saving = self._saving or asyncio.create_task(self._save_now_and_then())
+            self._saving = self._saving or asyncio.create_task(self._save_regularly())
 
     async def _open(self) -> None:
         self._refuse_unprotected(self._wanted)
@@ -105,7 +105,7 @@ class ApiServer:
         runner = Runner(
             self._application(),
             handler_cancellation=True,
-            shutdown_timeout=_FAREWELL_S,
+            shutdown_timeout=_CANCEL_GRACE_S,
             keepalive_timeout=self._settings.idle_timeout_s,
             write_timeout_s=self._settings.write_timeout_s,
             max_connections=max_connections(),
@@ -124,7 +124,7 @@ class ApiServer:
         self._warn_where_open()
 
     def places(self) -> Sequence[Place]:
-        """Every place that is answered, by path."""
+        """Return all endpoints, by path."""
         return tuple(places_of(self._application(), self._dialects))
 
     def _application(self) -> web.Application:
@@ -137,9 +137,9 @@ class ApiServer:
         )
 
     async def stop(self, drain_s: float = 5.0) -> None:
-        """Take no more work, give what is under way `drain_s`, end the rest and tell its clients.
+        """Take no more work, give requests under way `drain_s`, then cancel the rest.
 
-        Meanwhile it goes on listening: new clients are told at once, and who asks how things are gets an answer.
+        Meanwhile it goes on listening: new work is refused at once, and requests for the state are answered.
         Idempotent; where it is cancelled, another call finishes the work. Called again with less time, it ends what
         the first call waits for.
         """
@@ -154,7 +154,7 @@ class ApiServer:
                 listener, self._listener = self._listener, None
                 await listener.close()
             self._context.cut()
-            await self._traffic.wait_idle(_FAREWELL_S)
+            await self._traffic.wait_idle(_CANCEL_GRACE_S)
             await self._close_runner()
             await self._context.watchers.close()
             if self._saving is not None:
@@ -163,7 +163,7 @@ class ApiServer:
                 await self._save()
 
     async def _drain(self) -> None:
-        """Wait until no request is under way, until `_stop_by` at most."""
+        """Wait until no request is under way, or until `_stop_by`."""
         try:
             async with asyncio.timeout_at(self._stop_by) as self._draining:
                 await self._traffic.wait_idle()
@@ -200,7 +200,7 @@ class ApiServer:
             self._warn_where_open()
 
     async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
-        """A new key, told this once. Raises InvalidRequest, or KeysUnavailable where it cannot be kept."""
+        """Return a new key, shown this once. Raises InvalidRequest, or KeysUnavailable where it cannot be saved."""
         made = await asyncio.to_thread(self._keys.make, name, scopes, limits)
         log.info("the key %s was made; it may %s", made.name, describe_scopes(made.scopes))
         return made
@@ -223,7 +223,7 @@ class ApiServer:
         log.info("the dialect %s is %s", name, "on" if on else "off")
 
     def status(self) -> ApiStatus:
-        """The server now."""
+        """Return the server's state."""
         runner, listener = self._runner, self._listener
         server = None if runner is None else runner.server
         address = None if listener is None else listener.address
@@ -242,7 +242,7 @@ class ApiServer:
         )
 
     def report(self) -> ApiReport:
-        """Who asks, how much, and what went wrong."""
+        """Return clients, keys, dialects and failures."""
         traffic = self._traffic
         per_second = traffic.per_second()
         return ApiReport(
@@ -265,21 +265,21 @@ class ApiServer:
             await self._runner.cleanup()
             self._runner = None
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_regularly(self) -> None:
         while True:
             await asyncio.sleep(_SAVE_S)
             await self._save()
             self._renew_certificate()
 
     async def _save(self) -> None:
-        """Write down what keys were used for."""
+        """Save the usage of keys."""
         try:
             await asyncio.to_thread(self._keys.save)
         except KeysUnavailable as error:
             log.warning("%s", error.message)
 
     def _renew_certificate(self) -> None:
-        """Take what a renewal wrote."""
+        """Reload the certificate where its files changed."""
         try:
             if self._certificate is not None and self._certificate.renew():  # here, between two handshakes
                 log.info("the renewed certificate is in use")
@@ -287,11 +287,11 @@ class ApiServer:
             log.warning("%s; the old certificate stays in use", error.message)
 
     def _is_reached_at(self, host: str) -> bool:
-        """Whether others reach it there, which nobody said is to be open to all."""
+        """Return whether others reach the server at that host, without --no-auth."""
         return not is_loopback(host) and not self._settings.no_auth
 
     def _refuse_unprotected(self, address: Address) -> None:
-        """Raise Unprotected where everybody who reaches that address could ask."""
+        """Raise Unprotected where no key protects an address that others reach."""
         if self._is_reached_at(address.host) and not self._keys.required:
             raise Unprotected(
                 f"Not listening on {address} without a key: everybody who reaches it could ask. Make one (ericllm "

@@ -72,7 +72,7 @@ class DialectRegistry:
 
     def error_formatter(self, request: web.Request) -> ErrorFormatter:
         """Return the formatter of errors for the request, as far as it can be chosen before the body is read."""
-        if here := self._asked(request):
+        if here := self._candidates(request):
             return here[0].format_error
         if request.match_info.http_exception is None:
             return envelope
@@ -87,7 +87,7 @@ class DialectRegistry:
     async def of(self, request: web.Request) -> Dialect | None:
         """Return the dialect that the request is in, None where it is in none; where several have an endpoint there,
         its body decides, which is read then. A body that is no JSON object is refused by the first of them."""
-        here = self._asked(request)
+        here = self._candidates(request)
         if len(here) < 2:
             return here[0] if here else None
         if request.method in READ_METHODS:
@@ -155,7 +155,7 @@ class DialectRegistry:
         method = "GET" if request.method == "HEAD" else request.method
         return {} if resource is None else self._at.get((method, resource.canonical), {})
 
-    def _asked(self, request: web.Request) -> list[Dialect]:
+    def _candidates(self, request: web.Request) -> list[Dialect]:
         """Return the dialects that the request may be in, by its place and headers."""
         here = [self._dialects[name] for name in self._here(request)]
         if len(here) < 2:

@@ -1,4 +1,4 @@
-"""Errors as HTTP shows them: OpenAI's shape where a dialect has no other, and the few that only HTTP knows."""
+"""Errors of HTTP itself, and OpenAI's shape of errors, the default of dialects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotAuthorized(EngineError):
 
 
 class Forbidden(EngineError):
-    """Not from there, or not without a key."""
+    """The request may not come from there, or not without a key."""
 
     code = "forbidden"
     http_status = 403
@@ -46,7 +46,7 @@ class DialectOff(NotFound):
 
 
 class MethodNotAllowed(EngineError):
-    """The path knows other methods; details: allowed."""
+    """The path has other methods; details: allowed."""
 
     code = "method_not_allowed"
     http_status = 405
@@ -60,14 +60,14 @@ class BodyTooLarge(EngineError):
 
 
 class UnknownEncoding(EngineError):
-    """The body is packed in a way that is not understood here; details: encodings."""
+    """The body has an unsupported Content-Encoding; details: encodings."""
 
     code = "unknown_encoding"
     http_status = 415
 
 
 class UnknownExpectation(EngineError):
-    """The client expects what this server does not do."""
+    """The Expect header is not supported."""
 
     code = "unknown_expectation"
     http_status = 417
@@ -88,14 +88,14 @@ class HeadersTooLarge(EngineError):
 
 
 class Misdirected(EngineError):
-    """The server goes by no such name."""
+    """The Host header is no name of this server."""
 
     code = "misdirected"
     http_status = 421
 
 
 class BadHttp(EngineError):
-    """The request is no HTTP that we understand."""
+    """The request is not valid HTTP."""
 
     code = "bad_request"
     http_status = 400
@@ -112,21 +112,21 @@ class RequestCancelled(EngineError):
 
 
 class InternalError(EngineError):
-    """Something nobody foresaw; the log has the details."""
+    """An unexpected error; the log has the details."""
 
     code = "internal_error"
     http_status = 500
 
 
 class CannotListen(EngineError):
-    """The server could not be started; details: host, port."""
+    """The server cannot listen there; details: host, port."""
 
     code = "cannot_listen"
     http_status = 500
 
 
 class Unprotected(CannotListen):
-    """Everybody who reaches the address could ask without a key; details: host, port."""
+    """All who reach the address could send requests without a key; details: host, port."""
 
     code = "unprotected"
     http_status = 400
@@ -142,17 +142,17 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """What an error answer holds."""
+    """The body of an error."""
 
     error: ErrorBody
 
 
 ErrorFormatter = Callable[[EngineError], object]
-"""What makes the JSON body of an error: each dialect has a shape of its own."""
+"""Makes the JSON body of an error, in the shape of a dialect."""
 
 
 def envelope(error: EngineError) -> ErrorEnvelope:
-    """The error in OpenAI's shape, and in its words where clients look for them."""
+    """Return the error in OpenAI's shape."""
     param = error.details.get("param")
     return ErrorEnvelope(
         ErrorBody(
@@ -165,7 +165,7 @@ def envelope(error: EngineError) -> ErrorEnvelope:
 
 
 def _sentence(error: EngineError) -> str:
-    """The message; of a prompt that is too long, it is OpenAI's two sentences: clients look for one or the other."""
+    """Return the error's sentence. About a prompt that is too long it is OpenAI's two, which clients parse."""
     match error.details:
         case {"max_model_len": context, "prompt_tokens": tokens, "limit": limit} if isinstance(
             error, ContextLengthExceeded
@@ -181,7 +181,7 @@ def _sentence(error: EngineError) -> str:
 
 
 def error_response(error: EngineError, format_error: ErrorFormatter = envelope) -> web.Response:
-    """The error as an answer, with Retry-After where trying again makes sense."""
+    """Return the error as a response, with Retry-After where a retry may succeed."""
     response = json_response(format_error(error), status=error.http_status)
     if error.http_status in (429, 503):
         delay_s = error.details.get("retry_after_s")
@@ -197,7 +197,7 @@ def error_response(error: EngineError, format_error: ErrorFormatter = envelope) 
 
 
 def json_response(body: object, *, status: int = 200) -> web.Response:
-    """A struct (or anything msgspec knows) as a JSON answer."""
+    """Return a struct, or any other type of msgspec's, as a JSON response."""
     return web.Response(body=msgspec.json.encode(body, enc_hook=_plain), status=status, content_type="application/json")
 
 
@@ -208,7 +208,7 @@ def _plain(value: object) -> str:
 
 
 def is_server_side(error: EngineError) -> bool:
-    """True where nothing is wrong with the request: the server failed, or its operator ended the work."""
+    """Return whether the server failed, or its operator cancelled the work."""
     return error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR or isinstance(error, RequestCancelled | LoadCancelled)
 
 

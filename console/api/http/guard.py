@@ -1,7 +1,7 @@
-"""What is refused whoever asks: pages from elsewhere, names that were pointed at this machine, too many requests.
+"""Checks before authentication: pages of other origins, DNS rebinding, too many requests.
 
-A page in a browser asks with the rights of the machine that it is shown on: it reaches loopback there, and where its
-own name was pointed at that (DNS rebinding) may even read the answer. It cannot hide its name: Host or Origin has it.
+A page in a browser has the rights of its machine: it reaches loopback there, and where its own name resolves to that
+(DNS rebinding) may even read the answer. It cannot hide its name: Host or Origin has it.
 """
 
 from __future__ import annotations
@@ -89,23 +89,23 @@ def requested_hosts(request: web.Request) -> list[str]:
 
 
 def is_own_host(named: str, hosts: Collection[str]) -> bool:
-    """Whether a name, with or without a port, is one of this server on loopback."""
+    """Return whether a name, with or without a port, is one of this server on loopback."""
     name = _named_host(named)
     return is_loopback(name) or name.endswith(".localhost") or ANY_HOST in hosts or name in hosts
 
 
 def _named_host(named: str) -> str:
-    """The name in a Host header, "" where it is none."""
+    """Return the name in a Host header, "" where it is invalid."""
     try:
         parts = urlsplit(f"//{named}")
-        _ = parts.port  # which must be one
+        _ = parts.port  # raises ValueError where it is no port
         return (parts.hostname or "").rstrip(".")
     except ValueError:
         return ""
 
 
 def _is_open(origin: str, request: web.Request, origins: Collection[str]) -> bool:
-    """Whether a page from there may ask: one of ours, or of those that are let in."""
+    """Return whether pages of that origin may send requests: the server's own pages, and those of the setting."""
     return _is_listed(origin, origins) or _host_of(origin) == request.headers.get("Host", "").lower()
 
 
@@ -114,12 +114,12 @@ def _is_listed(origin: str, origins: Collection[str]) -> bool:
 
 
 def _host_of(origin: str) -> str | None:
-    """Host and port of an origin, None where it has none, as "null"."""
+    """Return host and port of an origin, None where it has none, as "null"."""
     return origin.lower().partition("://")[2] or None
 
 
 def _could_change(request: web.Request) -> bool:
-    """Any page may open a websocket; what a browser asks first would be done next."""
+    """Return whether a request may change something: a websocket, or the request that a preflight announces."""
     return not is_read_only(request.method, request.headers) or _is_preflight(request)
 
 

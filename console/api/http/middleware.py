@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a count, and errors in the shape of its dialect."""
+"""Middlewares for every request: its id, its count, its dialect, and errors in that dialect's shape."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ log = logging.getLogger("api")
 
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _POLLED = f"{ADMIN}call/"
-_UNHEARD = logging.DEBUG - 1
-"""A console elsewhere polls: a line for each time that it reads the log would have it read again."""
+_BELOW_DEBUG = logging.DEBUG - 1
+"""An attached console polls: a log line for each of its polls would cause the next one."""
 
-_LONGEST_PATH = 200
-"""Characters of a path in the log, of which memory keeps thousands of lines."""
+_MAX_PATH_CHARACTERS = 200
+"""Of a path in the log, thousands of whose lines are in memory."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
-    """Counts, and logs one line per request."""
+    """Return the middleware that counts requests and logs one line for each."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -55,10 +55,10 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
                 record_client_closed(request)
             traffic.leave(call)
             log.log(
-                _loudness(request),
+                _log_level(request),
                 "%s %s %d in %.3f s",
                 request.method,
-                request.raw_path.partition("?")[0][:_LONGEST_PATH],
+                request.raw_path.partition("?")[0][:_MAX_PATH_CHARACTERS],
                 status or CLIENT_CLOSED_STATUS,
                 clock() - began,
             )
@@ -68,7 +68,7 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in the shape of the request's dialect. What nobody foresaw is logged and told in a plain sentence."""
+    """Answer errors in the shape of the request's dialect. The details of an unexpected error are logged alone."""
     try:
         return await handler(request)
     except EngineError as error:
@@ -86,9 +86,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 
 def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
-    """Determines the dialect of a request; one that is switched off is a 404.
+    """Return the middleware that determines the dialect of a request; one that is switched off is a 404.
 
-    While the server stops, work is turned away in the shape of its dialect; who only looks is answered.
+    While the server stops, work is refused in the shape of its dialect; requests that only read are answered.
     """
 
     @web.middleware
@@ -130,15 +130,15 @@ def response_signer(
 
 
 def _id_of(request: web.Request) -> str:
-    """The client's own where it is harmless, else a new one."""
+    """Return the client's id of the request where it is harmless, else a new one."""
     given = request.headers.get(REQUEST_ID, "")
     return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
 
 
-def _loudness(request: web.Request) -> int:
-    """The level of the line that a request gets in the log."""
+def _log_level(request: web.Request) -> int:
+    """Return the level of a request's line in the log."""
     if request.method in READ_METHODS and request.path.startswith(_POLLED):
-        return _UNHEARD
+        return _BELOW_DEBUG
     return logging.DEBUG if request.path in _QUIET_PATHS else logging.INFO
 
 

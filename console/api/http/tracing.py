@@ -1,10 +1,10 @@
-"""OpenTelemetry traces: for each request to a model its HTTP span, one for each answer, and in it queue, prefill and
-decode with the times that the engine took of them.
+"""OpenTelemetry traces: for each request to a model its HTTP span, one span for each answer, and in it queue, prefill
+and decode with the engine's times.
 
 Spans are made when a request is over and sent by a thread of the SDK's. Nothing of OpenTelemetry is imported unless an
 endpoint is set. Attributes are those of the semantic conventions for HTTP servers and generative AI; the SDK's own
-variables hold as far as they do not say where to (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
-OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*). What was asked and answered is never told.
+variables hold but for those of the address (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
+OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_*). Prompts and answers are never part of a span.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TracingUnavailable(EngineError):
 
 
 class Phase(NamedTuple):
-    """A part of a request's life, in seconds since it was submitted. lost: the worker died with it."""
+    """A phase of a request, in seconds since it was submitted. lost: True if its worker died."""
 
     name: Literal["queue", "prefill", "decode"]
     since_s: float
@@ -56,19 +56,19 @@ class Phase(NamedTuple):
 
 
 class Tracing:
-    """A Watcher that makes spans. processor: who takes them."""
+    """A RequestObserver that makes spans. processor: receives them."""
 
     def __init__(self, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
-        named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": SERVICE}
-        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        resource = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": SERVICE}
+        self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("ericllm.api")
 
     def on_request(self, request: web.Request, call: Call, outcome: RequestOutcome) -> None:
-        """Tell of a request to a model, as part of the trace that its client says."""
+        """Make the spans of a request to a model, as part of its client's trace."""
         if not call.dialect:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -88,13 +88,13 @@ class Tracing:
             context = set_span_in_context(span)
             for work in outcome.works:
                 for row, stays in zip(work.rows, work.stays, strict=True):
-                    self._tell_answer(context, call.operation, work, row, stays)
+                    self._trace_answer(context, call.operation, work, row, stays)
         span.end(_ns(outcome.at + outcome.total_s))
 
-    def _tell_answer(
+    def _trace_answer(
         self, context: Context, operation: str, work: EngineWork, row: RequestRow, stays: Sequence[WorkerSpan]
     ) -> None:
-        """One answer, and in it the phases that it came through."""
+        """Make the span of one answer, and in it those of its phases."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         answer = self._tracer.start_span(
@@ -123,7 +123,7 @@ class Tracing:
 
 
 def open_tracing(endpoint: str) -> Tracing:
-    """Traces sent to an OTLP/HTTP endpoint, as http://127.0.0.1:4318; its usual path is added where it has none.
+    """Return traces that are sent to an OTLP/HTTP endpoint, as http://127.0.0.1:4318; without a path it gets the usual.
 
     Raises TracingUnavailable.
     """
@@ -140,7 +140,7 @@ def open_tracing(endpoint: str) -> Tracing:
 
 
 def traces_url(endpoint: str) -> str:
-    """Where traces are sent to. Raises TracingUnavailable for what is no address."""
+    """Return the URL to send traces to. Raises TracingUnavailable where `endpoint` is none."""
     try:
         parts = urlsplit(endpoint)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -152,7 +152,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def phases_of(row: RequestRow, stays: Sequence[WorkerSpan]) -> Iterator[Phase]:
-    """What a request came through, one after the other. One that lost its worker waits again, and goes on elsewhere."""
+    """Yield the phases of a request in their order. One that lost its worker waits again, and continues on another."""
     at = 0.0
     for stay in stays:
         if not at or stay.since_s > at:

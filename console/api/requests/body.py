@@ -1,4 +1,4 @@
-"""Reading a request body: JSON, then the fields of a schema. Whatever is wrong with it names its field."""
+"""Request bodies: JSON, then the fields of a schema. Every error names its field."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _SHAPES = {
     "list_type": "should be an array",
     "model_type": "should be an object",
 }
-"""Pydantic names these by what they are in Python."""
+"""Pydantic names these types by Python's words."""
 
 _SUBJECT = re.compile(r"(?:Input|String|List|Dictionary) ")
-"""How pydantic's sentences begin, where ours begin with the field's name."""
+"""Beginning of pydantic's sentences; ours begin with the field's name."""
 
 _SHOWN_CHARACTERS = 40
 
 
 def whole_number(value: object) -> object:
-    """2.0 as 2, for JSON has one kind of number; anything else as it is."""
+    """Return 2.0 as 2, for JSON has one kind of number; any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def whole_numbers(value: object) -> object:
-    """An array of numbers, each as `whole_number` has it, in milliseconds where all are integers; else as it is."""
+    """Return an array of numbers, each as `whole_number` has it; quick where all are integers."""
     is_mixed = isinstance(value, list) and float in set(map(type, value))
     return [whole_number(each) for each in cast(list[object], value)] if is_mixed else value
 
@@ -56,7 +56,7 @@ _WHOLE = (whole_number, whole_numbers)
 
 
 def _taking_whole_floats(schema: Any) -> Any:
-    """A core schema whose integers may be written as floats, and whose arrays are wrong with their first wrong item."""
+    """Return a core schema whose integers may be written as floats and whose arrays stop at the first wrong item."""
     match schema:
         case {"type": "list", "items_schema": {"type": "int"}}:
             ids = cast(core_schema.ListSchema, {**schema, "fail_fast": True})
@@ -78,16 +78,16 @@ def _taking_whole_floats(schema: Any) -> Any:
 class Body(BaseModel):
     """Base of every request body. null is the same as leaving a field out.
 
-    refused: fields that clients send but we do not honour: fine at their neutral values, an error otherwise.
+    refused: fields that are not supported: accepted at their neutral values, an error otherwise.
     inert: fields that change nothing about an answer, whatever their value.
-    aliases: other names that clients have for a field.
-    clamped: fields that are brought into what there is room for, or what means the same, and how.
-    refused_within: likewise `refused`, of what stands within a field; by that field's name as a path.
-    internal: fields that are filled in from elsewhere, and unknown to clients.
-    rules: JSON schemas of what must hold of several fields together; for /openapi.json alone.
-    ranges: lowest and highest values of numbers, as they are checked later; likewise.
-    prompt_field: which of them becomes the prompt; errors about that name it.
-    max_entries: how many an array or object may have, which is looked at before anything in it; those of its bases too.
+    aliases: other names of fields.
+    clamped: fields whose value is brought into bounds, or to one that means the same, and how.
+    refused_within: as `refused`, for fields within a field; by that field's path.
+    internal: fields that clients cannot send.
+    rules: JSON schemas of constraints on several fields; for /openapi.json alone.
+    ranges: lowest and highest values of numbers, which are checked later; likewise.
+    prompt_field: the field that becomes the prompt, which errors about the prompt name.
+    max_entries: max length of arrays and objects, checked before their content; those of the bases too.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -105,13 +105,13 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """How the body is validated."""
+        """Return the schema that validates the body."""
         taking: CoreSchema = _taking_whole_floats(handler(source))
         return taking
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """What the body takes, as /openapi.json tells it."""
+        """Return the body's schema for /openapi.json."""
         schema = handler.resolve_ref_schema(handler(core))
         others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
         schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges, cls._limits()))
@@ -119,14 +119,14 @@ class Body(BaseModel):
 
     @classmethod
     def _docs(cls) -> list[str]:
-        """What is said of its fields, the nearest first."""
+        """Return the docstrings about its fields, the nearest first."""
         bases = [base for base in cls.__mro__ if issubclass(base, Body) and base is not Body]
         return [inspect.cleandoc(base.__doc__ or "") for base in bases]
 
     @classmethod
     @cache
     def _limits(cls) -> Mapping[str, int]:
-        """Entries that its fields may have."""
+        """Return max_entries of the class and its bases."""
         limits: dict[str, int] = {}
         for base in reversed(cls.__mro__):
             limits |= vars(base).get("max_entries", {})
@@ -134,12 +134,12 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """The body in `raw`; raises InvalidRequest, its details naming the field as `param`."""
+        """Read a body; raises InvalidRequest, whose `param` names the field at fault."""
         return cls.of(json_object(raw))
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Self:
-        """The body in a JSON object that was read already; raises as `parse` does."""
+        """Read a body from a parsed JSON object; raises as `parse` does."""
         try:
             fields, sent_as = cls._screen(document)
         except InvalidRequest as error:
@@ -152,8 +152,8 @@ class Body(BaseModel):
 
     @classmethod
     def _screen(cls, document: dict[str, object]) -> tuple[dict[str, object], dict[str, str]]:
-        """Only the fields that we honour, and how each was called; raises for others unless inert or neutral."""
-        kept: dict[str, object] = {}
+        """Return the supported fields, and the client's name of each; raises for others unless inert or neutral."""
+        fields: dict[str, object] = {}
         sent_as: dict[str, str] = {}
         limits = cls._limits()
         for name, value in document.items():
@@ -161,20 +161,20 @@ class Body(BaseModel):
             if field in cls.model_fields:
                 if value is None:
                     continue
-                if field in kept and kept[field] != value:
+                if field in fields and fields[field] != value:
                     raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
                 if isinstance(value, list | dict) and len(value) > (most := limits.get(field, len(value))):
                     raise InvalidRequest(f"{name} has {len(value)} entries; it may have {most}", param=name)
-                kept[field], sent_as[field] = value, name
+                fields[field], sent_as[field] = value, name
             elif name in cls.refused:
                 cls.refused[name].check(name, value)
             elif name not in cls.inert:
                 raise InvalidRequest(f"{name} is not a field that this endpoint knows", param=name)
-        return kept, sent_as
+        return fields, sent_as
 
 
 async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") -> T:
-    """The request's body as `schema`; raises InvalidRequest. absent: what no body at all stands for."""
+    """Read the request's body as `schema`; raises InvalidRequest. absent: the meaning of no body at all."""
     if (call := find_call(request)) is not None:
         call.prompt_field = schema.prompt_field
     document = await document_of(request, absent)
@@ -184,7 +184,7 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
 
 
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
-    """Pydantic's finding as one sentence that begins with the field's name, as the client has it."""
+    """Return pydantic's error as one sentence that begins with the client's name of the field."""
     first, *inner = error["loc"] or ("",)
     param = _dotted((sent_as.get(str(first), first), *inner))
     if error["type"] == "missing":
@@ -199,7 +199,7 @@ def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """('stop', 1) -> 'stop[1]'."""
+    """Return ('stop', 1) as 'stop[1]'."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -207,7 +207,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object, *, is_of_kind: bool) -> str:
-    """A wrong value; what kind it is where that is wrong, or the value long. is_of_kind: the kind is the one wanted."""
+    """Return a wrong value as text; its type where that is wrong, or the value long. is_of_kind: the type is right."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return format_number(value)
     if isinstance(value, str) and is_of_kind:

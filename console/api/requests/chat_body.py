@@ -52,10 +52,10 @@ OPENAI_INERT = FRONTEND_INERT | frozenset(
         "prompt_cache_key",  # a hint: prefixes are cached by what they are
         "prompt_cache_retention",  # likewise
         "request_id",  # answers carry ids of our own
-        "safety_identifier",  # who asks; not looked at
+        "safety_identifier",  # labels of the client's own
         "service_tier",  # there is one
-        "truncation_length",  # to what the frontend has cut the prompt; a longer one is refused, never cut
-        "user",  # who asks; not looked at
+        "truncation_length",  # the frontend truncates to it; longer prompts are refused
+        "user",  # labels of the client's own
     }
 )
 
@@ -74,20 +74,22 @@ class StreamOptions(BaseModel):
 
 
 class OpenAiFields(SamplingFields):
-    """Fields of both dialects besides sampling. prompt_logprobs: as vLLM has it, alternatives at each place of the
-    prompt."""
+    """Fields of completions and chat besides sampling.
+
+    prompt_logprobs: as vLLM has it, alternatives at each place of the prompt.
+    """
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
 
     def check_prompt_logprobs(self) -> None:
-        """Raise InvalidRequest where prompt_logprobs are asked for in a stream, whose chunks have no place for them."""
+        """Raise InvalidRequest for prompt_logprobs in a stream, whose chunks have no place for them."""
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs are not given in a stream", param="prompt_logprobs")
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with the usage; raises InvalidRequest where there is no stream."""
+        """True if the stream ends with the usage; raises InvalidRequest where there is no stream."""
         if self.stream_options is None:
             return False
         if not self.stream:
@@ -96,7 +98,7 @@ class OpenAiFields(SamplingFields):
 
 
 class ChatBody(OpenAiFields, ConversationFields):
-    """What the endpoint takes. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
+    """A chat request. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
 
     refused = _REFUSED
     inert = OPENAI_INERT
@@ -109,7 +111,7 @@ class ChatBody(OpenAiFields, ConversationFields):
 
     @property
     def token_limit(self) -> int | None:
-        """Whichever limit was given; raises InvalidRequest where they differ."""
+        """The limit, by either name; raises InvalidRequest where they differ."""
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -36,11 +36,11 @@ async def chat_prompt(
     variables: Mapping[str, object] = _NOTHING,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> Prompt:
-    """The conversation as the model's template and tokenizer have it, and how another model would; with tools no other
-    would do, for how calls are read depends on the model.
+    """Return the prompt of a conversation, which another model can encode again unless it has tools: how calls are
+    parsed depends on the model.
 
-    continue_final: the last turn is an answer begun, which goes on.  opens_answer: the prompt ends with the start of an
-    answer; None is where none goes on.  variables: for the template; tools: definitions, as `ToolUse` has them.
+    continue_final: the last turn is the beginning of the answer.  opens_answer: the prompt ends with the start of an
+    answer; None is the opposite of continue_final.  variables: for the template; tools: definitions, as `ToolUse` has.
     Raises InvalidRequest where the template cannot render the turns.
     """
     as_text = partial(
@@ -71,9 +71,9 @@ async def _system_tokens(
     variables: Mapping[str, object],
     tools: Sequence[Mapping[str, object]] | None,
 ) -> int:
-    """How many of the ids come before all that was asked and answered: the system messages that the conversation begins
-    with, the tools, and what the template says around them. It is found by rendering another question after them: what
-    comes before that one cannot tell what was asked. 0 where the template puts them elsewhere."""
+    """Return the number of ids before the first question: the system messages that the conversation begins with, the
+    tools, and the template's text around them. They are found by rendering another question after them: the ids before
+    that one do not depend on the question. 0 where the template puts them elsewhere."""
     system = list(takewhile(lambda turn: turn["role"] == "system", turns))
     try:
         other = await render(
@@ -90,8 +90,8 @@ async def _system_tokens(
     start, question, _ = other.partition(_QUESTION)
     if not question or not text.startswith(start):
         return 0
-    (known,) = await model.encode([start], add_special_tokens=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, ids, strict=False)))
+    (prefix,) = await model.encode([start], add_special_tokens=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, ids, strict=False)))
 
 
 async def _encode(as_text: Callable[[Tokenizer], Awaitable[str]], tokenizer: Tokenizer) -> list[int]:
@@ -99,19 +99,19 @@ async def _encode(as_text: Callable[[Tokenizer], Awaitable[str]], tokenizer: Tok
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
 
 
-# What a conversation is asked with, whatever is to become of it: its messages, its tools, and how it is rendered.
+# Fields of a conversation: its messages, its tools, and its rendering.
 
 MAX_TEMPLATE_VARIABLES = 64
-"""More than any template looks at."""
+"""More than any template reads."""
 
 
 class ConversationFields(Body):
-    """A conversation, and how the model's chat template makes a prompt of it.
+    """A conversation, and its rendering with the model's chat template.
 
-    tools: functions that the model may call.  tool_choice: none, auto (which is as the model likes), required, or a
-    function by its name.  parallel_tool_calls: whether one answer may make several calls.
-    add_generation_prompt: the prompt ends with the start of an answer; it does where nothing is said.
-    continue_final_message: the last message is an answer begun, which goes on.
+    tools: functions that the model may call.  tool_choice: none, auto (the model decides), required, or a function by
+    its name.  parallel_tool_calls: one answer may make several calls.
+    add_generation_prompt: the prompt ends with the start of an answer, which is the default.
+    continue_final_message: the last message is the beginning of the answer.
     chat_template_kwargs: variables for the model's own template (enable_thinking, say).
     """
 
@@ -128,11 +128,11 @@ class ConversationFields(Body):
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     async def tool_use(self, model: ServedModel) -> ToolUse:
-        """The tools that the model is told of; raises InvalidRequest. Grammars are made beside the event loop."""
+        """Return the tools for the prompt; raises InvalidRequest. Grammars are compiled in a thread."""
         return await asyncio.to_thread(self._tool_use, model) if self.tools else self._tool_use(model)
 
     async def prompt(self, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> Prompt:
-        """`turns` as the model's template and tokenizer have them; raises InvalidRequest."""
+        """Return the prompt of `turns`; raises InvalidRequest."""
         return await chat_prompt(
             model,
             turns,
@@ -148,7 +148,7 @@ class ConversationFields(Body):
 
     @property
     def _opens_answer(self) -> bool:
-        """Whether the prompt ends with the start of an answer; raises InvalidRequest where two fields disagree."""
+        """True if the prompt ends with the start of an answer; raises InvalidRequest where two fields disagree."""
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, and the prompt text that the model's template makes of them."""
+"""Chat messages as clients send them, and their rendering with the model's chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"
 
 
 def read_messages(messages: Sequence[object]) -> list[Turn]:
-    """The turns as a template wants them, each with plain text; raises InvalidRequest saying which message is wrong."""
+    """Return the turns for a template, each with plain text; raises InvalidRequest naming the message at fault."""
     if not messages:
         raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
     _check_arguments(messages)
@@ -34,7 +34,7 @@ def read_messages(messages: Sequence[object]) -> list[Turn]:
 
 
 def with_negative_prompt(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
-    """The same conversation with `negative_prompt` as its system message; with none where that is empty.
+    """Return the conversation with `negative_prompt` as its system message; without any where that is empty.
 
     Raises InvalidRequest where nothing is left then.
     """
@@ -58,13 +58,13 @@ async def render(
     tools: Sequence[Mapping[str, object]] | None = None,
     client: str = "",
 ) -> str:
-    """The prompt text. continue_final: it ends with the text of the last turn, so that the answer goes on from there.
+    """Return the prompt text. continue_final: it ends with the text of the last turn, which the answer continues.
 
-    tools: what the template is told of them.  client: who asks.
+    tools: their definitions for the template.  client: the sender of the request.
     Raises InvalidRequest where the template cannot render the turns.
     """
-    if taken := sorted(_RESERVED & variables.keys()):
-        raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]}", param="chat_template_kwargs")
+    if reserved := sorted(_RESERVED & variables.keys()):
+        raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
     if continue_final:
@@ -82,7 +82,7 @@ async def render(
 
 
 def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
-    """Turns with calls as the model's template takes them; raises InvalidRequest for one that would leave them out."""
+    """Return turns with calls as the model's template takes them; raises InvalidRequest for one that ignores calls."""
     template = tokenizer.tool_template
     if template is not None and "tool_calls" not in template.source:
         raise InvalidRequest(
@@ -92,7 +92,7 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _check_arguments(messages: Sequence[object]) -> None:
-    """Raise InvalidRequest where what calls were made with, which is JSON within JSON, holds more than a body may."""
+    """Raise InvalidRequest where arguments of calls, which are JSON within JSON, hold more than a body may."""
     calls = [call for message in messages if isinstance(message, dict) for call in _listed(message.get("tool_calls"))]
     functions = [call.get("function") for call in calls if isinstance(call, dict)]
     texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
@@ -123,20 +123,20 @@ def _read_message(message: object, where: str) -> Turn:
 
 
 def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
-    """The turn by its role: with the calls that it made, or the call that it answers."""
+    """Return the turn by its role, with its calls, or the call that it answers."""
     content, calls = message.get("content"), message.get("tool_calls")
     if role == "assistant" and calls:
-        said = "" if content is None else _content(content, where)
+        text = "" if content is None else _content(content, where)
         at = f"{where}.tool_calls"
-        return calling_turn(said, read_calls(calls, at), at)
-    said = _content(content, where)
+        return calling_turn(text, read_calls(calls, at), at)
+    text = _content(content, where)
     if role != "tool":
-        return {"role": role, "content": said}
+        return {"role": role, "content": text}
     call_id = message.get("tool_call_id")
     if not isinstance(call_id, str) or not call_id:
         at = f"{where}.tool_call_id"
         raise InvalidRequest(f"{at} should be the id of the call that this answers", param=at)
-    return result_turn(call_id, said)
+    return result_turn(call_id, text)
 
 
 def _role(role: object, where: str) -> str:
@@ -147,7 +147,7 @@ def _role(role: object, where: str) -> str:
 
 
 def _content(content: object, where: str) -> str:
-    """Text, or the text of all parts, each on a line of its own."""
+    """Return the text, of all parts where it has several, each on a line of its own."""
     where = f"{where}.content"
     if isinstance(content, str):
         return content
@@ -166,13 +166,13 @@ def _part(part: object, where: str) -> str:
 
 
 def _marked(turn: Turn) -> Turn:
-    """The turn with a mark where its text ends, which templates neither trim nor take for one of their own words."""
+    """Return the turn with a mark at the end of its text, which templates neither trim nor take for a token."""
     content = str(turn["content"] or "")
     return turn | {"content": content + _MARK} if content.strip() else turn
 
 
 def _up_to_mark(text: str) -> str:
-    """`text` as far as its mark: what a template adds after a turn is not part of it."""
+    """Return `text` up to its mark, without what a template adds after a turn."""
     found = text.rfind(_MARK)
     if found < 0:
         raise InvalidRequest(

@@ -27,20 +27,20 @@ StoppedBy = str | int | None
 """A stop string, or the id of a stop token, that ended an answer; None where neither did."""
 
 MANY_LOGPROBS = 1024
-"""Those of more tokens than these are put into their shape beside the event loop."""
+"""Log-probabilities of more tokens are formatted in a thread."""
 
 _PACKED_BYTES = 8
-"""A prompt's log-probability, or an alternative to it, has more."""
+"""Less than one log-probability of a prompt takes."""
 
 STRETCH_S = 0.005
-"""How long the answers of one request are submitted, or cancelled, at a stretch."""
+"""Max time of submitting or cancelling answers of one request before other work gets its turn."""
 
 _SEEDS = 2**64
 
 
 @dataclass(slots=True)
 class GeneratedAnswer:
-    """One choice, whole: what its deltas add up to. prompt_logprobs: packed, as in StreamDelta."""
+    """One whole choice, the sum of its deltas. prompt_logprobs: packed, as in StreamDelta."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -51,13 +51,13 @@ class GeneratedAnswer:
 
     @property
     def likelihood(self) -> float:
-        """Its mean log-probability per token; the least of all where it has none."""
+        """Mean log-probability per token, minus infinity without any."""
         return fmean(record.logprob for record in self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(slots=True)
 class TokenUsage:
-    """What a generation has used so far. prompt: each prompt counts once, however many answers it gets."""
+    """Tokens that a generation used so far. prompt: each prompt counts once, whatever its number of answers."""
 
     prompt: int = 0
     cached: int = 0
@@ -90,7 +90,7 @@ class Generation:
         self._engine = engine
         movable = not _names_tokens(params)
         single = len(prompts) * n == 1
-        together = [Choices(n) if n > 1 else None for _ in prompts]
+        groups = [Choices(n) if n > 1 else None for _ in prompts]
         self._requests = [
             GenerateRequest(
                 id=request_id if single else f"{request_id}-{i * n + choice}",
@@ -105,7 +105,7 @@ class Generation:
                 cache_salt=cache_salt,
                 shared_tokens=prompt.shared_tokens,
                 encode=prompt.encode if movable else None,
-                choices=together[i],
+                choices=groups[i],
                 continues=prompt.continues,
                 embed=embed,
             )
@@ -143,12 +143,12 @@ class Generation:
             raise
 
     def cancel(self, reason: EngineError | None = None) -> None:
-        """End every answer that has not ended; whoever reads them gets `reason`, or RequestCancelled."""
+        """End every answer under way; its reader gets `reason`, or RequestCancelled."""
         self._cut_by = reason or self._cut_by
         self._cancel_some(deque(self._streams))
 
     def _cancel_some(self, streams: deque[RequestStream]) -> None:
-        """Hundreds of them end in several turns of the loop."""
+        """Cancel some streams, and the rest in later turns of the loop."""
         loop = asyncio.get_running_loop()
         until = loop.time() + STRETCH_S
         while streams and loop.time() < until:
@@ -158,7 +158,7 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """How many answers there are to be."""
+        """Number of answers."""
         return len(self._output_tokens)
 
     @property
@@ -172,7 +172,7 @@ class Generation:
 
     @property
     def work(self) -> EngineWork:
-        """What the engine did, once it has."""
+        """The engine's work of the answers that have ended."""
         ended = [stream for stream in self._streams if stream.row is not None]
         return EngineWork(
             id=self._id,
@@ -198,7 +198,7 @@ class Generation:
                 raise failure
 
     async def answers(self) -> list[GeneratedAnswer]:
-        """Every answer, whole; raises EngineError as `deltas` does."""
+        """Return all whole answers; raises EngineError as `deltas` does."""
         answers = [GeneratedAnswer() for _ in self._streams]
         pieces: list[list[str]] = [[] for _ in self._streams]
         async with aclosing(self.deltas()) as deltas:
@@ -214,14 +214,14 @@ class Generation:
         return answers
 
     def stop_reason(self, delta: StreamDelta) -> StoppedBy:
-        """What ended the answer that ends with this delta."""
+        """Return the stop string or token that ended the answer with this delta."""
         if delta.finish != "stop" or delta.stop:
             return delta.stop or None
         last = delta.token_ids[-1] if delta.token_ids else None
         return last if last in self._params.stop_token_ids and last not in self._eos_ids else None
 
     def _failure(self, delta: StreamDelta) -> EngineError | None:
-        """What a reader is told instead of an answer that did not end by itself."""
+        """Return the error for the reader of an answer that did not end by itself."""
         match delta.finish:
             case "cancelled":
                 return self._cut_by or RequestCancelled("The request was cancelled by the operator of this server")
@@ -253,14 +253,14 @@ class Generation:
 
 
 async def respond(answers: Sequence[GeneratedAnswer], shape: Callable[[], object], model: ServedModel) -> web.Response:
-    """The JSON of what `shape` makes of answers; made beside the event loop where that is many log-probabilities."""
+    """Return the response that `shape` makes of answers, made in a thread where it has many log-probabilities."""
     logprobs = sum(len(answer.prompt_logprobs) // _PACKED_BYTES + len(answer.logprobs) for answer in answers)
     many = logprobs > MANY_LOGPROBS
     return await model.offload(lambda: json_response(shape())) if many else json_response(shape())
 
 
 def best_of_each(answers: Sequence[GeneratedAnswer], made: int, given: int) -> list[GeneratedAnswer]:
-    """Of every `made` answers, which are those to one prompt, the `given` likeliest, best first."""
+    """Return the `given` likeliest of every `made` answers, which are those to one prompt, best first."""
     if made == given:
         return list(answers)
     return [
@@ -275,7 +275,7 @@ def _next(stream: RequestStream) -> asyncio.Future[StreamDelta]:
 
 
 def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Answers to one prompt differ by their seed; it wraps around where it would leave 64 bits."""
+    """Return the parameters of one answer: those to one prompt differ by their seed, which wraps around at 64 bits."""
     if params.seed is None or choice == 0:
         return params
     seed = (params.seed + choice + _SEEDS // 2) % _SEEDS - _SEEDS // 2
@@ -283,8 +283,7 @@ def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def _names_tokens(params: SamplingParams) -> bool:
-    """Whether these settings hold ids of one tokenizer, or ask for some of its, so that they mean nothing to another
-    model."""
+    """Return whether parameters name token ids, or ask for some, so that they mean nothing to another model."""
     return params.prompt_logprobs is not None or bool(
         params.logit_bias
         or params.stop_token_ids

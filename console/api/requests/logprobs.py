@@ -10,11 +10,11 @@ from engine.backends.base import TokenLogprob
 from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 LOWEST = -9999.0
-"""What OpenAI writes for a probability of zero; JSON has no infinity."""
+"""OpenAI's value for a probability of zero; JSON has no infinity."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A token that could have come."""
+    """An alternative to a token."""
 
     token: str
     logprob: float
@@ -22,7 +22,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
-    """A token that came, and the likeliest at its place. bytes: what it adds to the text, part of a character maybe."""
+    """A token of the answer, and the likeliest at its place. bytes: its part of the text, maybe of a character."""
 
     token: str
     logprob: float
@@ -31,14 +31,16 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Those of one choice or chunk."""
+    """Log-probabilities of one choice or chunk."""
 
     content: list[ChatLogprob]
     refusal: None = None
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Those of one choice or chunk, as parallel lists. text_offset: characters, from the start of the choice's text.
+    """Log-probabilities of one choice or chunk, as parallel lists.
+
+    text_offset: characters, from the start of the choice's text.
 
     The first token of a prompt came after nothing: it has null in place of what others have.
     """
@@ -50,7 +52,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """A token that stood at a place of the prompt, or could have, as vLLM tells of it. rank: 1 for the likeliest."""
+    """A token of the prompt, or an alternative to one, as vLLM has it. rank: 1 for the likeliest."""
 
     logprob: float
     rank: int
@@ -78,11 +80,11 @@ class TextOffsets:
 
     @classmethod
     def within(cls, text: str, tokenizer: Tokenizer) -> TextOffsets:
-        """Those of tokens whose text is known."""
+        """Offsets of tokens within a text."""
         return cls(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=False), within=text)
 
     def push(self, token_id: int) -> int:
-        """Where `token_id` begins, which comes next."""
+        """Return the offset of the next token, `token_id`."""
         at = self._at
         if token_id not in self._tokenizer.special_ids or self._shows(self.text_of(token_id)):
             unwritten = self._unwritten(token_id)
@@ -90,22 +92,22 @@ class TextOffsets:
         return at
 
     def text_of(self, token_id: int) -> str:
-        """What `token_id` would add if it came next; U+FFFD in place of a part of a character."""
+        """Return what `token_id` would add as the next token; U+FFFD for part of a character."""
         text = _decoded(self._text.bytes_of(token_id))
         return text[1:] if self._unwritten(token_id) else text
 
     def _unwritten(self, token_id: int) -> bool:
-        """Whether the token begins with a space that SentencePiece put after a control token by itself."""
+        """Return whether the token begins with a space that SentencePiece itself put after a control token."""
         text = _decoded(self._text.bytes_of(token_id))
         return text.startswith(" ") and not self._shows(text) and self._shows(text[1:])
 
     def _shows(self, piece: str) -> bool:
-        """Whether the text goes on like this, as far as it is known."""
+        """Return whether the text continues like this, as far as the text reaches."""
         return self._within is None or self._within.startswith(piece, self._at - self._start)
 
 
 def chat_logprobs(records: Sequence[TokenLogprob], text: IncrementalDetokenizer) -> ChatLogprobs:
-    """The chat shape of `records`, whose tokens come next in `text`."""
+    """Return `records` in the shape of chat. text: before their tokens."""
     return ChatLogprobs([_chat_logprob(record, text) for record in records])
 
 
@@ -116,7 +118,7 @@ def completion_logprobs(
     offsets: TextOffsets,
     top: int,
 ) -> CompletionLogprobs:
-    """The completions shape of `records`, one for each token. offsets: before the first of them.
+    """Return `records` in the shape of completions, one for each token. offsets: before the first of them.
 
     top: how many alternatives were asked for, 0 for none; the token itself is among them, as OpenAI has it.
     """
@@ -131,7 +133,7 @@ def completion_logprobs(
 
 
 def joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    """Both, one after the other; None where there is none."""
+    """Return both, one after the other; None without any."""
     if first is None or second is None:
         return first or second
     return CompletionLogprobs(
@@ -143,7 +145,7 @@ def joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) 
 
 
 def prompt_logprobs(records: Sequence[TokenLogprob | None], tokenizer: Tokenizer, top: int) -> PromptLogprobs:
-    """vLLM's shape of what a prompt's tokens are told of with, the token itself first and then `top` alternatives."""
+    """Return the log-probabilities of a prompt in vLLM's shape: each token, then its `top` alternatives."""
     return [None if record is None else _by_id(record, tokenizer, top) for record in records]
 
 

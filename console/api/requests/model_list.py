@@ -1,4 +1,4 @@
-"""The models and adapters that a request may name."""
+"""The models and adapters that requests may name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The one table of parameters that clients send and we do not honour, and of those that mean nothing to us; those that
-are brought into bounds are in `console.api.requests.parameters`.
+"""Parameters that are refused, ignored or clamped, as far as dialects share them.
 
-A refused parameter is fine while its value changes nothing; any other value is an error that names it.
+A refused parameter passes while its value changes nothing; any other value is an error that names it.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.config import PARAMETERS
 from engine.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a parameter is not honoured, and the values (besides null) at which that makes no difference."""
+    """Why a parameter is not supported, and its neutral values (besides null), which pass."""
 
     reason: str
     neutral: tuple[object, ...] = ()
@@ -26,7 +26,7 @@ class Refusal:
 
 
 def _same_kind(value: object, neutral: object) -> bool:
-    """Keeps true and 1 apart."""
+    """Return whether both or neither are booleans: true is not 1."""
     return isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -59,7 +59,7 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
     "return_token_ids": Refusal("use logprobs for what the tokens were", (False,)),
-    "return_tokens_as_token_ids": Refusal("tokens are told as text", (False,)),
+    "return_tokens_as_token_ids": Refusal("tokens are text", (False,)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
     "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),
     "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
@@ -69,12 +69,12 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),
     "vllm_xargs": Refusal("there are no arguments beyond the fields", ({},)),
 }
-"""Asked of every dialect by clients of vLLM, TabbyAPI and text-generation-webui."""
+"""Sampling parameters of vLLM, TabbyAPI and text-generation-webui that no dialect supports."""
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "audio": Refusal(TEXT_ONLY),
     "function_call": Refusal("use tool_calls, which replaced it"),
-    "refusal": Refusal("put what was said into content"),
+    "refusal": Refusal("put its text into content"),
 }
 
 FRONTEND_INERT = frozenset(
@@ -89,25 +89,19 @@ FRONTEND_INERT = frozenset(
         "speculative_ngram",  # how an answer is computed, which does not change it
     }
 )
-"""What text frontends send along with everything."""
+"""Fields that text frontends send with every request."""
 
 
-# Which parameters are brought to what there is room for, or to what means the same here, and how.
-#
-# A client that sends one is not refused; /openapi.json and docs/api/parameters.md say what becomes of it.
+# Clamped parameters, whose values are brought into bounds, or to one that means the same, as /openapi.json and
+# docs/api/parameters.md say.
 
 ROOM = "to the room that the prompt leaves in the context"
 NO_DEFAULT_LENGTH = f"{ROOM}; left out, it is that, or --max-output-len"
 DEFAULT_TO_LIMIT = "its default to --max-output-len"
 DEFAULT_LENGTH = f"{ROOM}; {DEFAULT_TO_LIMIT}, too"
 CONTEXT_LENGTH = "to the context that the model was loaded with"
-_OFF = "-1 is 0, which is off"
-_EVERYTHING = "-1 is 0, which is everything"
-
 SAMPLING_CLAMPED: Mapping[str, str] = {
-    "dry_range": _EVERYTHING,
+    **{row.http_name: f"{row.sent_low} is {row.low}" for row in PARAMETERS.values() if row.sent_low is not None},
     "dynatemp_range": "the lower end to 0",
     "min_tokens": ROOM,
-    "repetition_range": _EVERYTHING,
-    "top_k": _OFF,
 }

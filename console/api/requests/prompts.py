@@ -18,7 +18,7 @@ from engine.requests.request import Encode, compact_ids
 from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer, begins_text
 
 _READ_AT_ONCE = 65_536
-"""Characters and ids of several prompts."""
+"""Characters and ids of prompts that are tokenized together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Prompt:
     shared_tokens: int = 0
 
     def answer_text(self, tokenizer: Tokenizer, params: SamplingParams) -> IncrementalDetokenizer:
-        """The text of one answer to it, before its first token, as the worker makes it."""
+        """Return the detokenizer of one answer, before its first token, as the worker has it."""
         return IncrementalDetokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
@@ -63,8 +63,8 @@ async def read_prompts(
 
 
 async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> list[int]:
-    """What stands where the prompt stands and is guided away from: negative_prompt, or, where that is empty, the
-    model's start token alone. Empty without guidance. Raises InvalidRequest."""
+    """Return the ids to guide away from, in the prompt's place: negative_prompt, or, where that is empty, the model's
+    start token alone. Empty without guidance. Raises InvalidRequest."""
     if fields.cfg_scale == 1.0:
         return []
     if fields.negative_prompt:
@@ -78,7 +78,7 @@ async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> lis
 
 
 def count_prompts(value: object, param: str = "prompt") -> int:
-    """How many prompts `value` holds. Raises InvalidRequest where it is no array, string or token ids."""
+    """Return the number of prompts in `value`. Raises InvalidRequest where it is no array, string or token ids."""
     return len(_items(value, param))
 
 
@@ -93,7 +93,7 @@ async def _read(items: Sequence[object], model: ServedModel, param: str) -> list
 
 
 def _parts(items: Iterable[object]) -> Iterator[list[object]]:
-    """Prompts that are read together: meanwhile the tokenizer takes thirty times the memory that their ids take."""
+    """Yield prompts to read together: meanwhile the tokenizer takes thirty times the memory of their ids."""
     part: list[object] = []
     size = 0
     for item in items:
@@ -110,7 +110,7 @@ async def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _items(value: object, param: str) -> list[object]:
-    """The single prompts in `value`."""
+    """Return the single prompts in `value`."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):

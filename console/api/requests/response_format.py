@@ -1,4 +1,4 @@
-"""How clients hold an answer to a format: the fields of OpenAI, and those that clients of vLLM and TabbyAPI send."""
+"""Fields that constrain the format of an answer: OpenAI's, and those of vLLM's and TabbyAPI's clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.config import Grammar
 from engine.errors import InvalidRequest
 
 Named = tuple[str, Callable[[], Grammar]]
-"""A field that asks for a format, as the client has it, and what makes the grammar of it."""
+"""A field that asks for a format, by the client's name, and the function that makes its grammar."""
 
 _ANY_OBJECT = "structured_outputs.json_object"
 _SCHEMA = WithJsonSchema({"anyOf": [{"type": "object"}, {"const": True}, {"type": "string"}, {"type": "null"}]})
@@ -33,7 +33,7 @@ class _Part(BaseModel):
 
 
 class JsonSchemaFormat(_Part):
-    """A JSON schema under a name. strict: false leaves keywords aside that answers cannot be held to."""
+    """A JSON schema with a name. strict: False ignores keywords that grammars cannot express."""
 
     name: str | None = None
     description: str | None = None
@@ -70,7 +70,7 @@ class ResponseFormat(_Part):
     json_schema: JsonSchemaFormat | None = None
 
     def named(self, max_bytes: int) -> Iterator[Named]:
-        """What it asks for, if anything. Raises InvalidRequest where a schema lacks."""
+        """Yield the format that it asks for, if any. Raises InvalidRequest where the schema is missing."""
         if self.type == "json_object":
             yield "response_format", json_object_grammar
         elif self.type == "json_schema":
@@ -94,7 +94,7 @@ class StructuredOutputs(_Part):
     disable_any_whitespace: Literal[False] | None = None
 
     def named(self, max_bytes: int) -> Iterator[Named]:
-        """What it asks for; raises InvalidRequest where that is nothing."""
+        """Yield the format that it asks for; raises InvalidRequest where there is none."""
         found = [*_formats("structured_outputs.", self.json_schema, self.regex, self.choice, self.grammar, max_bytes)]
         if self.json_object:
             found.append((_ANY_OBJECT, partial(json_object_grammar, _ANY_OBJECT)))
@@ -107,7 +107,7 @@ class StructuredOutputs(_Part):
 
 
 class FormatFields(Body):
-    """What a request says of the format of its answer; at most one of these may ask for one.
+    """Fields for the format of the answer, only one of which may be set.
 
     guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs: vLLM's, older and newer.
     json_schema, regex_pattern, grammar_string: TabbyAPI's, the last one text-generation-webui's too.
@@ -125,7 +125,7 @@ class FormatFields(Body):
     grammar_string: str | None = None
 
     def format(self, max_bytes: int = MAX_SCHEMA_BYTES) -> Grammar | None:
-        """What the answer is held to, None for nothing; a fraction of a second's work at worst.
+        """Return the grammar of the answer, None for any text; takes a fraction of a second at worst.
 
         max_bytes: of a schema, a regular expression or a grammar. Raises InvalidRequest naming the field.
         """
@@ -137,7 +137,7 @@ class FormatFields(Body):
 
     @property
     def asks_for_format(self) -> bool:
-        """Whether `format` has anything to do."""
+        """True if the answer has a format."""
         return any(getattr(self, name) is not None for name in FormatFields.model_fields)
 
     def _named(self, max_bytes: int) -> Iterator[Named]:
@@ -159,7 +159,7 @@ class FormatFields(Body):
 def _formats(
     prefix: str, schema: object, regex: str | None, choice: list[str] | None, grammar: str | None, max_bytes: int
 ) -> Iterator[Named]:
-    """Those that are given, each under its name after the prefix."""
+    """Yield the formats that are set, each under its name after the prefix."""
     if schema is not None:
         yield _json(f"{prefix}json", schema, max_bytes)
     if regex is not None:

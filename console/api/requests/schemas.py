@@ -1,4 +1,4 @@
-"""What a request body's JSON schema says besides its fields: other names, what is refused, what changes nothing."""
+"""Descriptions of endpoints and JSON schemas of bodies, of which /openapi.json is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema
 from console.api.requests.parameters import Refusal
 from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, MAX_STOP_STRINGS, TINY
 
-# What an endpoint takes and gives, said right at it: /openapi.json is made of that and of nothing else.
+# Bodies and answers of an endpoint, declared at its handler.
 #
 # @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion)
 # async def _post(self, request: web.Request) -> web.StreamResponse: ...
@@ -29,7 +29,7 @@ Operation = Literal["chat", "text_completion", "embeddings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
-    """One way of asking one endpoint.
+    """One kind of request to an endpoint.
 
     success: the status of an answer that is no error; None where every answer is one.
     body: the schema that reads it; None where there is none.  optional: whether it may be left out.
@@ -54,7 +54,7 @@ class EndpointSpec:
 
 
 def describes(summary: str, **fields: Any) -> Callable[[H], H]:
-    """Say what a handler takes and gives; fields: as Described has them."""
+    """Declare a handler's body and answers. fields: those of EndpointSpec."""
 
     def mark(handler: H) -> H:
         return attach_specs(handler, EndpointSpec(summary=summary, **fields))
@@ -63,13 +63,13 @@ def describes(summary: str, **fields: Any) -> Callable[[H], H]:
 
 
 def attach_specs(handler: H, *described: EndpointSpec) -> H:
-    """Say it of a handler that hands on to several others, one for each of them."""
+    """Declare several kinds of requests to one handler."""
     setattr(handler, _ATTRIBUTE, described)
     return handler
 
 
 def endpoint_specs(handler: object) -> tuple[EndpointSpec, ...]:
-    """What was said of a handler: one entry for each way of asking it, none where nothing was said."""
+    """Return what a handler declares: one entry for each kind of request."""
     found: tuple[EndpointSpec, ...] = getattr(handler, _ATTRIBUTE, ())
     return found
 
@@ -77,7 +77,7 @@ def endpoint_specs(handler: object) -> tuple[EndpointSpec, ...]:
 JsonSchema = dict[str, Any]
 
 _ENTRY = re.compile(r"(?:^|\n|  )\s*([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*): ")
-"""Where a docstring begins to tell what a field means."""
+"""Start of a field's meaning in a docstring."""
 
 TEXTS = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 """One text, or several."""
@@ -94,7 +94,7 @@ BANNED_STRINGS = WithJsonSchema(
         "maxItems": MAX_BANNED_STRINGS,
     }
 )
-"""Texts that no answer has."""
+"""Texts that answers never contain."""
 
 BIASES = WithJsonSchema(
     {
@@ -108,10 +108,10 @@ BIASES = WithJsonSchema(
 SAMPLERS = WithJsonSchema(
     {"anyOf": [{"type": "array", "items": {"type": ["string", "integer"]}}, {"type": "string"}, {"type": "null"}]}
 )
-"""Samplers in an order."""
+"""An order of samplers."""
 
 ANSWER_TOKENS = WithJsonSchema({"type": "integer", "minimum": 1})
-"""How many tokens an answer may have."""
+"""Max tokens of an answer."""
 
 ANY_TEXT: JsonSchema = {"type": "string"}
 SOME_TEXT: JsonSchema = {"type": "string", "minLength": 1}
@@ -119,7 +119,7 @@ TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
 
 _TOKEN_ID: JsonSchema = {"type": "integer", "minimum": 0}
 TOKEN_IDS = WithJsonSchema({"type": "array", "items": _TOKEN_ID})
-"""Some of the model's tokens, of which there are fewer than this says."""
+"""Token ids; their upper bound depends on the model."""
 
 
 def _prompts(text: JsonSchema) -> WithJsonSchema:
@@ -131,11 +131,11 @@ PROMPTS = _prompts(ANY_TEXT)
 """One prompt as text or token ids, or several."""
 
 TEXTS_TO_EMBED = _prompts(SOME_TEXT)
-"""Likewise, where none is empty."""
+"""One text or several, or token ids, none empty."""
 
 
 def message_schema(*roles: str, required: Collection[str] = ("content",), **fields: JsonSchema) -> JsonSchema:
-    """A message of one of these roles. null is the same as leaving a field out."""
+    """Return the schema of a message of one of these roles. null is the same as leaving a field out."""
     return {
         "type": "object",
         "properties": {"role": {"enum": list(roles)}, **fields},
@@ -210,7 +210,7 @@ TOOL_CHOICE = WithJsonSchema(
         ]
     }
 )
-"""Which tools an answer has to call, or may."""
+"""The tools that an answer may call, or has to."""
 
 
 def completed(
@@ -225,15 +225,15 @@ def completed(
     ranges: Mapping[str, tuple[float, float]],
     limits: Mapping[str, int],
 ) -> JsonSchema:
-    """The schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
+    """Return the schema of a body whose fields are those of `schema`. null is the same as leaving a field out.
 
-    docs: the docstrings that say what the fields mean, the nearest first.  rules: what must hold besides.
-    ranges: lowest and highest values of fields that say none of their own.  limits: entries of arrays and objects.
+    docs: docstrings with the meanings of fields, the nearest first.  rules: further constraints.
+    ranges: lowest and highest values of fields without their own.  limits: max length of arrays and objects.
     """
     docs = list(docs)
     fields, required = schema.get("properties", {}), schema.get("required", [])
-    known = {name: field for name, field in fields.items() if name not in internal}
-    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in known.items()}
+    public = {name: field for name, field in fields.items() if name not in internal}
+    untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in public.items()}
     untitled |= {name: _within(untitled[name], *bounds) for name, bounds in ranges.items() if name in untitled}
     untitled |= {name: _counted(untitled[name], limit) for name, limit in limits.items() if name in untitled}
     properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
@@ -255,8 +255,8 @@ def completed(
 
 
 def meanings(docs: Iterable[str]) -> dict[str, str]:
-    """What docstrings say of each field: `name: meaning` or `name, other: meaning`, on a line of its own or after two
-    spaces."""
+    """Return the meanings of fields in docstrings: `name: meaning` or `name, other: meaning`, on a line of its own or
+    after two spaces."""
     found: dict[str, str] = {}
     for doc in docs:
         entries = list(_ENTRY.finditer(doc))
@@ -288,7 +288,7 @@ def _within(field: JsonSchema, low: float, high: float) -> JsonSchema:
 
 
 def _counted(field: JsonSchema, limit: int) -> JsonSchema:
-    """The field, no array and no object of which has more than `limit` entries."""
+    """Return the field's schema with max `limit` entries in arrays and objects."""
     if "anyOf" in field:
         return {**field, "anyOf": [_counted(kind, limit) for kind in field["anyOf"]]}
     most = {"array": "maxItems", "object": "maxProperties"}.get(field.get("type", ""))

@@ -1,4 +1,4 @@
-"""The model that answers: its name, its tokenizer and its limits, as one HTTP request sees them from start to end."""
+"""The model of one HTTP request: its name, tokenizer and limits, the same from start to end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.text.tokenizer import Tokenizer, TokenSpan
 T = TypeVar("T")
 
 LONG_TEXT = 4096
-"""Characters: what a shorter text comes to, of which one character may become 18, is tokenized in 60 ms at worst."""
+"""Characters: a shorter text, of which one character may become 18, is tokenized in 60 ms at worst."""
 
 MANY_TOKENS = 4096
 
@@ -29,21 +29,21 @@ MAX_COUNTED_TOKENS = 2**18
 """Tokens of a text that is counted, where the context has fewer: the tokenizer takes 140 bytes for each."""
 
 _PIECE = 32_768
-"""Characters that are tokenized at once to find out whether a long text has too many tokens."""
+"""Characters that are tokenized at once to check a long text for too many tokens."""
 
 _SPARE = 64
-"""What is cut out of a text begins and ends with other tokens than it has in the whole: so many more at most."""
+"""Max tokens that a part of a text has beyond those it has within the text: its ends are tokenized differently."""
 
 RETRY_LOADING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that is ready. name: what its answers call it, as the client did where it named one.
+    """A model that is ready. name: in answers; the client's own name of it, if any.
 
-    asked: what the client named, "" for nothing.  key, adapter: as in GenerateRequest.
-    thread: for what holds the interpreter for long.  client: who asks, for whom that is done.
-    shares_system: whether its workers share what they computed of system prompts among all clients.
+    asked: the client's name of it, "" for none.  key, adapter: as in GenerateRequest.
+    thread: for work that holds the interpreter for long.  client: the sender of the request.
+    shares_system: True if its workers share computed system prompts among all clients.
     """
 
     name: str
@@ -58,20 +58,20 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """All that an answer depends on besides its request, in a few characters."""
+        """Digest of all that an answer depends on besides its request."""
         loaded = self.loaded
         computed = (loaded.backend, loaded.dtype, loaded.attention, loaded.linear, *loaded.devices)
         text = "\n".join((product_version(), self.key, self.adapter, *computed))
         return f"fp_{hashlib.blake2s(text.encode(), digest_size=5).hexdigest()}"
 
     async def offload(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done in the thread."""
+        """Run `work` in the thread."""
         return await self.thread.run(work, self.client)
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Ids of each text; long ones are tokenized beside the event loop, which the tokenizer leaves free meanwhile.
+        """Return the ids of each text; long ones are tokenized in a thread, without the interpreter's lock.
 
         max_tokens: of each, where they are to be no prompt, which the context bounds.
         Raises ContextLengthExceeded, before most of the work, for a text that has far more.
@@ -81,8 +81,8 @@ class ServedModel:
         return await asyncio.to_thread(self._encode, texts, add_special_tokens, max_tokens)
 
     async def part(self, text: str, tokens: int, *, end: bool = False) -> str:
-        """The beginning, or the end, of a text that is to be cut to so many tokens: with these and some to spare, where
-        it has more. It is found beside the event loop, and costs what its tokens do."""
+        """Return the beginning, or the end, of a text that is to be truncated: `tokens` tokens and some to spare. It is
+        found in a thread, at the cost of these tokens."""
         if tokens > self.loaded.max_model_len:
             return text
         characters = tokens * self.tokenizer.longest_token
@@ -92,21 +92,21 @@ class ServedModel:
         return await asyncio.to_thread(self._part, text, tokens, end)
 
     def _part(self, text: str, tokens: int, end: bool) -> str:
-        kept, left = 0, tokens + _SPARE // 2
-        while left > 0 and kept < len(text):
-            until = len(text) - kept
-            piece = text[max(0, until - _PIECE) : until] if end else text[kept : kept + _PIECE]
+        length, left = 0, tokens + _SPARE // 2
+        while left > 0 and length < len(text):
+            until = len(text) - length
+            piece = text[max(0, until - _PIECE) : until] if end else text[length : length + _PIECE]
             part, count = self.tokenizer.cut(piece, left, end=end)
-            kept, left = kept + len(part), left - count
-        return text[len(text) - kept :] if end else text[:kept]
+            length, left = length + len(part), left - count
+        return text[len(text) - length :] if end else text[:length]
 
     async def count(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text that is to be no prompt, and so may be longer than one. Raises InvalidRequest."""
+        """Return the ids of a text that is no prompt, and so may be longer than one. Raises InvalidRequest."""
         [ids] = await self.encode([text], add_special_tokens=add_special_tokens, max_tokens=self._max_counted)
         return ids
 
     async def spans(self, text: str) -> list[TokenSpan]:
-        """The tokens of such a text and where they stand in it; raises as `count` does."""
+        """Return the tokens of such a text with their places in it; raises as `count` does."""
         if len(text) < MANY_TOKENS and self.tokenizer.is_quick:
             return self.tokenizer.spans(text)
         return await asyncio.to_thread(self._spans, text)
@@ -125,7 +125,7 @@ class ServedModel:
         return self.tokenizer.spans(text)
 
     async def decode(self, token_ids: list[int], param: str) -> str:
-        """What a prompt of ids says; long ones are read beside the event loop.
+        """Return the text of a prompt of ids; long ones are decoded in a thread.
 
         Raises InvalidRequest naming `param` for an id that the model has no token for, and ContextLengthExceeded,
         before the work, for more of them than can fit.
@@ -203,9 +203,11 @@ async def served_model(
     client: str = "",
     unnamed: Collection[str] = (),
 ) -> ServedModel:
-    """The model that `wanted` names (the first where it is empty), once it answers, with the adapter that `wanted` or
-    `lora` names. thread: for decoding long prompts.  client: who sends the request.  unnamed: names that stand for the
-    first model, unless a model has one of them.
+    """Return the model that `wanted` names (the first where it is empty), once it is ready, with the adapter that
+    `wanted` or `lora` names.
+
+    thread: for decoding long prompts.  client: the sender of the request.  unnamed: names that stand for the first
+    model, unless a model has one of them.
 
     Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
     backend takes none per request.
@@ -249,7 +251,7 @@ def _adapter(serving: Serving, lora: str | None) -> str:
 
 
 def _fixed(serving: Serving) -> str:
-    """Why no request can choose its adapter."""
+    """Return why requests cannot choose their adapter."""
     same = f"the adapter {serving.spec.lora.name}" if serving.spec.lora is not None else "no adapter"
     return (
         f"the {serving.model.backend} backend takes no adapter per request: "
@@ -258,7 +260,7 @@ def _fixed(serving: Serving) -> str:
 
 
 def not_ready(status: ModelStatus) -> NoModelLoaded:
-    """Why no model answers."""
+    """Return the error about the state of the model."""
     sentence = "No model is loaded"
     if status.state == "failed" and status.error is not None:
         sentence = "No model is loaded: the last load failed"

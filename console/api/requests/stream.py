@@ -24,7 +24,7 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How one JSON document becomes a chunk. ping: what is sent to keep a silent stream open."""
+    """Framing of JSON documents as chunks. ping: keeps a silent stream open."""
 
     content_type: str
     frame: Callable[[bytes], bytes]
@@ -70,7 +70,7 @@ class ChunkStream:
         return await self._end(error)
 
     async def send(self, document: object) -> None:
-        """Send one struct as a chunk; raises ConnectionError when the client is gone or reads no more."""
+        """Send one struct as a chunk; raises ConnectionError when the client has left or stopped reading."""
         await self.send_raw(msgspec.json.encode(document))
 
     async def send_raw(self, document: bytes) -> None:
@@ -81,8 +81,8 @@ class ChunkStream:
         self._call.sent_bytes += len(chunk)
 
     def _keep_open(self, ping: bytes) -> None:
-        """Ping where the stream was silent for long, unless its client has more to read as it is. One timer for the
-        whole stream: one for each chunk would cost as much as the chunk."""
+        """Ping after a long silence, unless the client has unread bytes. One timer serves the whole stream: a timer per
+        chunk would cost as much as the chunk."""
         ping_s = self._settings.ping_s
         left_s = ping_s - (self._loop.time() - self._wrote_at)
         if left_s <= 0:
@@ -97,7 +97,7 @@ class ChunkStream:
             await self.response.write(ping)
 
     async def _end(self, error: BaseException | None) -> bool:
-        """Send what is left to say; whether that deals with the error."""
+        """Send what is left; return whether that handles the error."""
         if isinstance(error, ConnectionError):
             record_client_closed(self._request)
             return True

@@ -1,4 +1,4 @@
-"""Structured output: from what clients say in their various ways to the one Grammar that the engine knows.
+"""Structured output: the engine's Grammar from the forms that clients send.
 
 Every function here refuses what nothing can be held to, naming the client's field. That is a fraction of a second's
 work at worst, and nothing for a grammar that was seen lately.
@@ -73,7 +73,7 @@ def lark_grammar(text: object, param: str, *, max_bytes: int = MAX_SCHEMA_BYTES)
 
 
 def _json(value: object, param: str, max_bytes: int) -> str:
-    """The value as JSON. Raises InvalidRequest as soon as that is too long, or where it is nested too deeply."""
+    """Return the value as JSON. Raises InvalidRequest as soon as that is too long, or where it is nested too deeply."""
     pieces: list[str] = []
     room = max_bytes
     try:
@@ -97,7 +97,7 @@ def _checked(grammar: Grammar, max_bytes: int) -> Grammar:
 
 @lru_cache(_CHECKED_KEPT)
 def _check(grammar: Grammar) -> None:
-    """`check`, once for each grammar that clients use again and again; one that is refused is tried anew."""
+    """Check a grammar once for all requests that use it; one that is refused is checked each time."""
     grammars.check(grammar)
 
 

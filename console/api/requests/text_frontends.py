@@ -1,5 +1,5 @@
-"""Answers under way that a client may look at or stop from another connection, as KoboldCpp's and
-text-generation-webui's APIs have it.
+"""Shared by KoboldAI's and text-generation-webui's dialects: truncated prompts, and answers under way that a client
+reads or stops from another connection.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.errors import EngineError, InvalidRequest
 from engine.requests.request import compact_ids
 from engine.text.tokenizer import Tokenizer
 
-# Prompts of dialects that cut what is too long: its end is what the answer goes on from.
+# Prompts of dialects that truncate: the end of a long prompt is kept.
 
 
 @dataclass(frozen=True, slots=True)
 class TruncatedPrompt:
-    """How a text becomes a prompt. limit: most tokens that are kept, the last ones but for a start token and `head`.
+    """A text as a prompt. limit: max tokens to keep, the last ones, besides a start token and `head`.
 
-    head: a text that stands before it and is never cut.  add_special_tokens: whether the model's own go around it.
+    head: text before it, never truncated.  add_special_tokens: with those that the model expects around it.
     """
 
     text: str
@@ -43,7 +43,7 @@ class TruncatedPrompt:
     add_special_tokens: bool = True
 
     async def __call__(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids for a model, which may be another than the one that the limit is of."""
+        """Return the ids for a model, maybe another than that of the limit."""
         return await asyncio.to_thread(self._encode, tokenizer)
 
     def _encode(self, tokenizer: Tokenizer) -> list[int]:
@@ -51,7 +51,7 @@ class TruncatedPrompt:
         return self._joined(start, tokenizer.encode(self.text, add_special_tokens=self._adds), tokenizer)
 
     async def prompt(self, model: ServedModel) -> Prompt:
-        """The same, where it is long beside the event loop. Raises InvalidRequest where nothing is left."""
+        """Return the prompt; a long one is tokenized in a thread. Raises InvalidRequest where nothing is left."""
         text = await model.part(self.text, self.limit, end=True)
         [start] = await model.encode([self.head], add_special_tokens=self.add_special_tokens) if self.head else [[]]
         [ids] = await model.encode([text], add_special_tokens=self._adds)
@@ -66,7 +66,7 @@ class TruncatedPrompt:
 
     @property
     def _adds(self) -> bool:
-        """Whether the text itself, after its head, gets special tokens."""
+        """True if the text itself, after its head, gets special tokens."""
         return self.add_special_tokens and not self.head
 
     def _joined(self, start: list[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -92,13 +92,15 @@ def room_for_prompt(max_tokens: int, wanted: int | None, model: ServedModel, *, 
     return limit - max_tokens
 
 
-# What the bodies of text frontends (KoboldAI's, text-generation-webui's) have in common: a text and its settings,
-# with a default length of the answer, and a prompt that is cut where it is too long.
+# Bodies of text frontends (KoboldAI's, text-generation-webui's): a text and its settings, with a default length of the
+# answer and a prompt that is truncated.
 
 
 class FrontendBody(SamplingFields):
-    """A prompt and its settings. length_field, context_field: what the dialect calls the most tokens of the answer,
-    and of prompt and answer together."""
+    """A prompt and its settings.
+
+    length_field, context_field: the dialect's names for the max tokens of the answer, and of both together.
+    """
 
     length_field: ClassVar[str]
     context_field: ClassVar[str]
@@ -106,7 +108,7 @@ class FrontendBody(SamplingFields):
     prompt: str
 
     async def params(self, model: ServedModel) -> SamplingParams:
-        """What the engine is told; raises InvalidRequest."""
+        """Return the engine's parameters; raises InvalidRequest."""
         negative_ids = await negative_prompt_ids(self, model)
         most = getattr(self, self.length_field)
         return dynamic_temperature_only(
@@ -114,22 +116,22 @@ class FrontendBody(SamplingFields):
         )
 
     async def prompt_for(self, model: ServedModel) -> Prompt:
-        """The end of the prompt that leaves room for the answer; raises InvalidRequest."""
+        """Return the end of the prompt that leaves room for the answer; raises InvalidRequest."""
         answer, context = self.length_field, self.context_field
         room = room_for_prompt(getattr(self, answer), getattr(self, context), model, answer=answer, context=context)
         return await self._cut(room).prompt(model)
 
     def _completed(self) -> SamplingFields:
-        """With what the dialect says in fields of its own."""
+        """Return the sampling fields, with those of the dialect's own applied."""
         return self
 
     def _cut(self, room: int) -> TruncatedPrompt:
-        """The prompt, of which `room` tokens are kept."""
+        """Return the prompt with its last `room` tokens."""
         return TruncatedPrompt(self.prompt, room)
 
 
 class TextPiece(NamedTuple):
-    """What came of one of several answers. finish: why it ended, None while it goes on."""
+    """A piece of one of several answers. finish: why it ended, None before its end."""
 
     choice: int
     text: str
@@ -137,14 +139,14 @@ class TextPiece(NamedTuple):
 
 
 class ClientProgram(NamedTuple):
-    """Who asks, as far as requests without a genkey are told apart: from where, and what it calls itself."""
+    """The program that sends a request, by its address and user agent; distinguishes requests without a genkey."""
 
     address: str
     agent: str
 
 
 class LiveGeneration:
-    """One generation and what has come of it. program: who asked for it."""
+    """One generation and its text so far. program: its client."""
 
     def __init__(self, generation: Generation, program: ClientProgram) -> None:
         self.program = program
@@ -153,21 +155,21 @@ class LiveGeneration:
         self._texts: list[list[str]] = []
 
     def stop(self) -> None:
-        """End it: whoever reads it keeps what has come."""
+        """Stop it: its reader keeps the text so far."""
         self._stopped = True
         self._generation.cancel()
 
     def cancel(self, reason: EngineError | None) -> None:
-        """End it; whoever reads it gets `reason`, or RequestCancelled."""
+        """Cancel it; its reader gets `reason`, or RequestCancelled."""
         self._generation.cancel(reason)
 
     @property
     def text(self) -> str:
-        """The first answer so far."""
+        """Text of the first answer so far."""
         return "".join(self._texts[0]) if self._texts else ""
 
     async def pieces(self) -> AsyncGenerator[TextPiece, None]:
-        """What comes, until it ends or is stopped; raises EngineError as Generation.deltas does."""
+        """Yield pieces until the end or a stop; raises EngineError as Generation.deltas does."""
         try:
             async with aclosing(self._generation.deltas()) as deltas:
                 async for choice, delta in deltas:
@@ -181,7 +183,7 @@ class LiveGeneration:
                 raise
 
     async def answers(self, count: int) -> list[tuple[str, FinishReason | None]]:
-        """Each whole text and why it ended; one that was stopped has no reason of its own."""
+        """Return each whole text and why it ended; None for one that was stopped."""
         finishes: list[FinishReason | None] = [None] * count
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -191,7 +193,7 @@ class LiveGeneration:
 
 
 class LiveGenerations:
-    """Those under way, by whom they are for and the key that the client gave each, "" for none."""
+    """Generations under way, by client and genkey, "" for none."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -201,7 +203,7 @@ class LiveGenerations:
     async def answering(
         self, request: web.Request, kind: str, body: FrontendBody, *, key: str = ""
     ) -> AsyncIterator[LiveGeneration]:
-        """What a body asks for, while it is under way; raises EngineError. kind: what its id begins with."""
+        """Generate for a body while the context lasts; raises EngineError. kind: prefix of its id."""
         context = self._context
         body = limited(body, body.length_field, context.settings.max_output_tokens)
         model = await context.served(request, body)
@@ -212,7 +214,7 @@ class LiveGenerations:
 
     @contextmanager
     def _added(self, request: web.Request, key: str, generation: Generation) -> Iterator[LiveGeneration]:
-        """One while it runs."""
+        """List a generation while it runs."""
         live, place = LiveGeneration(generation, _program_of(request)), (client_of(request), key)
         here = self._live.setdefault(place, [])
         here.append(live)
@@ -224,20 +226,20 @@ class LiveGenerations:
                 self._live.pop(place, None)
 
     def text(self, request: web.Request, key: str) -> str:
-        """What has come of the client's latest with that key, "" where none is under way, or it is not known whose."""
+        """Return the text so far of the client's latest with that key, "" without any or where its owner is unclear."""
         here = [] if self.is_shared(request, key) else self._live.get((client_of(request), key))
         return here[-1].text if here else ""
 
     def stop(self, request: web.Request, key: str) -> bool:
-        """End the client's with that key; False where there are none, or it is not known whose they are."""
+        """Stop the client's with that key; return False without any, or where their owner is unclear."""
         here = [] if self.is_shared(request, key) else list(self._live.get((client_of(request), key), ()))
         for live in here:
             live.stop()
         return bool(here)
 
     def is_shared(self, request: web.Request, key: str) -> bool:
-        """Return whether answers without a key of their own belong to others than who asks: one key, or one address
-        where none is needed, may be that of several people."""
+        """Return whether answers without a genkey may belong to other clients: several may share an API key, or, where
+        none is required, an address."""
         here = self._live.get((client_of(request), key), ())
         return not key and any(live.program != _program_of(request) for live in here)
 

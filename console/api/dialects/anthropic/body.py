@@ -1,4 +1,4 @@
-"""What /v1/messages takes."""
+"""Bodies of /v1/messages and /v1/messages/count_tokens: conversations, tools, output formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest
 _REFUSED: Mapping[str, Refusal] = {
     "container": Refusal("there are no containers here"),
     "context_management": Refusal("a conversation is answered as it is"),
-    "diagnostics": Refusal("GET /metrics tells of the prefix cache"),
+    "diagnostics": Refusal("see GET /metrics for the prefix cache"),
     "inference_geo": Refusal("answers are computed where this server is"),
     "mcp_servers": Refusal("this server calls no others", ([],)),
     "output_format": Refusal("use output_config.format, which replaced it"),
@@ -30,13 +30,13 @@ _REFUSED: Mapping[str, Refusal] = {
 }
 
 _OUTPUT_REFUSED: Mapping[str, Refusal] = {
-    "effort": Refusal("say in a message how much is to be said"),
+    "effort": Refusal("ask for the length of the answer in a message"),
 }
 """Fields of output_config."""
 
 _TOOLS_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal("the model itself calls tools", (["direct"],)),
-    "defer_loading": Refusal("the model is told of all tools", (False,)),
+    "defer_loading": Refusal("all tools are in the prompt", (False,)),
     "input_examples": Refusal("put them into the description", ([],)),
 }
 """Fields of a tool."""
@@ -45,7 +45,7 @@ BLOCKS_REFUSED: Mapping[str, Refusal] = {
     "document": Refusal(TEXT_ONLY),
     "image": Refusal(TEXT_ONLY),
     "redacted_thinking": Refusal(NO_THINKING),
-    "search_result": Refusal("put what was found into text blocks"),
+    "search_result": Refusal("put search results into text blocks"),
     "thinking": Refusal(NO_THINKING),
 }
 """Blocks of a message's content."""
@@ -53,7 +53,7 @@ BLOCKS_REFUSED: Mapping[str, Refusal] = {
 _INERT = frozenset(
     {
         "cache_control",  # prefixes are cached by what they are
-        "metadata",  # who asks; not looked at
+        "metadata",  # labels of the client's own
         "service_tier",  # there is one
     }
 )
@@ -85,7 +85,7 @@ class ToolField(BaseModel):
 
 
 class ChoiceField(BaseModel):
-    """Whether tools are called: as the model likes, some, this one, or none."""
+    """Which tools the answer calls: auto is up to the model, any is at least one, tool is the one of that name."""
 
     model_config = _STRICT
 
@@ -95,7 +95,7 @@ class ChoiceField(BaseModel):
 
     @property
     def choice(self) -> ToolChoice:
-        """The same as every dialect has it; raises InvalidRequest."""
+        """As all dialects have it; raises InvalidRequest."""
         if (self.name is not None) != (self.type == "tool"):
             raise InvalidRequest("tool_choice.name belongs to the type tool, which needs it", param="tool_choice.name")
         match self.type:
@@ -108,7 +108,7 @@ class ChoiceField(BaseModel):
 
 
 class FormatField(BaseModel):
-    """What the answer is held to: JSON by a schema."""
+    """The format of the answer: JSON by a schema."""
 
     model_config = _STRICT
 
@@ -117,7 +117,7 @@ class FormatField(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How the answer is to be."""
+    """Format and effort of the answer."""
 
     model_config = _STRICT
 
@@ -125,7 +125,7 @@ class OutputConfig(BaseModel):
     effort: Annotated[object, WithJsonSchema({"enum": [*_OUTPUT_REFUSED["effort"].neutral, None]})] = None
 
     def named(self, max_bytes: int) -> Iterator[Named]:
-        """What it asks for; raises InvalidRequest."""
+        """Yield the format under its field's name; raises InvalidRequest."""
         _OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
         if self.format is not None:
             name = "output_config.format.schema"
@@ -133,7 +133,7 @@ class OutputConfig(BaseModel):
 
 
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
-    """The tools of a body. Raises InvalidRequest naming what is wrong."""
+    """Return the tools of a body. Raises InvalidRequest naming the field at fault."""
     return tuple(_read(field, f"tools[{i}]") for i, field in enumerate(fields or ()))
 
 
@@ -152,7 +152,7 @@ def _read(field: ToolField, where: str) -> Tool:
 
 
 def _block_schema(kind: str, **fields: JsonSchema) -> JsonSchema:
-    """A block of Anthropic's. Fields that may be left out have null in their type."""
+    """Return the schema of a block. Optional fields have null in their type."""
     required = [name for name, field in fields.items() if "null" not in field.get("type", ())]
     return {
         "type": "object",
@@ -187,17 +187,17 @@ _MESSAGES = conversation_schema(
     _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK),
     _message_schema("system", _TEXT_BLOCK),
 )
-"""Likewise, as Anthropic has it."""
+"""A conversation as Anthropic has it."""
 
 _SYSTEM = WithJsonSchema({"anyOf": [*text_or_parts(_TEXT_BLOCK)["anyOf"], {"type": "null"}]})
-"""What goes before such a conversation."""
+"""System prompt of such a conversation."""
 
 
 class ConversationBody(SamplingFields):
     """A conversation to answer, or to count the tokens of.
 
     system: a string or text blocks.  stop_sequences: `stop` by its name here.  n: each request has one answer.
-    include_stop_str_in_output: a stop sequence is told apart from the answer.
+    include_stop_str_in_output: the stop sequence is a field of the answer, not part of its text.
     """
 
     refused = _REFUSED
@@ -221,14 +221,14 @@ class ConversationBody(SamplingFields):
 
     @property
     def asks_for_format(self) -> bool:
-        """Whether `format` has anything to do."""
+        """True if the answer has a format."""
         return self.output_config is not None or super().asks_for_format
 
     def tool_use(self, model: ServedModel) -> ToolUse:
-        """The tools that the model is told of; raises InvalidRequest. It may take a while where there are tools."""
-        asked = self.tool_choice
-        choice = ToolChoice() if asked is None else asked.choice
-        parallel = asked is None or not asked.disable_parallel_tool_use
+        """Return the tools for the prompt; raises InvalidRequest. Compiling their grammars may take a while."""
+        field = self.tool_choice
+        choice = ToolChoice() if field is None else field.choice
+        parallel = field is None or not field.disable_parallel_tool_use
         return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=parallel)
 
     def _named(self, max_bytes: int) -> Iterator[Named]:

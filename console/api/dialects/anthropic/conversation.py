@@ -1,6 +1,6 @@
-"""Anthropic's messages, put as OpenAI's: that is what templates and everything behind them know.
+"""Anthropic's messages as OpenAI's, which chat templates take.
 
-Turns of one side that follow each other are one turn. A result of a tool is a message of its own.
+Consecutive turns of one side become one turn. The result of a tool becomes a message of its own.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import msgspec
 from console.api.dialects.anthropic.body import BLOCKS_REFUSED
 from engine.errors import InvalidRequest
 
-Spoken = dict[str, Any]
-"""One of OpenAI's messages."""
+Message = dict[str, Any]
+"""One of OpenAI's messages, or a block of Anthropic's."""
 
-_KNOWN = {
+_BLOCK_FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
 """Fields of each block. cache_control changes nothing: prefixes are cached by what they are."""
 
-_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
+_BLOCKS_BY_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
 _ONE_TURN = ("user", "assistant")
 
 
-def read_conversation(system: object, messages: Sequence[object]) -> list[Spoken]:
-    """All that was said, the system's part first. Raises InvalidRequest naming what is wrong."""
+def read_conversation(system: object, messages: Sequence[object]) -> list[Message]:
+    """Return all messages, the system prompt first. Raises InvalidRequest naming the field at fault."""
     if not messages:
         raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
-    said: list[Spoken] = []
+    turns: list[Message] = []
     if system is not None and system != []:
-        said.append({"role": "system", "content": _text(_blocks(system, "system", ("text",)))})
+        turns.append({"role": "system", "content": _text(_blocks(system, "system", ("text",)))})
     for i, message in enumerate(messages):
-        said.extend(_message(message, f"messages[{i}]"))
-    turns = _merged(said)
+        turns.extend(_message(message, f"messages[{i}]"))
+    turns = _merged(turns)
     _check_last(turns[-1], f"messages[{len(messages) - 1}]")
     return turns
 
 
-def goes_on(turns: Sequence[Spoken]) -> bool:
-    """Whether the last turn is an answer begun, from which the answer goes on."""
+def goes_on(turns: Sequence[Message]) -> bool:
+    """Return whether the last turn is the beginning of the answer, to be continued."""
     return bool(turns[-1]["role"] == "assistant")
 
 
-def _check_last(turn: Spoken, where: str) -> None:
-    """What an answer can go on from."""
+def _check_last(turn: Message, where: str) -> None:
+    """Raise InvalidRequest where the answer cannot continue from the last turn."""
     if turn["role"] != "assistant":
         return
     if turn.get("tool_calls"):
@@ -59,28 +59,28 @@ def _check_last(turn: Spoken, where: str) -> None:
         raise InvalidRequest(f"{where} is the answer's beginning, and {wrong}", param=where)
 
 
-def _message(message: object, where: str) -> Iterable[Spoken]:
+def _message(message: object, where: str) -> Iterable[Message]:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object with role and content", param=where)
     if extra := sorted(message.keys() - {"role", "content"}):
         raise InvalidRequest(f"{where}.{extra[0]} is not a field of a message", param=f"{where}.{extra[0]}")
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ALLOWED:
-        raise InvalidRequest(f"{where}.role should be one of {', '.join(_ALLOWED)}", param=f"{where}.role")
-    blocks = _blocks(message.get("content"), f"{where}.content", _ALLOWED[role])
+    if not isinstance(role, str) or role not in _BLOCKS_BY_ROLE:
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_BLOCKS_BY_ROLE)}", param=f"{where}.role")
+    blocks = _blocks(message.get("content"), f"{where}.content", _BLOCKS_BY_ROLE[role])
     return _user_turns(blocks) if role == "user" else [_turn(role, blocks)]
 
 
-def _turn(role: str, blocks: Sequence[Spoken]) -> Spoken:
-    """A turn of the system or the assistant."""
-    turn: Spoken = {"role": role, "content": _text(blocks)}
+def _turn(role: str, blocks: Sequence[Message]) -> Message:
+    """Return a turn of the system or the assistant."""
+    turn: Message = {"role": role, "content": _text(blocks)}
     if calls := [_call(block) for block in blocks if block["type"] == "tool_use"]:
         turn["tool_calls"] = calls
     return turn
 
 
-def _user_turns(blocks: Sequence[Spoken]) -> list[Spoken]:
-    """Each text and each result of a tool, in their order."""
+def _user_turns(blocks: Sequence[Message]) -> list[Message]:
+    """Return a turn for each text and each result of a tool, in their order."""
     return [
         {"role": "user", "content": block["text"]}
         if block["type"] == "text"
@@ -89,34 +89,34 @@ def _user_turns(blocks: Sequence[Spoken]) -> list[Spoken]:
     ]
 
 
-def _call(block: Spoken) -> Spoken:
+def _call(block: Message) -> Message:
     function = {"name": block["name"], "arguments": msgspec.json.encode(block["input"]).decode()}
     return {"id": block["id"], "type": "function", "function": function}
 
 
-def _merged(said: Iterable[Spoken]) -> list[Spoken]:
-    """Turns of one side that follow each other as one."""
-    turns: list[Spoken] = []
-    for role, group in groupby(said, key=itemgetter("role")):
-        together = list(group)
-        turns.extend([_joined(together)] if role in _ONE_TURN else together)
-    return turns
+def _merged(turns: Iterable[Message]) -> list[Message]:
+    """Join consecutive turns of one side."""
+    merged: list[Message] = []
+    for role, group in groupby(turns, key=itemgetter("role")):
+        of_one_side = list(group)
+        merged.extend([_joined(of_one_side)] if role in _ONE_TURN else of_one_side)
+    return merged
 
 
-def _joined(turns: Sequence[Spoken]) -> Spoken:
-    """Several turns of one side as one."""
-    whole: Spoken = {**turns[0], "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
+def _joined(turns: Sequence[Message]) -> Message:
+    """Join turns of one side."""
+    whole: Message = {**turns[0], "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
     if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
         whole["tool_calls"] = calls
     return whole
 
 
-def _text(blocks: Iterable[Spoken]) -> str:
-    """The text of all blocks that are text, each on a line of its own."""
+def _text(blocks: Iterable[Message]) -> str:
+    """Return the text of all text blocks, each on a line of its own."""
     return "\n".join(block["text"] for block in blocks if block["type"] == "text")
 
 
-def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Spoken]:
+def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Message]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -126,7 +126,7 @@ def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Spoken]
     return [_block(block, f"{where}[{i}]", allowed) for i, block in enumerate(content)]
 
 
-def _block(block: object, where: str, allowed: Sequence[str]) -> Spoken:
+def _block(block: object, where: str, allowed: Sequence[str]) -> Message:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{where} should be an object with a type", param=where)
@@ -134,7 +134,7 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Spoken:
         refusal = BLOCKS_REFUSED.get(kind)
         why = f"this may be {' or '.join(allowed)}" if refusal is None else refusal.reason
         raise InvalidRequest(f"{where} has the type {kind}, which is not supported: {why}", param=where)
-    for name in sorted(block.keys() - _KNOWN[kind]):
+    for name in sorted(block.keys() - _BLOCK_FIELDS[kind]):
         raise InvalidRequest(f"{where}.{name} is not a field of a {kind} block", param=f"{where}.{name}")
     match kind:
         case "text":
@@ -145,13 +145,13 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Spoken:
             return _tool_result(block, where)
 
 
-def _text_block(block: Spoken, where: str) -> Spoken:
+def _text_block(block: Message, where: str) -> Message:
     if block.get("citations"):
         raise InvalidRequest(f"{where}.citations is not supported: nothing is cited here", param=f"{where}.citations")
     return {"type": "text", "text": _string(block, "text", where)}
 
 
-def _tool_use(block: Spoken, where: str) -> Spoken:
+def _tool_use(block: Message, where: str) -> Message:
     if not isinstance(block.get("input"), dict):
         raise InvalidRequest(f"{where}.input should be an object", param=f"{where}.input")
     if block.get("caller") not in (None, {"type": "direct"}):
@@ -159,8 +159,8 @@ def _tool_use(block: Spoken, where: str) -> Spoken:
     return {**block, "id": _string(block, "id", where), "name": _string(block, "name", where)}
 
 
-def _tool_result(block: Spoken, where: str) -> Spoken:
-    """Its content as text; that of a tool that failed says so."""
+def _tool_result(block: Message, where: str) -> Message:
+    """Return the block with its content as text, which begins with "Error" where the tool failed."""
     failed = block.get("is_error")
     if failed is not None and not isinstance(failed, bool):
         raise InvalidRequest(f"{where}.is_error should be true or false", param=f"{where}.is_error")
@@ -173,7 +173,7 @@ def _tool_result(block: Spoken, where: str) -> Spoken:
     }
 
 
-def _string(block: Spoken, name: str, where: str) -> str:
+def _string(block: Message, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise InvalidRequest(f"{where}.{name} should be a string", param=f"{where}.{name}")

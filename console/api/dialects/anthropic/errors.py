@@ -10,7 +10,7 @@ from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localize
 from engine.errors import ContextLengthExceeded, EngineError
 
 FIELD_NAMES: Mapping[str, str] = {"stop": "stop_sequences"}
-"""What Anthropic calls our fields."""
+"""Anthropic's names of our fields."""
 
 _TYPES = {
     401: "authentication_error",
@@ -24,21 +24,21 @@ _TYPES = {
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True):
-    """What went wrong, and what kind of thing that is."""
+    """Kind and sentence of an error."""
 
     type: str
     message: str
 
 
 class AnthropicError(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
-    """What an error answer holds, and an error event of a stream."""
+    """The body of an error, and the error event of a stream."""
 
     error: AnthropicErrorBody
     request_id: str = ""
 
 
 def format_error(error: EngineError) -> AnthropicError:
-    """The error in Anthropic's shape."""
+    """Return the error in Anthropic's shape."""
     otherwise = "api_error" if is_server_side(error) else "invalid_request_error"
     kind = _TYPES.get(error.http_status, otherwise)
     body = AnthropicErrorBody(kind, _sentence(error)[:MAX_MESSAGE_LENGTH])
@@ -46,7 +46,7 @@ def format_error(error: EngineError) -> AnthropicError:
 
 
 def _sentence(error: EngineError) -> str:
-    """The message; of a prompt that is too long, it begins as Anthropic's: clients go by that, and read its numbers."""
+    """Return the error's sentence. About a prompt that is too long it begins as Anthropic's, which clients parse."""
     match error.details:
         case {"prompt_tokens": tokens, "limit": limit} if isinstance(error, ContextLengthExceeded):
             least = f", and {tokens} is the least that its characters come to" if error.details.get("at_least") else ""

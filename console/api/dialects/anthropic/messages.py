@@ -40,16 +40,16 @@ from console.api.tools import (
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
 
-# What /v1/messages answers: a message, or the events that make one up. The `type` of each is its first field.
+# Answers: a message, or the events of one. The `type` of each is its first field.
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "model_context_window_exceeded"
 ]
-"""pause_turn: the time was up; sent back as the last message, the answer goes on from there."""
+"""pause_turn: the time was up; a client that sends the answer back as the last message gets its continuation."""
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
-    """A piece of the answer that is text."""
+    """Text of the answer."""
 
     text: str
 
@@ -66,7 +66,7 @@ Block = TextBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens. input_tokens: those of the prompt that were computed; the others were found in the prefix cache."""
+    """Tokens. input_tokens: computed tokens of the prompt; the others came from the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -87,7 +87,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message", tag_fiel
 
 
 class TokensCounted(msgspec.Struct, frozen=True):
-    """What a conversation would take as a prompt."""
+    """The tokens of a conversation as a prompt."""
 
     input_tokens: int
 
@@ -125,7 +125,7 @@ class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", tag_fie
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop", tag_field="type"):
-    """A block is whole."""
+    """A block is complete."""
 
     index: int
 
@@ -138,21 +138,21 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta", tag_field="type"):
-    """The message ends. usage: all of it."""
+    """The message ends. usage: of all of it."""
 
     delta: Ending
     usage: Usage
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop", tag_field="type"):
-    """Nothing comes after this."""
+    """The end of the stream."""
 
 
 Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
 def usage_of(generation: Generation) -> Usage:
-    """What the generation used so far."""
+    """Return the tokens that the generation used so far."""
     tokens = generation.tokens
     return Usage(
         input_tokens=tokens.prompt - tokens.cached,
@@ -162,25 +162,25 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def _as_event(document: bytes) -> bytes:
-    """An event is named by the type of what it holds, {"type":"message_start",...}."""
+    """Return an event named by the type of its data, {"type":"message_start",...}."""
     return b"event: %b\ndata: %b\n\n" % (document.split(b'"', 4)[3], document)
 
 
 EVENTS = Framing("text/event-stream", _as_event, _as_event(b'{"type":"ping"}'))
 
 
-# The blocks of a message: its text, and the tools that it calls.
+# The blocks of a message: its text and its tool calls.
 
 
 def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
-    """Those of a whole answer; reader: what finds its calls, None where there are none."""
-    said, calls = (text, ()) if reader is None else whole(reader, text)
+    """Return the blocks of a whole answer. reader: parses tool calls; None without tools."""
+    prose, calls = (text, ()) if reader is None else whole(reader, text)
     used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments, cut=call.cut)) for call in calls]
-    return [TextBlock(said), *used] if said else [*used]
+    return [TextBlock(prose), *used] if prose else [*used]
 
 
 class BlockWriter:
-    """Sends the blocks of an answer as it comes, one after the other, each between its start and its stop."""
+    """Sends the blocks of a streamed answer one after the other, each between its start and its stop."""
 
     def __init__(self, chunks: ChunkStream, reader: CallReader | None) -> None:
         self._chunks = chunks
@@ -189,12 +189,12 @@ class BlockWriter:
         self._open: type[Block] | None = None
 
     async def text(self, text: str) -> None:
-        """More of the answer."""
+        """Send more of the answer."""
         for piece in [Said(text)] if self._reader is None else self._reader.feed(text):
             await self._piece(piece)
 
     async def finish(self) -> None:
-        """There is no more."""
+        """Send what is left, and end the last block."""
         for piece in [] if self._reader is None else self._reader.finish():
             await self._piece(piece)
         await self._close()
@@ -214,7 +214,7 @@ class BlockWriter:
                 await self._close()
 
     async def _begin(self, block: Block) -> None:
-        """A block of that kind is open."""
+        """Open a block of that kind, unless one is open."""
         if self._open is not type(block):
             await self._close()
             self._open = type(block)
@@ -228,20 +228,20 @@ class BlockWriter:
 
 
 _QUIET = {"enable_thinking": False}
-"""For templates that know thinking: this dialect's answers have none."""
+"""For templates with thinking, which this dialect's answers lack."""
 
 _COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
 _EXAMPLE = {**_COUNTED, "max_tokens": 16}
 
 
 class Messages:
-    """The endpoints."""
+    """POST /v1/messages and /v1/messages/count_tokens."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [web.post("/v1/messages", self._post), web.post("/v1/messages/count_tokens", self._count)]
 
     @describes(
@@ -275,13 +275,13 @@ async def _tool_use(body: ConversationBody, model: ServedModel) -> ToolUse:
 
 async def _prompt(request: web.Request, body: ConversationBody, model: ServedModel, use: ToolUse) -> Prompt:
     model.check_length(len(body.messages), "messages")
-    said = await run_offloaded(request, partial(read_conversation, body.system, body.messages))
-    turns = await run_offloaded(request, partial(read_messages, said))
-    return await chat_prompt(model, turns, continue_final=goes_on(said), variables=_QUIET, tools=use.definitions)
+    messages = await run_offloaded(request, partial(read_conversation, body.system, body.messages))
+    turns = await run_offloaded(request, partial(read_messages, messages))
+    return await chat_prompt(model, turns, continue_final=goes_on(messages), variables=_QUIET, tools=use.definitions)
 
 
 class _Call:
-    """One request on its way to its answer. reader: what finds calls of tools in it."""
+    """One request and its answer. reader: parses tool calls; None without tools."""
 
     def __init__(self, model: ServedModel, params: SamplingParams, reader: CallReader | None) -> None:
         self.id = f"msg_{secrets.token_hex(12)}"
@@ -290,13 +290,13 @@ class _Call:
         self._reader = reader
 
     async def whole(self, generation: Generation) -> Message:
-        """The answer at once."""
+        """Return the whole answer."""
         [answer] = await generation.answers()
         content = blocks_of(answer.text, self._reader)
         return self._message(generation, content, self._ending(generation, answer.finish, answer.stop_reason))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
-        """Every piece as it comes."""
+        """Send each piece as it comes."""
         blocks: BlockWriter | None = None
         async with aclosing(generation.deltas()) as deltas:
             async for _, delta in deltas:
@@ -328,7 +328,7 @@ class _Call:
 
 
 def _stop_reason(finish: FinishReason | None, stop: str | None, output_tokens: int, limit: int | None) -> StopReason:
-    """Why an answer ended, in Anthropic's words."""
+    """Return why an answer ended, in Anthropic's words."""
     if stop is not None:
         return "stop_sequence"
     match finish:

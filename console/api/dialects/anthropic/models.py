@@ -23,9 +23,9 @@ _QUERY = {
 
 
 class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="type"):
-    """A model, or an adapter of one. created_at: when the server began.
+    """A model, or an adapter of one. created_at: start of the server.
 
-    max_input_tokens, max_tokens: most tokens of a prompt and of an answer, which share the context; null while unknown.
+    max_input_tokens, max_tokens: of a prompt and of an answer, which share the context; null while unknown.
     """
 
     id: str
@@ -37,7 +37,7 @@ class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag
 
 
 class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of models. has_more: there are others beyond it."""
+    """A page of models. has_more: True before the last page."""
 
     data: list[AnthropicModel]
     has_more: bool
@@ -46,22 +46,22 @@ class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModels:
-    """The endpoints."""
+    """GET /v1/models and /v1/models/{name}."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._created = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
     @describes("The models and adapters, as Anthropic lists them", answer=AnthropicModelList, query=_QUERY)
     async def _list(self, request: web.Request) -> web.Response:
         models = listed_models(self._context.engine)
         names = list(models)
-        start = _place(request, "after_id", names, -1) + 1
-        stop = _place(request, "before_id", names, len(names))
+        start = _index(request, "after_id", names, -1) + 1
+        stop = _index(request, "before_id", names, len(names))
         limit = _limit(request)
         page = names[start:stop][-limit:] if "before_id" in request.query else names[start:stop][:limit]
         return json_response(
@@ -84,18 +84,18 @@ class AnthropicModels:
         )
 
 
-def _place(request: web.Request, field: str, names: list[str], otherwise: int) -> int:
-    """Where the model stands that a field of the query names; raises InvalidRequest."""
+def _index(request: web.Request, field: str, names: list[str], default: int) -> int:
+    """Return the index of the model that a field of the query names; raises InvalidRequest."""
     name = request.query.get(field)
     if name is None:
-        return otherwise
+        return default
     if name not in names:
         raise InvalidRequest(f"{field} is {name!r}, which is no model here", param=field)
     return names.index(name)
 
 
 def _limit(request: web.Request) -> int:
-    """Models in a page; raises InvalidRequest."""
+    """Return the size of a page; raises InvalidRequest."""
     text = request.query.get("limit", str(MAX_PAGE))
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
         raise InvalidRequest(f"limit is {text!r}; it must be 1 to {MAX_PAGE}", param="limit")

@@ -50,7 +50,7 @@ _CLAMPED: Mapping[str, str] = {
 
 
 class GenerateBody(SamplingFields):
-    """What the endpoint takes, with EricLLM's defaults. prompt: as /v1/completions takes it.
+    """A generation request, with EricLLM's defaults. prompt: as /v1/completions takes it.
 
     token_repetition_penalty: EricLLM's name for repetition_penalty, which vLLM's clients send.
     top_a: EricLLM's clients send its default, 1.0, which never did anything; so it is off here too.
@@ -72,7 +72,7 @@ class GenerateBody(SamplingFields):
 
     @property
     def asks_for_string(self) -> bool:
-        """Whether the answer is one string, as EricLLM's clients read it. vLLM's read a list."""
+        """True if the answer is one string, as EricLLM's clients read it; vLLM's clients read a list."""
         from_vllm = self.model_fields_set & _VLLM_FIELDS and not self.model_fields_set & _ERICLLM_FIELDS
         return self.n == 1 and isinstance(self.prompt, str) and not from_vllm
 
@@ -94,13 +94,13 @@ class GenerateText(msgspec.Struct, frozen=True):
 
 
 class Generate:
-    """The endpoint."""
+    """POST /generate."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/generate", self._post)]
 
     @describes(
@@ -133,7 +133,7 @@ class Generate:
 
 
 async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:
-    """A line with all texts so far for every delta that shows something."""
+    """Send a line with all texts so far for each delta with text or an end."""
     finishes: Finishes = [None] * len(texts)
     async with aclosing(generation.deltas()) as deltas:
         async for i, delta in deltas:
@@ -148,13 +148,13 @@ def _so_far(texts: list[str], finishes: Finishes) -> GenerateText:
 
 
 def _first(answer: GenerateText) -> GenerateText:
-    """The one answer without lists around its parts."""
+    """Return the only answer, without lists around its parts."""
     finish = answer.finish_reason
     return GenerateText(answer.text[0], finish[0] if isinstance(finish, list) else finish)
 
 
 def _one_penalty(body: GenerateBody) -> GenerateBody:
-    """The body with its penalty under one name; raises InvalidRequest for fields that disagree."""
+    """Return the body with its penalty under one name; raises InvalidRequest for fields that disagree."""
     ours, theirs = body.repetition_penalty, body.token_repetition_penalty
     if ours is not None and theirs is not None and ours != theirs:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Utilities: text to tokens and back as vLLM has it, what a chat template makes of a conversation, and the version."""
+"""/tokenize, /detokenize and /version as vLLM has them, and /v1/chat/template, a conversation as a prompt."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _HELLO = [{"role": "user", "content": "Hello"}]
 _CHAT_REFUSED: Mapping[str, Refusal] = {
     name: ChatBody.refused[name] for name in ("add_special_tokens", "chat_template", "documents")
 }
-_INERT = frozenset({"user"})  # who asks; not looked at
+_INERT = frozenset({"user"})  # labels of the client's own
 
 
 class TokenizeBody(ModelFields):
-    """A text. add_special_tokens: with those that the model expects around it.
+    """A text to tokenize. add_special_tokens: with those that the model expects around it.
 
-    return_token_strs: also what the vocabulary calls each token.
+    return_token_strs: also each token as the vocabulary has it.
     """
 
     inert = _INERT
@@ -44,9 +44,9 @@ class TokenizeBody(ModelFields):
 
 
 class TokenizeChatBody(ModelFields, ConversationFields):
-    """A conversation, which the model's chat template makes a text of, special tokens and all.
+    """A conversation to render with the model's chat template and to tokenize.
 
-    return_token_strs: also what the vocabulary calls each token.
+    return_token_strs: also each token as the vocabulary has it.
     """
 
     refused = _CHAT_REFUSED
@@ -56,13 +56,13 @@ class TokenizeChatBody(ModelFields, ConversationFields):
 
 
 class DetokenizeBody(ModelFields):
-    """Token ids."""
+    """Token ids to decode."""
 
     tokens: Annotated[list[int], TOKEN_IDS]
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What a text comes to. token_strs: null where they were not asked for."""
+    """The tokens of a text. token_strs: null where they were not requested."""
 
     count: int
     max_model_len: int
@@ -71,13 +71,13 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """What tokens come to, control tokens included."""
+    """The text of tokens, control tokens included."""
 
     prompt: str
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt that a conversation makes. count: of its tokens."""
+    """The prompt of a conversation. count: of its tokens."""
 
     object: Literal["chat.template"] = "chat.template"
     model: str
@@ -87,19 +87,19 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Which version this is."""
+    """The server's version."""
 
     version: str
 
 
 class Utilities:
-    """The endpoints."""
+    """POST /tokenize, /detokenize, /v1/chat/template and GET /version."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
@@ -151,7 +151,7 @@ class Utilities:
 
 
 async def _read_tokenize(request: web.Request) -> TokenizeBody | TokenizeChatBody:
-    """A body with messages is a conversation. Raises InvalidRequest."""
+    """Read a body; one with messages is a conversation. Raises InvalidRequest."""
     is_conversation = (await document_of(request)).get("messages") is not None
     return await read(request, TokenizeChatBody if is_conversation else TokenizeBody)
 

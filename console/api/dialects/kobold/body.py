@@ -1,4 +1,4 @@
-"""What clients of KoboldAI and KoboldCpp send."""
+"""Bodies that clients of KoboldAI and KoboldCpp send."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ALIASES = {
     "use_default_badwordsids": "ban_eos_token",
 }
 _INERT = FRONTEND_INERT | {
-    "gui_settings",  # whose settings these are, which are sent
-    "quiet",  # what the server prints; prompts are not printed
+    "gui_settings",  # names the settings, which are sent along
+    "quiet",  # about the server's console; prompts are never printed
     "sampler_full_determinism",  # an answer with a seed is always the same
-    "streaming",  # SillyTavern's own note of which endpoint it asks, as the next
+    "streaming",  # SillyTavern's own note of the endpoint that it uses, as the next
     "can_abort",
 }
 
@@ -74,10 +74,10 @@ _CLAMPED: Mapping[str, str] = {
 class KoboldBody(FrontendBody):
     """A prompt and its settings, with KoboldCpp's defaults.
 
-    memory: stands before the prompt and is never cut.  max_context_length: tokens of prompt and answer together, the
-    model's context where it is left out; of a prompt that is too long the end is kept.
-    trim_stop: whether an answer ends before its stop sequence.  singleline: it ends with its first line.
-    genkey: by which the answer can be looked at and stopped.  render_special: whether control tokens are shown.
+    memory: text before the prompt, never truncated.  max_context_length: tokens of prompt and answer together, by
+    default the model's context; a prompt that is too long loses its beginning.
+    trim_stop: end an answer before its stop sequence.  singleline: end it after its first line.
+    genkey: for requests that read or stop the answer.  render_special: show control tokens.
     """
 
     refused = _REFUSED
@@ -119,13 +119,13 @@ class KoboldBody(FrontendBody):
 
 
 class KeyBody(Body):
-    """Which answer is meant."""
+    """The genkey of an answer."""
 
     genkey: str = ""
 
 
 class CountBody(Body):
-    """A text whose tokens are counted. special: whether the model's own are among them."""
+    """A text to tokenize. special: with the tokens that the model expects around it."""
 
     prompt: str
     special: bool = True

@@ -21,20 +21,20 @@ FIELD_NAMES: Mapping[str, str] = {
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """What is wrong, for people and for programs."""
+    """Sentence and kind of an error."""
 
     msg: str
     type: str
 
 
 class KoboldError(msgspec.Struct, frozen=True):
-    """The whole answer."""
+    """The body of an error."""
 
     detail: Detail
 
 
 def format_error(error: EngineError) -> KoboldError:
-    """The error in KoboldCpp's shape."""
+    """Return the error in KoboldCpp's shape."""
     return KoboldError(Detail(localized_message(error, FIELD_NAMES), _type_of(error)))
 
 

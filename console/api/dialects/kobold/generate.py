@@ -1,4 +1,4 @@
-"""Answers: whole, in a stream, looked at from elsewhere, and stopped."""
+"""Generation: whole answers, streams, and requests that read or stop an answer under way."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """What has come so far."""
+    """An answer under way, as far as it is generated."""
 
     text: str
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """Of the one answer."""
+    """The answer under way."""
 
     results: list[Pending]
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A piece of an answer. finish_reason: with the last."""
+    """A piece of an answer. finish_reason: null before the last piece."""
 
     token: str
     finish_reason: KoboldFinish | None
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """Whether there was an answer to end; as text, as KoboldCpp has it."""
+    """Result of an abort: "true" if there was an answer to stop."""
 
     success: Literal["true", "false"]
     done: Literal["true", "false"]
 
 
 class GenerateEndpoints:
-    """The endpoints."""
+    """POST .../generate, and /api/extra/generate/... and /api/extra/abort."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._running = LiveGenerations(context)
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             *(web.post(f"/api/{version}/generate", self._generate) for version in VERSIONS),
             web.post("/api/extra/generate/stream", self._stream),
@@ -109,24 +109,26 @@ class GenerateEndpoints:
                 await chunks.send(Token("", _finish(None)))
         return chunks.response
 
-    @describes("What has come of this client's answer that is under way without a genkey", answer=Checked)
+    @describes("The text so far of this client's answer under way without a genkey", answer=Checked)
     async def _check(self, request: web.Request) -> web.Response:
         return self._pending(request, "")
 
-    @describes("What has come of this client's answer that is under way", body=KeyBody, optional=True, answer=Checked)
+    @describes("The text so far of this client's answer under way", body=KeyBody, optional=True, answer=Checked)
     async def _check_keyed(self, request: web.Request) -> web.Response:
         return self._pending(request, (await read(request, KeyBody, absent=b"{}")).genkey)
 
-    @describes("End this client's answer; it is given as far as it came", body=KeyBody, optional=True, answer=Aborted)
+    @describes(
+        "Stop this client's answer, which ends with the text so far", body=KeyBody, optional=True, answer=Aborted
+    )
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read(request, KeyBody, absent=b"{}")
-        stopped: Literal["true", "false"] = "true" if self._running.stop(request, body.genkey) else "false"
-        return json_response(Aborted(stopped, stopped))
+        success: Literal["true", "false"] = "true" if self._running.stop(request, body.genkey) else "false"
+        return json_response(Aborted(success, success))
 
     def _pending(self, request: web.Request, genkey: str) -> web.Response:
         return json_response(Checked([Pending(self._running.text(request, genkey))]))
 
 
 def _finish(finish: FinishReason | None) -> KoboldFinish:
-    """Why an answer ended, in KoboldCpp's words; one that was stopped or ran out of time was cut off."""
+    """Return why an answer ended, in KoboldCpp's words: "length" also for one that was stopped or ran out of time."""
     return "stop" if finish == "stop" else "length"

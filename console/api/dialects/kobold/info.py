@@ -1,4 +1,4 @@
-"""What the server and its model are, and how many tokens a text has."""
+"""Versions, the model's name and limits, and the tokens of a text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from console.api.requests.schemas import describes
 
 _UNITED_VERSION = "1.2.5"
 _CPP_VERSION = "1.76"
-"""The versions whose API this is: clients look at them for what they may ask."""
+"""The versions whose API this is; clients derive from them which endpoints there are."""
 
 _NO_MODEL = "ReadOnly"
-"""What KoboldAI says where none is loaded."""
+"""KoboldAI's name of no model."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 class Version(msgspec.Struct, frozen=True):
-    """What there is. protected: whether a key is asked for."""
+    """Version and features. protected: True if a key is required."""
 
     version: str
     protected: bool
@@ -64,14 +64,14 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class InfoEndpoints:
-    """The endpoints."""
+    """GET .../model, .../info and .../config, /api/extra/version and /api/extra/tokencount."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
-        told = {
+        """Return their places and handlers."""
+        by_path = {
             "model": self._model,
             "info/version": self._united,
             "config/max_context_length": self._context_length,
@@ -79,7 +79,7 @@ class InfoEndpoints:
             "config/soft_prompts_list": self._soft_prompts,
         }
         return [
-            *(web.get(f"/api/{version}/{path}", handler) for version in VERSIONS for path, handler in told.items()),
+            *(web.get(f"/api/{version}/{path}", handler) for version in VERSIONS for path, handler in by_path.items()),
             web.get("/api/extra/version", self._version),
             web.get("/api/extra/true_max_context_length", self._context_length),
             web.post("/api/extra/tokencount", self._count),
@@ -93,19 +93,19 @@ class InfoEndpoints:
     async def _united(self, request: web.Request) -> web.Response:
         return json_response(Text(_UNITED_VERSION))
 
-    @describes("The version of KoboldCpp whose API this is, and what it can do", answer=Version)
+    @describes("The version of KoboldCpp whose API this is, and its features", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
         return json_response(Version(_CPP_VERSION, protected=bool(call_of(request).key)))
 
-    @describes("How many tokens prompt and answer may have together", answer=Number)
+    @describes("Max tokens of prompt and answer together", answer=Number)
     async def _context_length(self, request: web.Request) -> web.Response:
-        return json_response(Number(await self._most(request)))
+        return json_response(Number(await self._context_tokens(request)))
 
-    @describes("How many tokens an answer may have", answer=Number)
+    @describes("Max tokens of an answer", answer=Number)
     async def _answer_length(self, request: web.Request) -> web.Response:
-        most = await self._most(request) - 1
-        allowed = self._context.settings.max_output_tokens
-        return json_response(Number(most if allowed is None else min(most, allowed)))
+        room = await self._context_tokens(request) - 1
+        limit = self._context.settings.max_output_tokens
+        return json_response(Number(room if limit is None else min(room, limit)))
 
     @describes("There are no soft prompts", answer=Names)
     async def _soft_prompts(self, request: web.Request) -> web.Response:
@@ -118,8 +118,8 @@ class InfoEndpoints:
         ids = await model.count(body.prompt, add_special_tokens=body.special)
         return json_response(Counted(len(ids), ids))
 
-    async def _most(self, request: web.Request) -> int:
-        """Of the first model; one that sleeps is woken."""
+    async def _context_tokens(self, request: web.Request) -> int:
+        """Return those of the first model; an idle one is loaded."""
         loaded = (
             self._context.engine.status.model or (await self._context.served(request, SamplingFields.of({}))).loaded
         )

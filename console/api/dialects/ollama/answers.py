@@ -1,4 +1,4 @@
-"""What Ollama's endpoints answer, and how long it took: every duration was measured, in nanoseconds."""
+"""Answers of Ollama's endpoints, and their durations, all measured, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NS = 10**9
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer took; they come with its end. load_duration: waiting for the model, which may have slept.
+    """Durations and token counts, with the end of an answer. load_duration: waiting for the model to be loaded.
 
-    prompt_eval_duration: from when a worker took the request to its first token; what it waited before that for a
-    place is part of the total alone.  eval_duration: from the first token to the last.
+    prompt_eval_duration: from the start on a worker to the first token; the time in the queue is part of the total
+    alone.  eval_duration: from the first token to the last.
     """
 
     total_duration: int | UnsetType = UNSET
@@ -39,7 +39,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopwatch:
-    """The times of one request, from here on. clock: seconds."""
+    """Measures one request, from its creation on. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class Stopwatch:
         self._load_s = 0.0
 
     async def loading(self, model: Awaitable[T]) -> T:
-        """Wait for a model."""
+        """Wait for a model, measuring that."""
         began = self._clock()
         try:
             return await model
@@ -56,20 +56,20 @@ class Stopwatch:
 
     @property
     def total_ns(self) -> int:
-        """Since it came."""
+        """Time since the request began."""
         return _ns(self._clock() - self._began)
 
     @property
     def load_ns(self) -> int:
-        """Waited for the model."""
+        """Time spent waiting for the model."""
         return _ns(self._load_s)
 
     def loaded(self) -> Figures:
-        """Of a request that only wanted the model to be there."""
+        """Return the figures of a request that only loads the model."""
         return Figures(total_duration=self.total_ns, load_duration=self.load_ns)
 
     def figures(self, row: RequestRow) -> Figures:
-        """Of an answer that has ended; row: its line in the request table."""
+        """Return the figures of a finished answer. row: of the request table."""
         return replace(
             self.loaded(),
             prompt_eval_count=row.prompt_tokens,
@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 class ToolFunction(msgspec.Struct, frozen=True):
-    """Which tool is called, and with what. index: its place among the answer's calls."""
+    """Name and arguments of a tool call. index: its place among the answer's calls."""
 
     index: int
     name: str
@@ -88,22 +88,22 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
 
 class ToolCalled(msgspec.Struct, frozen=True):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     function: ToolFunction
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model says, or a piece of it."""
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The answering message, or a piece of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
     tool_calls: list[ToolCalled] | UnsetType = UNSET
 
 
-class Part(Figures, frozen=True, kw_only=True):
-    """What both endpoints' answers, and each line of a stream, have."""
+class AnswerPart(Figures, frozen=True, kw_only=True):
+    """Fields of both endpoints' answers and of each line of a stream."""
 
     model: str
     created_at: str
@@ -112,26 +112,26 @@ class Part(Figures, frozen=True, kw_only=True):
     logprobs: list[ChatLogprob] | UnsetType = UNSET
 
 
-class Generated(Part, frozen=True, kw_only=True):
+class Generated(AnswerPart, frozen=True, kw_only=True):
     """An answer of /api/generate, or a piece. context: the conversation's tokens, for the next request."""
 
     response: str
     context: Sequence[int] | UnsetType = UNSET
 
 
-class Chatted(Part, frozen=True, kw_only=True):
+class Chatted(AnswerPart, frozen=True, kw_only=True):
     """An answer of /api/chat, or a piece."""
 
-    message: Said
+    message: AnswerMessage
 
 
 def done_reason(finish: FinishReason | None) -> DoneReason:
-    """Why an answer ended. "timeout" is no word of Ollama's: the time that an answer may take was up."""
+    """Return why an answer ended. "timeout", which Ollama does not have: the time for an answer was up."""
     return finish if finish in ("length", "timeout") else "stop"
 
 
 def now() -> str:
-    """`created_at`."""
+    """Return the time now, for `created_at`."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -1,4 +1,4 @@
-"""What Ollama's endpoints take."""
+"""Bodies of Ollama's endpoints."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ MESSAGE_REFUSED: Mapping[str, Refusal] = {
 }
 
 LATEST = ":latest"
-"""The tag that a name without one has."""
+"""The tag of a name without one."""
 
 _DURATION = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
-_LONGEST_DURATION = 64
+_MAX_DURATION_LENGTH = 64
 _KEEP_ALIVE = WithJsonSchema(
     {
         "anyOf": [
@@ -58,7 +58,7 @@ _KEEP_ALIVE = WithJsonSchema(
             {
                 "type": "string",
                 "pattern": "^-?(?=[^1-9]*[1-9])(([0-9]+([.][0-9]*)?|[.][0-9]+)(ns|us|µs|ms|s|m|h))+$",
-                "maxLength": _LONGEST_DURATION,
+                "maxLength": _MAX_DURATION_LENGTH,
             },
             {"type": "null"},
         ]
@@ -67,10 +67,10 @@ _KEEP_ALIVE = WithJsonSchema(
 
 
 class OllamaBody(Body):
-    """What all requests to a model may have. options: see `Options`.
+    """Fields of all requests to a model. options: see `Options`.
 
-    keep_alive: how long the model is to stay in memory. That is the operator's to say, so it changes nothing; 0, which
-    asks to unload the model, is refused.
+    keep_alive: how long to keep the model in memory, which the operator decides here, so it changes nothing; 0, which
+    unloads the model, is refused.
     """
 
     refused = REFUSED
@@ -81,15 +81,15 @@ class OllamaBody(Body):
 
     @property
     def model_name(self) -> str | None:
-        """The model's name as it is known here."""
+        """The model's name on this server."""
         return self.model and self.model.removesuffix(LATEST)
 
     def as_named(self, model: ServedModel) -> ServedModel:
-        """The model under the name that the client has for it, tag and all, which answers repeat."""
+        """Return the model under the client's name of it, tag included, which answers repeat."""
         return replace(model, name=self.model or model.name)
 
     def check_keep_alive(self) -> None:
-        """Raise InvalidRequest for one that is none, or that asks to unload the model."""
+        """Raise InvalidRequest where it is no duration, or 0."""
         if self.keep_alive is not None and not _seconds(self.keep_alive):
             raise InvalidRequest(
                 "keep_alive 0 would unload the model, which the operator does: POST /admin/unload", param="keep_alive"
@@ -97,10 +97,10 @@ class OllamaBody(Body):
 
 
 class AnswerBody(OllamaBody):
-    """What /api/generate and /api/chat share. stream: answers are streamed unless it is false.
+    """Fields of /api/generate and /api/chat. stream: answers are streamed unless it is false.
 
     format: "json", or a JSON schema.
-    think: false keeps a model that can think from it, where its template knows how; true is refused.
+    think: false turns thinking off, where the model's template can; true is refused.
     """
 
     stream: bool = True
@@ -112,7 +112,7 @@ class AnswerBody(OllamaBody):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     def read(self) -> Options:
-        """Its options; raises InvalidRequest for what is wrong with them or any other field."""
+        """Return the options; raises InvalidRequest for these and for other fields that are wrong."""
         self.check_keep_alive()
         if self.think:
             raise InvalidRequest(
@@ -134,9 +134,9 @@ class AnswerBody(OllamaBody):
 
 
 class GenerateBody(AnswerBody):
-    """What /api/generate takes. raw: the prompt is taken as it is, without a chat template.
+    """A generation request. raw: use the prompt as it is, without a chat template.
 
-    context: what an earlier answer gave; the prompt follows after it.
+    context: that of an earlier answer, which the prompt continues.
     """
 
     prompt: str = ""
@@ -168,11 +168,11 @@ _MESSAGES = conversation_schema(
     message_schema("tool", required=(), content=TEXT_OR_NULL, tool_name=TEXT_OR_NULL, tool_call_id=TEXT_OR_NULL),
     least=0,
 )
-"""Likewise, as Ollama has it."""
+"""A conversation as Ollama has it."""
 
 
 class ChatBody(AnswerBody):
-    """What /api/chat takes."""
+    """A chat request."""
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
 
@@ -182,18 +182,18 @@ class ChatBody(AnswerBody):
     tools: list[ToolField] | None = None
 
     def tool_use(self, model: ServedModel) -> ToolUse:
-        """The tools that the model is told of; raises InvalidRequest. It may take a while where there are some."""
+        """Return the tools for the prompt; raises InvalidRequest. Compiling their grammars may take a while."""
         return tool_use(model.tokenizer, read_tools(self.tools))
 
 
 def _seconds(keep_alive: object) -> float:
-    """A number of seconds or a duration as Go writes it ("1h30m"); raises InvalidRequest where it is neither."""
+    """Return seconds of a number, or of a duration as Go writes it ("1h30m"). Raises InvalidRequest."""
     if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
         return keep_alive
     text = keep_alive if isinstance(keep_alive, str) else ""
     if text.lstrip("-") == "0":
         return 0.0
-    parts = list(_DURATION.finditer(text.removeprefix("-"))) if len(text) <= _LONGEST_DURATION else []
+    parts = list(_DURATION.finditer(text.removeprefix("-"))) if len(text) <= _MAX_DURATION_LENGTH else []
     if not parts or "".join(part[0] for part in parts) != text.removeprefix("-"):
         raise InvalidRequest(
             "keep_alive should be a number of seconds or a duration, as 5m or 1h30m", param="keep_alive"

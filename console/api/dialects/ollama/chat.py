@@ -13,7 +13,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import Chatted, Part, Said, Stopwatch, ToolCalled
+from console.api.dialects.ollama.answers import AnswerMessage, AnswerPart, Chatted, Stopwatch, ToolCalled
 from console.api.dialects.ollama.body import MESSAGE_REFUSED, ChatBody
 from console.api.dialects.ollama.options import options_params
 from console.api.dialects.ollama.writer import AnswerWriter
@@ -24,44 +24,43 @@ from console.api.requests.conversation import read_messages
 from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
 
-# Ollama's messages, put as OpenAI's: that is what templates and everything behind them know.
+# Ollama's messages as OpenAI's, which chat templates take.
 
-Spoken = dict[str, Any]
+Message = dict[str, Any]
 """One of OpenAI's messages."""
 
-_KNOWN = {
+_FIELDS_BY_ROLE = {
     "system": frozenset({"role", "content"}),
     "user": frozenset({"role", "content"}),
     "assistant": frozenset({"role", "content", "tool_calls"}),
     "tool": frozenset({"role", "content", "tool_name", "tool_call_id"}),
 }
-"""Fields by role."""
 
 
-def read_conversation(messages: Sequence[object]) -> list[Spoken]:
-    """All that was said. Calls without an id get one, and results without one are of the first call that is open, of
-    the tool that they name. Raises InvalidRequest naming what is wrong."""
-    said: list[Spoken] = []
+def read_conversation(messages: Sequence[object]) -> list[Message]:
+    """Return all messages. Calls without an id get one; results without one belong to the first open call of the tool
+    that they name. Raises InvalidRequest naming the field at fault."""
+    converted: list[Message] = []
     open_calls = _OpenCalls()
     for i, message in enumerate(messages):
-        spoken = _message(message, f"messages[{i}]")
-        for j, call in enumerate(spoken.get("tool_calls", ())):
+        turn = _message(message, f"messages[{i}]")
+        for j, call in enumerate(turn.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{i}_{j}"
             open_calls.add(call["id"], call["function"]["name"])
-        if spoken["role"] == "tool":
-            spoken["tool_call_id"] = _answered(spoken, open_calls, f"messages[{i}]")
-        said.append(spoken)
-    return said
+        if turn["role"] == "tool":
+            turn["tool_call_id"] = _close_call(turn, open_calls, f"messages[{i}]")
+        converted.append(turn)
+    return converted
 
 
 def goes_on(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last turn is an answer begun, from which the answer goes on."""
+    """Return whether the last turn is the beginning of the answer, to be continued."""
     last = turns[-1]
     return bool(last["role"] == "assistant" and last["content"] and not last.get("tool_calls"))
 
 
 class _OpenCalls:
-    """The calls that have no result yet, in the order of their coming."""
+    """The calls without a result, in their order."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
@@ -93,44 +92,44 @@ class _OpenCalls:
         return None
 
 
-def _answered(spoken: Spoken, open_calls: _OpenCalls, where: str) -> str:
-    """The id of the call that a result is of, which is open no more."""
-    given, tool = spoken.pop("tool_call_id"), spoken.pop("tool_name")
-    if given:
-        open_calls.close(given)
-        return str(given)
+def _close_call(result: Message, open_calls: _OpenCalls, where: str) -> str:
+    """Close the call that a result belongs to, and return its id."""
+    call_id, tool = result.pop("tool_call_id"), result.pop("tool_name")
+    if call_id:
+        open_calls.close(call_id)
+        return str(call_id)
     found = open_calls.first(tool)
     if found is None:
         raise InvalidRequest(f"{where} is the result of a call that was not made", param=where)
     return found
 
 
-def _message(message: object, where: str) -> Spoken:
+def _message(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object with role and content", param=where)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _KNOWN:
-        raise InvalidRequest(f"{where}.role should be one of {', '.join(_KNOWN)}", param=f"{where}.role")
+    if not isinstance(role, str) or role not in _FIELDS_BY_ROLE:
+        raise InvalidRequest(f"{where}.role should be one of {', '.join(_FIELDS_BY_ROLE)}", param=f"{where}.role")
     for name, value in message.items():
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
-        elif name not in _KNOWN[role] and value is not None:
+        elif name not in _FIELDS_BY_ROLE[role] and value is not None:
             raise InvalidRequest(f"{where}.{name} is not a field of a {role} message", param=f"{where}.{name}")
-    spoken: Spoken = {"role": role, "content": _string(message, "content", where)}
+    turn: Message = {"role": role, "content": _string(message, "content", where)}
     if role == "tool":
-        return spoken | {name: _string(message, name, where) for name in ("tool_name", "tool_call_id")}
+        return turn | {name: _string(message, name, where) for name in ("tool_name", "tool_call_id")}
     if calls := message.get("tool_calls"):
-        spoken["tool_calls"] = _calls(calls, f"{where}.tool_calls")
-    return spoken
+        turn["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return turn
 
 
-def _calls(calls: object, where: str) -> list[Spoken]:
+def _calls(calls: object, where: str) -> list[Message]:
     if not isinstance(calls, list):
         raise InvalidRequest(f"{where} should be an array", param=where)
     return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
-def _call(call: object, where: str) -> Spoken:
+def _call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, dict):
@@ -141,7 +140,7 @@ def _call(call: object, where: str) -> Spoken:
 
 
 def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
-    """A field that is text; "" where it is not there."""
+    """Return a field that is text, "" where it is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise InvalidRequest(f"{where}.{name} should be a string", param=f"{where}.{name}")
@@ -149,13 +148,13 @@ def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
 
 
 class Chat:
-    """The endpoint."""
+    """POST /api/chat."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/api/chat", self._post)]
 
     @describes(
@@ -175,25 +174,25 @@ class Chat:
         watch = Stopwatch()
         body = await read(request, ChatBody)
         options = body.read()
-        said = await run_offloaded(request, partial(read_conversation, body.messages))
+        messages = await run_offloaded(request, partial(read_conversation, body.messages))
         model = body.as_named(await watch.loading(self._context.served(request, options)))
-        if not said:
+        if not messages:
             return AnswerWriter(model, watch, _shape).loaded()
-        model.check_length(len(said), "messages")
+        model.check_length(len(messages), "messages")
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
         prompt = await chat_prompt(
             model,
-            await run_offloaded(request, partial(read_messages, said)),
-            continue_final=goes_on(said),
+            await run_offloaded(request, partial(read_messages, messages)),
+            continue_final=goes_on(messages),
             variables=body.variables,
             tools=use.definitions,
         )
         params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
-        answering = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())
+        writer = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())
         async with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
-            return await answering.answer(request, self._context.settings, generation, body.stream)
+            return await writer.answer(request, self._context.settings, generation, body.stream)
 
 
-def _shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
-    return Chatted(message=Said(content=text, tool_calls=calls or UNSET), **fields)
+def _shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+    return Chatted(message=AnswerMessage(content=text, tool_calls=calls or UNSET), **fields)

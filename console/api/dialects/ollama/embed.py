@@ -1,4 +1,4 @@
-"""POST /api/embed and the older /api/embeddings: vectors of texts, made by the loaded model as /v1/embeddings says."""
+"""POST /api/embed and the older /api/embeddings: vectors of texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NO_NUMBERS = msgspec.Raw(b"[]")
 
 
 class EmbedBody(OllamaBody):
-    """What /api/embed takes. input: a text, or several.  truncate: of a text that is too long, take the beginning;
-    where it is false, such a text is refused.  dimensions: as many as the model's vectors have, if anything."""
+    """A request for vectors. input: a text, or several.  truncate: use the beginning of a text that is too long, which
+    is refused where this is false.  dimensions: the length of the model's vectors, or nothing."""
 
     clamped: ClassVar[Mapping[str, str]] = {"input": "to its beginning, where it is too long and truncate is not false"}
 
@@ -43,7 +43,7 @@ class EmbedBody(OllamaBody):
 
 
 class EmbeddingsBody(OllamaBody):
-    """What /api/embeddings takes."""
+    """A request for one vector, in an older form."""
 
     clamped: ClassVar[Mapping[str, str]] = {"prompt": "to its beginning, where it is too long"}
 
@@ -67,13 +67,13 @@ class OldEmbedding(msgspec.Struct, frozen=True):
 
 
 class Embed:
-    """The endpoints."""
+    """POST /api/embed and /api/embeddings."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [web.post("/api/embed", self._post), web.post("/api/embeddings", self._old)]
 
     @describes(
@@ -119,7 +119,7 @@ class Embed:
     async def _vectors(
         self, request: web.Request, options: Options, model: ServedModel, texts: Sequence[str], *, truncate: bool
     ) -> tuple[list[EncodedVector], int]:
-        """Of each text, and the tokens of all."""
+        """Return the vector of each text, and the number of tokens of all."""
         if not texts:
             return [], 0
         limit = min(options.num_ctx or model.loaded.max_model_len, model.loaded.max_model_len) - 1
@@ -139,7 +139,7 @@ def _options(body: OllamaBody) -> Options:
 
 
 def _texts(value: object) -> list[str]:
-    """The texts to embed; none where there is nothing. Raises InvalidRequest."""
+    """Return the texts to embed. Raises InvalidRequest."""
     texts = [value] if isinstance(value, str) and value else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("input should be a string or an array of strings", param="input")

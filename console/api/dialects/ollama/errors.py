@@ -15,15 +15,15 @@ FIELD_NAMES: Mapping[str, str] = {
     "repetition_range": "repeat_last_n",
     "tfs": "tfs_z",
 }
-"""What Ollama calls our fields."""
+"""Ollama's names of our fields."""
 
 
 class OllamaError(msgspec.Struct, frozen=True):
-    """What an error answer holds, and the last line of a stream that failed: one sentence."""
+    """The body of an error, and the last line of a stream that failed."""
 
     error: str
 
 
 def format_error(error: EngineError) -> OllamaError:
-    """The error in Ollama's shape."""
+    """Return the error in Ollama's shape."""
     return OllamaError(localized_message(error, FIELD_NAMES))

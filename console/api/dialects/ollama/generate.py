@@ -1,4 +1,4 @@
-"""POST /api/generate: Ollama's answer to one prompt, which the model's chat template has around it."""
+"""POST /api/generate: Ollama's answer to one prompt, which the model's chat template wraps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import Generated, Part, Stopwatch, ToolCalled
+from console.api.dialects.ollama.answers import AnswerPart, Generated, Stopwatch, ToolCalled
 from console.api.dialects.ollama.body import GenerateBody
 from console.api.dialects.ollama.options import options_params
 from console.api.dialects.ollama.writer import AnswerWriter
@@ -24,13 +24,13 @@ from engine.requests.request import compact_ids
 
 
 class Generate:
-    """The endpoint."""
+    """POST /api/generate."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/api/generate", self._post)]
 
     @describes(
@@ -52,20 +52,20 @@ class Generate:
         prompt = await _prompt(body, model)
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
-        answering = AnswerWriter(model, watch, partial(_shape, body, prompt), logprobs=text)
+        writer = AnswerWriter(model, watch, partial(_shape, body, prompt), logprobs=text)
         async with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
-            return await answering.answer(request, self._context.settings, generation, body.stream)
+            return await writer.answer(request, self._context.settings, generation, body.stream)
 
 
 def _shape(
     body: GenerateBody, prompt: Prompt, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any
-) -> Part:
-    """The conversation so far comes with the end, but for one that the client wrote out itself."""
+) -> AnswerPart:
+    """The end has the conversation's tokens, unless the client sent them as a raw prompt."""
     context = UNSET if ids is None or body.raw else [*prompt.ids, *ids]
     return Generated(response=text, context=context, **fields)
 
 
-def _loaded(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
+def _loaded(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
     return Generated(response=text, **fields)
 
 
@@ -76,10 +76,10 @@ def _check_raw(body: GenerateBody) -> None:
 
 
 async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
-    """What is to be continued; the body's own text where the model has no chat template."""
+    """Return the prompt; without a chat template it is the body's text."""
     if body.raw or not model.tokenizer.has_chat_template:
         if body.system:
-            raise InvalidRequest("this model has no chat template, so there is no place for system", param="system")
+            raise InvalidRequest("system is not supported: this model has no chat template", param="system")
         [prompt] = await read_prompts(body.prompt, model)
     else:
         turns: list[Turn] = [
@@ -93,7 +93,7 @@ async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
 
 
 def _after(context: list[int], prompt: Prompt, model: ServedModel) -> Prompt:
-    """The prompt after an earlier conversation; a text begins but once."""
+    """Return the prompt after an earlier conversation, with one start token."""
     model.check_token_ids(context, "context")
     begins = bool(prompt.ids) and prompt.ids[0] == model.tokenizer.bos_token_id
     ids = prompt.ids[1:] if begins else prompt.ids

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask of models: /api/tags, /api/show, /api/ps, /api/version; and what only Ollama does."""
+"""Models as Ollama's clients see them: /api/tags, /api/show, /api/ps, /api/version; and endpoints that are refused."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from engine.snapshot import ModelReading
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_config import TokenizerFolder
 
-# Models as Ollama describes them: what their folders say, and where they are now.
+# Models as Ollama describes them, from their folders and the engine.
 
 FOREVER = "9999-12-31T23:59:59Z"
-"""When a model is unloaded that never is."""
+"""`expires_at` of a model that is never unloaded."""
 
 _SHAPE = {
     "embedding_length": "hidden_size",
@@ -45,16 +45,16 @@ _SHAPE = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-"""Ollama's names for what config.json says."""
+"""Ollama's names of fields of config.json."""
 
 _LAST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
-"""The latest day that can be written; a file may say that it changed later."""
+"""The latest time that can be written; the times of files may be later."""
 
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """What kind of model it is."""
+    """Kind and size of a model."""
 
     parent_model: str = ""
     format: str = "safetensors"
@@ -64,7 +64,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     quantization_level: str
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model in a list. digest: changes when its weights do."""
 
     name: str
@@ -75,9 +75,11 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     details: Details
 
 
-class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in memory. expires_at: when it is unloaded, should no request come.  size: in all memory; size_vram: in
-    that of GPUs."""
+class RunningModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in memory. expires_at: when it is unloaded unless a request comes.  size: in all memory.
+
+    size_vram: in GPU memory.
+    """
 
     name: str
     model: str
@@ -89,8 +91,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """All about a model. template: its chat template, which is Jinja here.  parameters: what its makers recommend."""
+class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of a model. template: its chat template, in Jinja.  parameters: recommended by its makers."""
 
     modelfile: str
     parameters: str
@@ -101,26 +103,26 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     modified_at: str
 
 
-def list_models(reading: ModelReading, name: str) -> Listed:
-    """A model, as a list has it. Blocking: reads its folder's headers."""
+def list_models(reading: ModelReading, name: str) -> ListedModel:
+    """Return a model for a list. Blocking: reads its folder's headers."""
     folder = _folder(reading)
     entry = inspect(folder)
     modified_at, digest = _stamp(folder)
     loaded = reading.status.model
     size = entry.weights_bytes or (0 if loaded is None else loaded.weights_bytes)
-    return Listed(
+    return ListedModel(
         name=name, model=name, modified_at=modified_at, size=size, digest=digest, details=_details(reading, entry)
     )
 
 
-def list_running(reading: ModelReading, name: str, now: datetime) -> Running:
-    """A model that is in memory. Blocking: reads its folder's headers."""
+def list_running(reading: ModelReading, name: str, now: datetime) -> RunningModel:
+    """Return a model that is in memory. Blocking: reads its folder's headers."""
     folder, loaded = _folder(reading), reading.status.model
     shares = reading.used or (() if loaded is None else loaded.shares)
     workers = max(1, reading.target_workers)
     gpus = sum(share.total_bytes for share in shares if share.device.startswith("cuda"))
     expires = now + timedelta(seconds=reading.idle_unload_s)
-    return Running(
+    return RunningModel(
         name=name,
         model=name,
         size=workers * sum(share.total_bytes for share in shares),
@@ -132,15 +134,15 @@ def list_running(reading: ModelReading, name: str, now: datetime) -> Running:
     )
 
 
-def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) -> Shown:
-    """All about a model. tokenizer: its own, while it is loaded. Blocking: reads its folder's files."""
+def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) -> ModelDetails:
+    """Return the details of a model. tokenizer: its own, while it is loaded. Blocking: reads its folder's files."""
     folder = _folder(reading)
     entry, parameters = inspect(folder), _parameters(folder)
     templates = _tokenizer_folder(folder).chat_templates()
     template = templates.get("default", next(iter(templates.values()), ""))
     can = ["completion"] if tokenizer is None or format_of(tokenizer) is None else ["completion", "tools"]
     lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
-    return Shown(
+    return ModelDetails(
         modelfile="\n".join(lines),
         parameters=parameters,
         template=template,
@@ -161,7 +163,7 @@ def _details(reading: ModelReading, entry: ModelEntry) -> Details:
     return Details(
         family=family,
         families=[family],
-        parameter_size=_in_words(_parameter_count(reading, entry)),
+        parameter_size=_short_number(_parameter_count(reading, entry)),
         quantization_level=(entry.quantisation or entry.dtype).upper(),
     )
 
@@ -183,7 +185,7 @@ def _parameter_count(reading: ModelReading, entry: ModelEntry) -> int:
 
 
 def _parameters(folder: Path) -> str:
-    """The recommended sampling, a line each."""
+    """Return the recommended sampling parameters, a line each."""
     try:
         defaults = _tokenizer_folder(folder).generation_defaults()
     except EngineError:
@@ -197,7 +199,7 @@ def _family(config: Mapping[str, object]) -> str:
 
 
 def _config(folder: Path) -> Mapping[str, object]:
-    """config.json, the part on text where it has one for each kind of input; {} for one that cannot be read."""
+    """Return config.json, its text part where it has several; {} where it cannot be read."""
     try:
         config = read_json_object(folder / "config.json")
     except EngineError:
@@ -214,7 +216,7 @@ def _tokenizer_folder(folder: Path) -> TokenizerFolder:
 
 
 def _stamp(folder: Path) -> tuple[str, str]:
-    """When the model's files changed last, and a digest of their names, sizes and times."""
+    """Return when the model's files changed last, and a digest of their names, sizes and times."""
     stats = list(_stats(folder))
     digest = hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode())
     latest = max((stat.st_mtime for _, stat in stats), default=0.0)
@@ -222,7 +224,7 @@ def _stamp(folder: Path) -> tuple[str, str]:
 
 
 def _stats(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """The model's files by name, without those that are not there behind their link."""
+    """Yield the model's files by name, without broken links."""
     try:
         names = file_names(folder)
     except (OSError, EngineError):
@@ -233,7 +235,7 @@ def _stats(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield name, (folder / name).stat()
 
 
-def _in_words(parameters: int) -> str:
+def _short_number(parameters: int) -> str:
     """ "7.2B", "135M"."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if parameters >= scale:
@@ -247,7 +249,7 @@ def _written(moment: datetime) -> str:
 
 T = TypeVar("T")
 
-_NOT_HERE = {
+_REFUSED_PATHS = {
     "/api/pull": "the operator loads models, also those of the hub: in the console, or with POST /admin/load",
     "/api/push": "this server uploads no models",
     "/api/create": "this server makes no models: load a folder with safetensors",
@@ -258,25 +260,25 @@ _NOT_HERE = {
 
 
 class ListedModels(msgspec.Struct, frozen=True):
-    """Those that answer."""
+    """The models that answer."""
 
-    models: list[Listed]
+    models: list[ListedModel]
 
 
 class RunningModels(msgspec.Struct, frozen=True):
-    """Those that are in memory."""
+    """The models in memory."""
 
-    models: list[Running]
+    models: list[RunningModel]
 
 
 class Version(msgspec.Struct, frozen=True):
-    """This server's own."""
+    """This server's version."""
 
     version: str
 
 
 class ShowBody(Body):
-    """What /api/show takes. name: an older name of `model`.  verbose: there is nothing more to show."""
+    """A request for a model's details. name: an older name of `model`."""
 
     refused = REFUSED
     inert = frozenset({"verbose", "options", "system"})
@@ -286,19 +288,19 @@ class ShowBody(Body):
 
 
 class ModelList:
-    """The endpoints."""
+    """The endpoints about models."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             web.get("/api/tags", self._tags),
             web.get("/api/ps", self._ps),
             web.get("/api/version", self._version),
             web.post("/api/show", self._show),
-            *(web.post(path, _refuse) for path in _NOT_HERE if path != "/api/delete"),
+            *(web.post(path, _refuse) for path in _REFUSED_PATHS if path != "/api/delete"),
             web.delete("/api/delete", _refuse),
         ]
 
@@ -311,11 +313,11 @@ class ModelList:
         describe = partial(list_running, now=datetime.now(UTC))
         return json_response(RunningModels(await self._each(describe, ("ready",))))
 
-    @describes("Tell this server's version", answer=Version)
+    @describes("This server's version", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
         return json_response(Version(product_version()))
 
-    @describes("Tell all about a model", body=ShowBody, answer=Shown)
+    @describes("Details of a model", body=ShowBody, answer=ModelDetails)
     async def _show(self, request: web.Request) -> web.Response:
         body = await read(request, ShowBody)
         readings = self._readings(ANSWERING)
@@ -327,7 +329,7 @@ class ModelList:
         )
 
     def _readings(self, states: Sequence[str]) -> dict[str, ModelReading]:
-        """Models and their adapters by the names that they are listed under, with a tag as all names of Ollama's."""
+        """Return models and their adapters by their names in lists, which have a tag, as all of Ollama's."""
         found: dict[str, ModelReading] = {}
         for reading in self._context.engine.models():
             if reading.status.state in states and reading.status.spec is not None:
@@ -336,14 +338,14 @@ class ModelList:
         return found
 
     async def _each(self, describe: Callable[[ModelReading, str], T], states: Sequence[str]) -> list[T]:
-        """Of each model. Their files are read beside the event loop."""
+        """Describe each model, in a thread: it reads their files."""
         readings = self._readings(states)
         return await asyncio.to_thread(lambda: [describe(reading, name) for name, reading in readings.items()])
 
 
-@describes("What only Ollama does; always a 400 that says why", success=None)
+@describes("Not supported: always a 400 that says why", success=None)
 async def _refuse(request: web.Request) -> web.StreamResponse:
-    """What only Ollama does."""
+    """Refuse an operation that only Ollama has."""
     resource = request.match_info.route.resource
-    why = "" if resource is None else _NOT_HERE[resource.canonical]
+    why = "" if resource is None else _REFUSED_PATHS[resource.canonical]
     raise InvalidRequest(f"{request.path} is not supported: {why}")

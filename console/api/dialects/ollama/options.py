@@ -1,4 +1,4 @@
-"""Ollama's options: its names, its values for what is off, and its defaults, as the sampling fields of all dialects."""
+"""Ollama's options: its names, neutral values and defaults, as the sampling fields that dialects share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
-"""Ollama's, where neither the client nor the model's makers say anything."""
+"""Ollama's, where neither the client nor the model's makers set one."""
 
 _OWN = ("num_predict", "num_ctx", "repeat_last_n")
-"""Options that mean something else here than fields that other clients call so."""
+"""Options that mean something else than other dialects' fields of that name."""
 
 _NO_RANGE = 0
 
@@ -58,11 +58,11 @@ _CLAMPED: Mapping[str, str] = {
 
 
 class Options(SamplingFields):
-    """What `options` may hold; other samplers of ours may be set there too, by their own names.
+    """Fields of `options`; samplers that Ollama lacks may be set there too, by their own names.
 
     answer_format: the body's `format`: "json", a JSON schema, or "" for any text.
-    num_predict: -1 and -2 are up to the context's end.  num_ctx: prompt and answer together; more than the model was
-    loaded with is that.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
+    num_predict: -1 and -2 are up to the context's end.  num_ctx: tokens of prompt and answer together, up to the loaded
+    context.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
     """
 
     refused = _REFUSED
@@ -83,7 +83,7 @@ class Options(SamplingFields):
 
     @property
     def asks_for_format(self) -> bool:
-        """Whether `format` has anything to do."""
+        """True if the answer has a format."""
         return bool(self.answer_format) or super().asks_for_format
 
     def _named(self, max_bytes: int) -> Iterator[Named]:
@@ -99,18 +99,18 @@ class Options(SamplingFields):
                 yield "format", partial(json_grammar, schema, "format", max_bytes=max_bytes)
 
 
-def read_options(options: Mapping[str, Any] | None, **beside: object) -> Options:
-    """The options with what the body says beside them, by our names; raises InvalidRequest naming the field."""
-    given = dict(options or {})
-    for name in sorted(Options.internal & given.keys()):
+def read_options(options: Mapping[str, Any] | None, **body_fields: object) -> Options:
+    """Return the options with fields of the body itself, by our names; raises InvalidRequest naming the field."""
+    fields = dict(options or {})
+    for name in sorted(Options.internal & fields.keys()):
         raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
-    return Options.of({**given, **beside})
+    return Options.of({**fields, **body_fields})
 
 
 def options_params(
     options: Options, model: ServedModel, prompt_tokens: int, *, logprobs: int | None = None
 ) -> SamplingParams:
-    """What the engine is told of a prompt. Raises InvalidRequest."""
+    """Return the engine's parameters for a prompt. Raises InvalidRequest."""
     recommended = model.tokenizer.generation_defaults
     missing = {
         name: default
@@ -125,18 +125,18 @@ def options_params(
 
 
 def _room(options: Options, model: ServedModel, prompt_tokens: int) -> int | None:
-    """The most tokens that the answer may have, None for as many as fit."""
-    asked = options.num_predict if options.num_predict > 0 else None
+    """Return the max tokens of the answer, None for as many as fit."""
+    limit = options.num_predict if options.num_predict > 0 else None
     if options.num_ctx is None or options.num_ctx >= model.loaded.max_model_len:
-        return asked
+        return limit
     if prompt_tokens >= options.num_ctx:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens; with the answer's first token, num_ctx lets it have "
-            f"{options.num_ctx - 1}, and a prompt is never cut",
+            f"the prompt has {prompt_tokens} tokens; num_ctx leaves room for {options.num_ctx - 1} and the first token "
+            "of the answer, and prompts are not truncated",
             param="num_ctx",
             prompt_tokens=prompt_tokens,
             limit=options.num_ctx - 1,
             max_model_len=options.num_ctx,
         )
     room = options.num_ctx - prompt_tokens
-    return room if asked is None else min(asked, room)
+    return room if limit is None else min(limit, room)

@@ -1,4 +1,4 @@
-"""One answer of Ollama's dialect on its way: line by line, or whole."""
+"""Writes an answer of Ollama's dialect, line by line or whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET
 from msgspec.structs import asdict
 
-from console.api.dialects.ollama.answers import Part, Stopwatch, ToolCalled, ToolFunction, done_reason, now
+from console.api.dialects.ollama.answers import AnswerPart, Stopwatch, ToolCalled, ToolFunction, done_reason, now
 from console.api.http.errors import json_response
 from console.api.requests.generation import Generation
 from console.api.requests.logprobs import ChatLogprob, chat_logprobs
@@ -21,11 +21,11 @@ from console.api.tools import CallArguments, CallBegan, CallCut, CallEnded, Call
 from engine.engine import StreamDelta
 from engine.text.tokenizer import IncrementalDetokenizer
 
-# Calls of tools as Ollama tells them: whole, also in a stream.
+# Tool calls as Ollama has them: whole, also in a stream.
 
 
 class CallCollector:
-    """Puts calls together while an answer comes. reader: what finds them, None where there are none."""
+    """Collects the tool calls of an answer under way. reader: parses them; None without tools."""
 
     def __init__(self, reader: CallReader | None) -> None:
         self._reader = reader
@@ -33,16 +33,16 @@ class CallCollector:
         self._arguments: list[str] = []
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[ToolCalled]]:
-        """Return what more of the answer says, and the calls that it completes or ends within; one that breaks off
-        was none."""
+        """Return the prose of more of the answer, and the calls that it completes or ends within; a call that turns
+        into prose again is dropped."""
         if self._reader is None:
             return text, []
-        said: list[str] = []
+        prose: list[str] = []
         calls: list[ToolCalled] = []
         for piece in (*self._reader.feed(text), *(self._reader.finish() if ended else ())):
             match piece:
                 case Said(text=words):
-                    said.append(words)
+                    prose.append(words)
                 case CallBegan():
                     self._began, self._arguments = piece, []
                 case CallArguments(text=more):
@@ -52,20 +52,20 @@ class CallCollector:
                     calls.append(ToolCalled(self._began.id, ToolFunction(index, self._began.name, arguments)))
                 case _:
                     self._began = None
-        return "".join(said), calls
+        return "".join(prose), calls
 
 
 class AnswerShape(Protocol):
-    """Makes an answer, or a piece of one, in the shape of its endpoint. ids: of the answer's tokens, with its end."""
+    """Makes an answer, or a piece of one, in the shape of its endpoint. ids: of the answer's tokens, at its end."""
 
-    def __call__(self, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> Part:
-        """fields: as Part has them."""
+    def __call__(self, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+        """fields: those of AnswerPart."""
 
 
 class AnswerWriter:
-    """Makes an answer of what the engine tells. logprobs: the text of the answer where those were asked for.
+    """Writes one answer. logprobs: the detokenizer for log-probabilities; None where they were not requested.
 
-    reader: what finds calls of tools, None where there are none.
+    reader: parses tool calls; None without tools.
     """
 
     def __init__(
@@ -87,28 +87,28 @@ class AnswerWriter:
     async def answer(
         self, request: web.Request, settings: ApiSettings, generation: Generation, stream: bool
     ) -> web.StreamResponse:
-        """The response, sent line by line where it is a stream."""
+        """Return the response, sent line by line where it is a stream."""
         if not stream:
             return json_response(await self._whole(generation))
         async with ChunkStream(request, settings, JSON_LINES) as chunks:
             async for delta in self._deltas(generation):
-                said, calls = self._calls.read(delta.text, ended=delta.finish is not None)
+                prose, calls = self._calls.read(delta.text, ended=delta.finish is not None)
                 logprobs = self._logprobs(delta)
-                if said or calls or logprobs:
-                    await chunks.send(self._part(said, calls, None, done=False, logprobs=logprobs or UNSET))
+                if prose or calls or logprobs:
+                    await chunks.send(self._part(prose, calls, None, done=False, logprobs=logprobs or UNSET))
                 if delta.finish is not None:
                     await chunks.send(self._last("", [], [], generation, delta))
         return chunks.response
 
     def loaded(self) -> web.Response:
-        """The answer to a request that only wanted the model to be there."""
+        """Return the answer to a request that only loads the model."""
         return json_response(self._part("", [], None, done=True, done_reason="load", **asdict(self._watch.loaded())))
 
-    async def _whole(self, generation: Generation) -> Part:
+    async def _whole(self, generation: Generation) -> AnswerPart:
         deltas = [delta async for delta in self._deltas(generation)]
-        said, calls = self._calls.read("".join(delta.text for delta in deltas), ended=True)
+        prose, calls = self._calls.read("".join(delta.text for delta in deltas), ended=True)
         logprobs = [entry for delta in deltas for entry in self._logprobs(delta)]
-        return self._last(said, calls, logprobs, generation, deltas[-1])
+        return self._last(prose, calls, logprobs, generation, deltas[-1])
 
     async def _deltas(self, generation: Generation) -> AsyncGenerator[StreamDelta, None]:
         async with aclosing(generation.deltas()) as deltas:
@@ -123,13 +123,13 @@ class AnswerWriter:
         logprobs: list[ChatLogprob],
         generation: Generation,
         delta: StreamDelta,
-    ) -> Part:
+    ) -> AnswerPart:
         [row] = generation.work.rows
         figures = asdict(self._watch.figures(row))
         reason = done_reason(delta.finish)
         return self._part(text, calls, self._ids, done=True, done_reason=reason, logprobs=logprobs or UNSET, **figures)
 
-    def _part(self, text: str, calls: list[ToolCalled], ids: list[int] | None, **fields: Any) -> Part:
+    def _part(self, text: str, calls: list[ToolCalled], ids: list[int] | None, **fields: Any) -> AnswerPart:
         return self._shape(text, calls, ids, model=self._model.name, created_at=now(), **fields)
 
     def _logprobs(self, delta: StreamDelta) -> list[ChatLogprob]:

@@ -28,18 +28,18 @@ from engine.backends.base import FinishReason, TokenLogprob
 from engine.engine import StreamDelta
 from engine.text.tokenizer import IncrementalDetokenizer
 
-# What OpenAI's chat answers with: messages, chunks of them, and the calls in both.
+# Answers: messages, chunks of them, and the tool calls in both.
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is called, and with what; in a stream the name comes with the first piece of a call only."""
+    """Name and arguments of a call; in a stream the name comes with the first piece of a call only."""
 
     name: str | None = None
     arguments: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the client is to make."""
+    """A tool call for the client to make."""
 
     id: str
     type: Literal["function"] = "function"
@@ -47,7 +47,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCallPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a chunk adds to a call. id and type come with the first piece only."""
+    """A piece of a tool call in a chunk. id and type come with the first piece only."""
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | None = None
@@ -56,7 +56,7 @@ class ChatCallPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """The message that answers. content: null where it does nothing but call."""
+    """The answering message. content: null where it has tool calls alone."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -65,7 +65,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
 
 
 class ChatPiece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds. role comes with the first of a choice only."""
+    """A piece of the message in a chunk. role comes with the first of a choice only."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -96,9 +96,9 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer. prompt_logprobs: where asked for, as vLLM gives them.
+    """The whole answer. prompt_logprobs: where requested, as vLLM gives them.
 
-    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    system_fingerprint: of model and server; where it changes, answers to requests with a seed may change.
     """
 
     id: str
@@ -112,7 +112,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream. usage is left out, or asked for: null until the last one.
+    """One event of a stream. usage: absent, or, where requested, null until the last event.
 
     system_fingerprint: as in ChatCompletion.
     """
@@ -126,16 +126,16 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageField = msgspec.UNSET
 
 
-def message_of(said: str, calls: Sequence[ToolCall]) -> ChatAnswer:
-    """The message that says and calls this."""
+def message_of(text: str, calls: Sequence[ToolCall]) -> ChatAnswer:
+    """Return the message with a text and tool calls."""
     if not calls:
-        return ChatAnswer(said)
+        return ChatAnswer(text)
     called = [ChatCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in calls]
-    return ChatAnswer(said or None, tool_calls=called)
+    return ChatAnswer(text or None, tool_calls=called)
 
 
 def piece_of(found: Piece) -> ChatPiece | None:
-    """What a stream tells of it; None for what shows by itself."""
+    """Return what a chunk carries of a parsed piece; None for the end of a call, which shows by itself."""
     match found:
         case Said(text=text):
             return ChatPiece(content=text)
@@ -152,13 +152,13 @@ _EXAMPLE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16
 
 
 class Chat:
-    """The endpoint."""
+    """POST /v1/chat/completions."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/v1/chat/completions", self._post)]
 
     @describes(
@@ -196,7 +196,7 @@ class Chat:
 
 
 async def _negative_prompt_ids(body: ChatBody, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> list[int]:
-    """What is guided away from: the same conversation under another system message. Empty without guidance."""
+    """Return the prompt to guide away from: the conversation under another system message. Empty without guidance."""
     if body.cfg_scale == 1.0:
         return []
     guided = with_negative_prompt(turns, body.negative_prompt)
@@ -204,7 +204,7 @@ async def _negative_prompt_ids(body: ChatBody, model: ServedModel, turns: Sequen
 
 
 class _Call:
-    """One request on its way to its answer. answer_text: makes what makes the text of one answer."""
+    """One request and its answer. answer_text: makes the detokenizer of one choice."""
 
     def __init__(
         self, body: ChatBody, model: ServedModel, use: ToolUse, answer_text: Callable[[], IncrementalDetokenizer]
@@ -219,7 +219,7 @@ class _Call:
         self._fingerprint = model.fingerprint
 
     async def whole(self, generation: Generation) -> web.Response:
-        """All answers at once."""
+        """Return all choices in one response."""
         answers = await generation.answers()
         return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model)
 
@@ -235,7 +235,7 @@ class _Call:
         )
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
-        """The role, every piece as it comes, the reason why it ended, and what ends the stream."""
+        """Send each choice's role, pieces and finish reason as they come, then the end of the stream."""
         so_far = partial(usage_so_far, self._body, generation)
         opened: dict[int, CallReader | None] = {}
         async with aclosing(generation.deltas()) as deltas:
@@ -261,7 +261,7 @@ class _Call:
         return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
 
     def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
-        """What a delta adds to an answer; its log-probabilities go with the first piece."""
+        """Yield the chunks of a delta; its log-probabilities go with the first."""
         logprobs = self._logprobs(i, delta.logprobs)
         added = [ChatPiece(content=delta.text)] if delta.text else []
         if reader is not None:

@@ -29,12 +29,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 UsageField = Usage | msgspec.UnsetType | None
-"""Left out of chunks, or, where it was asked for, null in all of them but the last, or in each of them what was used so
-far."""
+"""Absent from chunks, or, where requested, null in all but the last, or in each the usage so far."""
 
 
 def usage_of(generation: Generation) -> Usage:
-    """What the generation used so far."""
+    """Return the tokens that the generation used so far."""
     tokens = generation.tokens
     return Usage(
         prompt_tokens=tokens.prompt,
@@ -52,11 +51,11 @@ def usage_so_far(fields: OpenAiFields, generation: Generation) -> UsageField:
 
 
 def prompt_logprobs_of(packed: bytes, model: ServedModel, fields: OpenAiFields) -> PromptLogprobs | msgspec.UnsetType:
-    """What is told of a prompt, where vLLM's field for it was asked for."""
+    """Return the log-probabilities of a prompt, UNSET where vLLM's field for them was not sent."""
     top = fields.prompt_logprobs
     return msgspec.UNSET if top is None else prompt_logprobs(unpack_logprobs(packed), model.tokenizer, top)
 
 
 def now() -> int:
-    """`created`: unix time in whole seconds."""
+    """Return the unix time in whole seconds, for `created`."""
     return int(time.time())

@@ -44,7 +44,7 @@ _ALIASES = {
     "n_probs": "logprobs",
     "num_predict": "max_tokens",
 }
-"""What text frontends, which send one body to whatever server they talk to, call our fields."""
+"""Names of our fields in text frontends, which send one body to servers of any kind."""
 
 
 _REFUSED: Mapping[str, Refusal] = {
@@ -61,10 +61,10 @@ _CLAMPED: Mapping[str, str] = {**SAMPLING_CLAMPED, "max_tokens": DEFAULT_LENGTH}
 
 
 class CompletionBody(OpenAiFields):
-    """What the endpoint takes. prompt: a string, token ids, or an array of either.
+    """A completion request. prompt: a string, token ids, or an array of either.
 
-    max_tokens: 0 where nothing but what is told of the prompt is wanted.  echo: the prompt stands before each answer,
-    and where logprobs are asked for, so do those of its tokens.
+    max_tokens: 0 for log-probabilities of the prompt alone.  echo: each answer begins with the prompt, and its
+    logprobs, where requested, with those of the prompt's tokens.
     """
 
     refused = _REFUSED
@@ -78,15 +78,15 @@ class CompletionBody(OpenAiFields):
     echo: bool = False
 
     @property
-    def tells_of_prompt(self) -> bool:
-        """Whether something is wanted that is there without an answer."""
+    def describes_prompt(self) -> bool:
+        """True if the request has a use for an answer without new tokens."""
         return self.echo or self.prompt_logprobs is not None
 
     @property
     def alternatives_in_prompt(self) -> int | None:
-        """For how many alternatives the engine is asked at each place of the prompt, None for nothing."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((top for top in asked if top is not None), default=None)
+        """Alternatives per prompt token to compute, None for no log-probabilities of the prompt."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((top for top in wanted if top is not None), default=None)
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer; also every chunk of a stream, where usage is left out, null, or (on the last) given.
 
-    system_fingerprint: of what computes answers; where it changes, those to requests with a seed may change.
+    system_fingerprint: of model and server; where it changes, answers to requests with a seed may change.
     """
 
     id: str
@@ -119,13 +119,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completions:
-    """The endpoint."""
+    """POST /v1/completions."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/v1/completions", self._post)]
 
     @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
@@ -140,7 +140,7 @@ class Completions:
             logprobs=body.logprobs,
             prompt_logprobs=body.alternatives_in_prompt,
             negative_prompt_ids=await negative_prompt_ids(body, model),
-            fewest_tokens=0 if body.tells_of_prompt else 1,
+            fewest_tokens=0 if body.describes_prompt else 1,
             ranks=True,
         )
         body.check_prompt_logprobs()
@@ -158,7 +158,7 @@ class Completions:
 
 
 class _Call:
-    """One request on its way to its answer."""
+    """One request and its answer."""
 
     def __init__(self, body: CompletionBody, model: ServedModel, prompts: list[Prompt], params: SamplingParams) -> None:
         self.id = new_id("cmpl")
@@ -172,7 +172,7 @@ class _Call:
         self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
 
     async def whole(self, generation: Generation) -> web.Response:
-        """All answers at once."""
+        """Return all choices in one response."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
         usage = usage_of(generation)
         return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model)
@@ -191,8 +191,8 @@ class _Call:
         ]
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
-        """Every piece as it comes, then what ends the stream. Prompts come first, or once they are computed where their
-        log-probabilities are wanted."""
+        """Send each piece as it comes, then the end of the stream. Echoed prompts come first, or, where their
+        log-probabilities are requested, once those are computed."""
         so_far = partial(usage_so_far, self._body, generation)
         if self._body.echo and self._body.logprobs is None:
             for i in range(len(self._offsets)):
@@ -200,8 +200,7 @@ class _Call:
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 if delta.prompt_logprobs:
-                    tell = partial(self._echoed_logprobs, i, delta.prompt_logprobs)
-                    echoed = await self._model.offload(tell)
+                    echoed = await self._model.offload(partial(self._echoed_logprobs, i, delta.prompt_logprobs))
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
                 if delta.text or delta.logprobs or delta.finish:
@@ -216,7 +215,7 @@ class _Call:
         return self._prompts[choice // self._body.n].text if self._body.echo else ""
 
     def _offsets_of(self, prompt: Prompt) -> TextOffsets:
-        """Where the tokens of an answer to it begin in the choice's text."""
+        """Return the offsets of an answer's tokens in the text of its choice."""
         start = len(prompt.text) if self._body.echo else 0
         tokenizer = self._model.tokenizer
         return TextOffsets(tokenizer, prompt.answer_text(tokenizer, self._params), start=start)

@@ -38,9 +38,9 @@ _REFUSED: Mapping[str, Refusal] = {
 
 
 class EmbeddingBody(ModelFields):
-    """What the endpoint takes. input: a string, token ids, or an array of either.
+    """An embedding request. input: a string, token ids, or an array of either.
 
-    dimensions: as many as the model's vectors have, if anything.
+    dimensions: the length of the model's vectors, or nothing.
     """
 
     refused = _REFUSED
@@ -77,13 +77,13 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingEndpoint:
-    """The endpoint."""
+    """POST /v1/embeddings."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.post("/v1/embeddings", self._post)]
 
     @describes(

@@ -18,8 +18,8 @@ from engine.snapshot import ModelState
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model as OpenAI lists it, or, as vLLM does, an adapter: its parent is its model, its root its folder's name.
 
-    max_model_len: tokens of prompt and answer together; None while that is not known.
-    state: "idle" is one that sleeps: the next request wakes it, and waits for that.
+    max_model_len: tokens of prompt and answer together; None while unknown.
+    state: an "idle" model is loaded again by the next request, which waits for it.
     """
 
     id: str
@@ -33,21 +33,21 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a request may name."""
+    """All models and adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Models:
-    """The endpoints."""
+    """GET /v1/models and /v1/models/{name}."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._created = now()
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
     @describes("The models and adapters that a request may name", answer=ModelList)

@@ -1,4 +1,4 @@
-"""What clients of text-generation-webui's own API send."""
+"""Bodies that clients of text-generation-webui's own API send."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _CLAMPED: Mapping[str, str] = {
 class TextgenBody(FrontendBody):
     """A prompt and its settings, with text-generation-webui's defaults.
 
-    do_sample: without it the likeliest tokens are taken.  truncation_length: tokens of prompt and answer together, the
-    model's context where it is left out; of a prompt that is too long the end is kept.
+    do_sample: False is greedy sampling.  truncation_length: tokens of prompt and answer together, by default the
+    model's context; a prompt that is too long loses its beginning.
     """
 
     refused = _REFUSED
@@ -81,13 +81,13 @@ class TextgenBody(FrontendBody):
 
 
 class CountBody(Body):
-    """A text whose tokens are counted."""
+    """A text to count the tokens of."""
 
     prompt: str
 
 
 class ModelBody(Body):
-    """What is to be told or done about the model."""
+    """A question about the models."""
 
     action: Annotated[str, WithJsonSchema({"enum": ["", "info", "list", "list_lora"]})] = ""
     model_name: str | None = None

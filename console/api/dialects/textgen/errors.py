@@ -1,4 +1,4 @@
-"""Errors for clients of text-generation-webui, whose own API had no shape for most: OpenAI's, in their words."""
+"""Errors for clients of text-generation-webui, whose API had no shape for most: OpenAI's, with their field names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FIELD_NAMES: Mapping[str, str] = {
 
 
 def format_error(error: EngineError) -> ErrorEnvelope:
-    """The error as {"error": {"message": ...}}."""
-    told = envelope(error).error
-    param = told.param
+    """Return the error as {"error": {"message": ...}}."""
+    body = envelope(error).error
+    param = body.param
     if param is not None and not error.details.get(AS_SENT):
         param = FIELD_NAMES.get(param, param)
     message = localized_message(error, FIELD_NAMES)
-    return ErrorEnvelope(msgspec.structs.replace(told, message=message, param=param))
+    return ErrorEnvelope(msgspec.structs.replace(body, message=message, param=param))

@@ -37,13 +37,13 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """Whatever there was to stop is stopped."""
+    """Result of stopping the client's answers."""
 
     results: str = "success"
 
 
 class TextEndpoints:
-    """The endpoints for text."""
+    """POST /api/v1/generate and /api/v1/stop-stream, and the websocket, which share the answers under way."""
 
     def __init__(self, context: ApiContext) -> None:
         self._running = LiveGenerations(context)
@@ -71,23 +71,23 @@ class TextEndpoints:
             answers = await live.answers(body.n)
         return json_response(Results([Result(text) for text, _ in answers]))
 
-    @describes("End the answers of this client that are under way; each is given as far as it has come", answer=Stopped)
+    @describes("Stop this client's answers under way; each ends with the text so far", answer=Stopped)
     async def _stop(self, request: web.Request) -> web.Response:
         if self._running.is_shared(request, ""):
             raise InvalidRequest(
-                "Several clients of this key or address have answers under way: it cannot be told which are to end. "
-                "A client that closes its connection ends its own"
+                "Several clients of this key or address have answers under way: which of them to stop is unknown. "
+                "A client stops its own by closing its connection"
             )
         self._running.stop(request, "")
         return json_response(Stopped())
 
 
-# GET /api/v1/stream: the websocket. A connection takes one prompt, so that what a key may ask holds for each.
+# GET /api/v1/stream: the websocket. A connection takes one prompt, so that limits of keys hold for each prompt.
 
 log = logging.getLogger(__name__)
 
 MAX_PINGS = 100
-"""Of one connection in a second. Clients send one in ten."""
+"""Per second and connection. Clients send one in ten seconds."""
 
 _ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)
 
@@ -108,24 +108,24 @@ class StreamEnd(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """There is no more of the answer: the connection is closed after this."""
+    """The answer failed: the connection is closed after this."""
 
     error: ErrorBody
     event: Literal["error"] = "error"
 
 
 class StreamEndpoint:
-    """The endpoint."""
+    """GET /api/v1/stream."""
 
     def __init__(self, context: ApiContext, running: LiveGenerations) -> None:
         self._context = context
         self._running = running
 
     def routes(self) -> list[web.RouteDef]:
-        """Where it is found."""
+        """Return its place and handler."""
         return [web.get("/api/v1/stream", self._connect)]
 
-    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read what continues it", success=101)
+    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read its continuation", success=101)
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         settings = self._context.settings
         socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes, autoping=False)
@@ -142,7 +142,7 @@ class StreamEndpoint:
         return socket
 
     async def _answer(self, request: web.Request, socket: web.WebSocketResponse) -> None:
-        """Take a prompt and send what comes of it."""
+        """Read a prompt and send its continuation."""
         body = await self._first(request, socket)
         if body is None:
             return
@@ -162,8 +162,8 @@ class StreamEndpoint:
         await self._in_time(request, socket.close())
 
     async def _first(self, request: web.Request, socket: web.WebSocketResponse) -> TextgenBody | None:
-        """What the client sends; None where it leaves, stays silent for too long, or the server stops."""
-        reserve_bytes(request, self._context.settings.max_body_bytes)  # aiohttp keeps what there is of a message
+        """Return the first message; None where the client leaves or is silent for too long, or the server stops."""
+        reserve_bytes(request, self._context.settings.max_body_bytes)  # aiohttp buffers a message until it is complete
         try:
             async with self._context.waiting(self._context.settings.idle_timeout_s):
                 message = await _received(request, socket)
@@ -180,7 +180,7 @@ class StreamEndpoint:
         return await read(request, TextgenBody)
 
     async def _fail(self, request: web.Request, socket: web.WebSocketResponse, error: Exception) -> None:
-        """Say what went wrong and close: an answer that has no stream_end is never taken for a whole one."""
+        """Send the error and close: an answer without stream_end cannot be mistaken for a whole one."""
         if socket.closed:
             return
         if isinstance(error, EngineError):
@@ -197,7 +197,7 @@ class StreamEndpoint:
         await self._in_time(request, socket.send_str(msgspec.json.encode(event).decode()))
 
     async def _in_time(self, request: web.Request, sending: Awaitable[object]) -> None:
-        """Send, and cut off a client that reads nothing for too long."""
+        """Send, and disconnect a client that reads nothing for too long."""
         try:
             async with asyncio.timeout(self._context.settings.write_timeout_s):
                 await sending
@@ -209,7 +209,7 @@ class StreamEndpoint:
 
 @asynccontextmanager
 async def _watched(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> AsyncIterator[None]:
-    """While an answer is sent, so that its end comes when the client leaves."""
+    """Stop the answer when the client leaves, while the context lasts."""
     watching = asyncio.create_task(_watch(request, socket, live))
     try:
         yield
@@ -219,7 +219,7 @@ async def _watched(request: web.Request, socket: web.WebSocketResponse, live: Li
 
 
 async def _watch(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> None:
-    """End the answer when the client leaves, and also when it sends a second prompt."""
+    """Stop the answer when the client leaves or sends a second prompt."""
     try:
         message = await _received(request, socket)
     except ConnectionError:
@@ -231,8 +231,8 @@ async def _watch(request: web.Request, socket: web.WebSocketResponse, live: Live
 
 
 async def _received(request: web.Request, socket: web.WebSocketResponse) -> WSMessage:
-    """The next message; pings are answered meanwhile. A flood of them, all of which aiohttp would answer before anybody
-    else is, ends the connection; raises ConnectionError then."""
+    """Return the next message, answering pings meanwhile. A flood of pings, all of which aiohttp would answer before it
+    serves other clients, ends the connection; raises ConnectionError then."""
     clock = asyncio.get_running_loop().time
     since, pings = clock(), 0
     while (message := await socket.receive()).type in (WSMsgType.PING, WSMsgType.PONG):

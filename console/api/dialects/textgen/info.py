@@ -17,44 +17,44 @@ from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
 
 _NO_MODEL = "None"
-"""What text-generation-webui says where none is loaded."""
+"""text-generation-webui's name of no model."""
 
 _ADMIN = "models are loaded and unloaded through /admin/load and /admin/unload, with a key that may do so"
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What was asked about the model: its name, or more."""
+    """The model's name, or what the body asks for."""
 
     result: Any
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """The model that answers, and the adapters that requests may name."""
+    """The model that answers, and its adapters."""
 
     model_name: str
     lora_names: list[str]
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Tokens of a text."""
+    """The number of tokens of a text."""
 
     tokens: int
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """One for the text."""
+    """The counts, one for the text."""
 
     results: list[Count]
 
 
 class InfoEndpoints:
-    """The endpoints."""
+    """GET and POST /api/v1/model, POST /api/v1/token-count."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             web.get("/api/v1/model", self._model),
             web.post("/api/v1/model", self._act),
@@ -65,7 +65,7 @@ class InfoEndpoints:
     async def _model(self, request: web.Request) -> web.Response:
         return json_response(Named(self._name()))
 
-    @describes("What is to be known of the models; none is loaded or unloaded here", body=ModelBody, answer=Named)
+    @describes("The models and their adapters; loading and unloading is refused", body=ModelBody, answer=Named)
     async def _act(self, request: web.Request) -> web.Response:
         body = await read(request, ModelBody, absent=b"{}")
         models = answering_models(self._context.engine)
@@ -84,7 +84,7 @@ class InfoEndpoints:
             case _:
                 raise InvalidRequest("action should be info, list or list_lora", param="action")
 
-    @describes("How many tokens a text has", body=CountBody, answer=Counts)
+    @describes("Count the tokens of a text", body=CountBody, answer=Counts)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
         model = await self._context.served(request, SamplingFields.of({}))

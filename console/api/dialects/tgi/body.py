@@ -1,4 +1,4 @@
-"""What TGI's clients send, and what it comes to."""
+"""Bodies that TGI's clients send, and the prompt and parameters made of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
 from engine.text.tokenizer import Tokenizer
 
-# TGI's grammars: what an answer is held to, as its clients send it.
+# TGI's grammars, which constrain an answer.
 
 
 class TgiGrammar(BaseModel):
-    """What the answer must be. value: a JSON schema, {"schema": ...} for json_schema, or a regular expression."""
+    """A constraint on the answer. value: a JSON schema, {"schema": ...} for json_schema, or a regular expression."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -49,7 +49,7 @@ class TgiGrammar(BaseModel):
     value: Any
 
     def grammar(self, max_bytes: int) -> Grammar:
-        """The same for the engine; a fraction of a second's work at worst. Raises InvalidRequest."""
+        """Return the engine's grammar; takes a fraction of a second at worst. Raises InvalidRequest."""
         match self.type, self.value:
             case "regex", str(text):
                 return regex_grammar(text, "grammar", max_bytes=max_bytes)
@@ -78,11 +78,11 @@ _CLAMPED: Mapping[str, str] = {
 
 
 class TgiParameters(Body):
-    """TGI's parameters with its defaults, which are neutral: the model's own recommendations count for nothing.
+    """TGI's parameters with its defaults, which are neutral: the model's recommendations are not used.
 
-    do_sample: without it, and without any setting that asks for sampling, the likeliest tokens are taken.
-    max_new_tokens: as many as fit where it is left out.  truncate: take the last tokens of the prompt.
-    top_n_tokens: so many of the likeliest tokens at each place are told.
+    do_sample: without it, and without any setting that implies sampling, generation is greedy.
+    max_new_tokens: by default as many as fit.  truncate: the prompt's last tokens to use.
+    top_n_tokens: the likeliest tokens at each place to report.
     """
 
     refused = _REFUSED
@@ -110,17 +110,17 @@ class TgiParameters(Body):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn at all, as TGI understands it: a setting that narrows the choice asks for it."""
+        """True if tokens are sampled, which TGI takes any setting that narrows the choice to ask for."""
         narrowed = (self.temperature not in (None, 1.0), self.top_k, self.top_p not in (None, 1.0))
         return self.do_sample or any(narrowed) or self.typical_p not in (None, 1.0)
 
     @property
     def has_details(self) -> bool:
-        """Whether the answer has details."""
+        """True if the answer has details."""
         return self.details or self.decoder_input_details
 
     def check(self, *, stream: bool) -> None:
-        """Raise InvalidRequest for what TGI cannot combine."""
+        """Raise InvalidRequest for parameters that TGI cannot combine."""
         if self.best_of > 1 and not self.samples:
             raise InvalidRequest("best_of of more than 1 needs sampling; set do_sample", param="best_of")
         if self.best_of > 1 and self.seed is not None:
@@ -128,10 +128,10 @@ class TgiParameters(Body):
         if self.best_of > 1 and stream:
             raise InvalidRequest("best_of must be 1 in a stream: the best answer is known at the end", param="best_of")
         if self.decoder_input_details and stream:
-            raise InvalidRequest("decoder_input_details cannot be told in a stream", param="decoder_input_details")
+            raise InvalidRequest("decoder_input_details is not supported in a stream", param="decoder_input_details")
 
     def sampling(self, model: str | None) -> SamplingFields:
-        """The same in our fields."""
+        """Return them as the fields that dialects share."""
         return SamplingFields.of(
             {
                 "model": model,
@@ -152,20 +152,19 @@ class TgiParameters(Body):
 
 
 class TgiBody(Body):
-    """The whole body. inputs: the prompt, as text.  model: which one where several are loaded; TGI's clients name one
-    only where they ask in OpenAI's way, so it may be left out."""
+    """The whole body. inputs: the prompt, as text.  model: by default the first; TGI's own clients name none."""
 
     inputs: str
     model: str | None = None
     stream: bool = False
     parameters: Annotated[dict[str, Any] | None, ShapedAs(TgiParameters)] = None
 
-    def asked(self) -> TgiParameters:
-        """The parameters; raises InvalidRequest. TGI samples where none are sent, but is greedy where some are."""
+    def read_parameters(self) -> TgiParameters:
+        """Return the parameters; raises InvalidRequest. TGI samples where none are sent, and is greedy by default."""
         return TgiParameters.of({"do_sample": True} if self.parameters is None else self.parameters)
 
     async def prompt(self, model: ServedModel, truncate: int | None) -> Prompt:
-        """inputs as ids, the last `truncate` of them. Raises InvalidRequest."""
+        """Return the last `truncate` tokens of inputs. Raises InvalidRequest."""
         text = self.inputs if truncate is None else await model.part(self.inputs, truncate, end=True)
         encode = partial(_encode, text, truncate)
         ids = _last((await model.encode([text]))[0], truncate)
@@ -183,5 +182,5 @@ def _last(ids: list[int], count: int | None) -> list[int]:
 
 
 def _signed(seed: int | None) -> int | None:
-    """Seeds of TGI are 64 bits; of ours, one is the sign, and -1 is no seed."""
+    """Return a seed of TGI, which has 64 bits, as one of ours, of whose bits one is the sign; -1 is no seed."""
     return None if seed is None else seed % (_SEEDS // 2)

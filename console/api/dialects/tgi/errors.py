@@ -15,23 +15,23 @@ FIELD_NAMES: Mapping[str, str] = {
     "n": "best_of",
     "logprobs": "top_n_tokens",
 }
-"""What TGI's clients call our fields."""
+"""TGI's names of our fields."""
 
 
 class TgiError(msgspec.Struct, frozen=True):
-    """The whole answer. error_type: one of TGI's where it has one for this."""
+    """The body of an error. error_type: TGI's, where it has one for the error."""
 
     error: str
     error_type: str
 
 
 def format_error(error: EngineError) -> TgiError:
-    """The error in TGI's shape."""
+    """Return the error in TGI's shape."""
     return TgiError(_sentence(error)[:MAX_MESSAGE_LENGTH], _type_of(error))
 
 
 def _sentence(error: EngineError) -> str:
-    """The message; of a prompt that is too long, it is TGI's own, which clients go by."""
+    """Return the error's sentence. About a prompt that is too long it is TGI's own, which clients parse."""
     match error.details:
         case {"max_model_len": int(context), "prompt_tokens": tokens, "limit": int(limit)} if isinstance(
             error, ContextLengthExceeded

@@ -1,4 +1,4 @@
-"""POST /generate, /generate_stream and /, where `stream` says which of the two is meant."""
+"""POST /generate, /generate_stream, and /, where `stream` chooses between the two."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ from engine.config import SamplingParams
 from engine.requests.stream import StreamDelta
 from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
-# TGI's answers, as JSON has them.
+# Answers.
 
 TgiFinish = Literal["length", "eos_token", "stop_sequence"]
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of an answer. text: what it adds; the end of a character has all of it.  special: a control token."""
+    """A token of an answer. text: its part of the text; the token that completes a character has all of it.
+
+    special: True for a control token.
+    """
 
     id: int
     text: str
@@ -43,7 +46,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class PrefillToken(msgspec.Struct, frozen=True):
-    """A token of the prompt. logprob: None for the first, which nothing stands before."""
+    """A token of the prompt. logprob: null for the first."""
 
     id: int
     text: str
@@ -51,7 +54,7 @@ class PrefillToken(msgspec.Struct, frozen=True):
 
 
 class BestOfSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of several, which was not the best. seed: None where the client set none."""
+    """One answer of several, not the best. seed: null where the client set none."""
 
     generated_text: str
     finish_reason: TgiFinish
@@ -63,7 +66,7 @@ class BestOfSequence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """All about an answer. top_tokens, best_of_sequences: where asked for."""
+    """Details of an answer. top_tokens, best_of_sequences: where requested."""
 
     finish_reason: TgiFinish
     generated_tokens: int
@@ -75,14 +78,14 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer. details: where asked for."""
+    """A whole answer. details: where requested."""
 
     generated_text: str
     details: Details | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the end of a stream tells. input_length: tokens of the prompt."""
+    """Details at the end of a stream. input_length: tokens of the prompt."""
 
     finish_reason: TgiFinish
     generated_tokens: int
@@ -91,7 +94,7 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of a stream. index: from 1.  generated_text, details: in the last, the latter where asked for."""
+    """One token of a stream. index: from 1.  generated_text, details: in the last, the latter where requested."""
 
     index: int
     token: Token
@@ -101,7 +104,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /info. max_input_length is what older versions of TGI call max_input_tokens."""
+    """Model, limits and version. max_input_length: older TGI's name of max_input_tokens."""
 
     model_id: str
     model_sha: str | None = None
@@ -123,7 +126,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimpleToken(msgspec.Struct, frozen=True):
-    """A token of a text that was tokenized. start, stop: characters."""
+    """A token of a text. start, stop: characters."""
 
     id: int
     text: str
@@ -132,9 +135,9 @@ class SimpleToken(msgspec.Struct, frozen=True):
 
 
 class TokenTexts:
-    """Tokens of one text, of an answer say, with what each adds to it, in the order of their coming.
+    """The tokens of one text, in their order, each with its part of the text.
 
-    Control tokens that are not shown in the text have their names.  text: what makes it, before its first token.
+    Control tokens that the text hides have their names.  text: the text's detokenizer, before its first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: IncrementalDetokenizer) -> None:
@@ -142,14 +145,14 @@ class TokenTexts:
         self._text = text
 
     def next(self, record: TokenLogprob) -> tuple[Token, list[Token]]:
-        """The next one, and what could have stood at its place, the likeliest first."""
+        """Return the next token, and its alternatives, the likeliest first."""
         likeliest = [
             self._shaped(id_, self._text.bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top
         ]
         return self._shaped(record.token_id, self.text_of(record.token_id), record.logprob), likeliest
 
     def text_of(self, token_id: int) -> str:
-        """What the next token adds."""
+        """Return the next token's part of the text."""
         name = self._text.bytes_of(token_id).decode() if token_id in self._tokenizer.special_ids else ""
         return self._text.push(token_id) or name
 
@@ -158,14 +161,14 @@ class TokenTexts:
 
 
 def finish_of(finish: FinishReason | None, last_token: int | None, tokenizer: Tokenizer) -> TgiFinish:
-    """Why an answer ended, in TGI's words; one that ran out of time was cut off, as one that was long enough is."""
+    """Return why an answer ended, in TGI's words: "length" also for one that ran out of time."""
     if finish != "stop":
         return "length"
     return "eos_token" if last_token in tokenizer.eos_token_ids else "stop_sequence"
 
 
 def prefill(ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> list[PrefillToken]:
-    """A prompt's tokens. logprobs: one for each."""
+    """Return a prompt's tokens. logprobs: one for each."""
     texts = TokenTexts(tokenizer, IncrementalDetokenizer(tokenizer))
     return [
         PrefillToken(id_, texts.text_of(id_), None if record is None else max(record.logprob, LOWEST))
@@ -179,9 +182,9 @@ _SSE = Framing("text/event-stream", lambda document: b"data:%b\n\n" % document, 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One request, ready to be computed. echo: what stands before the answer."""
+    """One request, ready to be computed. echo: text before the answer."""
 
-    asked: TgiParameters
+    parameters: TgiParameters
     fields: SamplingFields
     model: ServedModel
     prompt: Prompt
@@ -189,7 +192,7 @@ class _Call:
     echo: str
 
     def texts(self) -> TokenTexts:
-        """The tokens of one answer, before the first."""
+        """Return the tokens of one answer, before the first."""
         return TokenTexts(self.model.tokenizer, self.prompt.answer_text(self.model.tokenizer, self.params))
 
 
@@ -197,13 +200,13 @@ _EXAMPLE = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}}
 
 
 class GenerateEndpoints:
-    """The endpoints."""
+    """POST /generate, /generate_stream and /."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             web.post("/", self._either),
             web.post("/generate", self._generate),
@@ -226,7 +229,7 @@ class GenerateEndpoints:
         example=_EXAMPLE,
     )
     async def _either(self, request: web.Request) -> web.StreamResponse:
-        """Here, unlike elsewhere, the whole text is given where the client does not say."""
+        """Answer as `stream` says; here, unlike at the other two, the text includes the prompt by default."""
         body = await read(request, TgiBody)
         answer = self._stream if body.stream else self._whole
         return await answer(request, body, compatible=True)
@@ -256,34 +259,35 @@ class GenerateEndpoints:
             return chunks.response
 
     async def _read(self, request: web.Request, body: TgiBody, *, full_text: bool, stream: bool) -> _Call:
-        """What the body asks for. full_text: whether the prompt is given too where the body does not say."""
-        asked = body.asked()
-        asked.check(stream=stream)
-        fields = asked.sampling(body.model)
+        """Read the request. full_text: default of return_full_text."""
+        parameters = body.read_parameters()
+        parameters.check(stream=stream)
+        fields = parameters.sampling(body.model)
         model = await self._context.served(request, fields)
-        told = stream or asked.has_details or asked.best_of > 1
+        wants_logprobs = stream or parameters.has_details or parameters.best_of > 1
         params = sampling_params(
             fields,
             model,
-            max_tokens=asked.max_new_tokens,
-            logprobs=asked.top_n_tokens if told else None,
-            prompt_logprobs=0 if asked.decoder_input_details else None,
+            max_tokens=parameters.max_new_tokens,
+            logprobs=parameters.top_n_tokens if wants_logprobs else None,
+            prompt_logprobs=0 if parameters.decoder_input_details else None,
         )
-        if asked.grammar is not None:
-            most = self._context.settings.max_schema_bytes
-            params = msgspec.structs.replace(params, grammar=await asyncio.to_thread(asked.grammar.grammar, most))
-        prompt = await body.prompt(model, asked.truncate)
-        full = full_text if asked.return_full_text is None else asked.return_full_text
+        if parameters.grammar is not None:
+            max_bytes = self._context.settings.max_schema_bytes
+            grammar = await asyncio.to_thread(parameters.grammar.grammar, max_bytes)
+            params = msgspec.structs.replace(params, grammar=grammar)
+        prompt = await body.prompt(model, parameters.truncate)
+        full = full_text if parameters.return_full_text is None else parameters.return_full_text
         if full:
-            self._context.check_echo([prompt], asked.best_of)
-        return _Call(asked, fields, model, prompt, params, body.inputs if full else "")
+            self._context.check_echo([prompt], parameters.best_of)
+        return _Call(parameters, fields, model, prompt, params, body.inputs if full else "")
 
     def _generation(self, request: web.Request, call: _Call) -> AbstractAsyncContextManager[Generation]:
         return self._context.generate(request, new_id("tgi"), call.fields, call.model, [call.prompt], call.params)
 
 
 class _Events:
-    """A stream's events: one for each token, as it comes."""
+    """The events of a stream, one for each token."""
 
     def __init__(self, call: _Call, generation: Generation) -> None:
         self._call = call
@@ -293,7 +297,7 @@ class _Events:
         self._index = 0
 
     def of(self, delta: StreamDelta) -> Iterator[StreamEvent]:
-        """Those of one delta; the last ends the stream, and where no token came with it, it has an empty one."""
+        """Return the events of one delta. The last ends the stream, with an empty token where the delta has none."""
         self._shown.append(delta.text)
         events = [self._event(*self._texts.next(each)) for each in delta.logprobs]
         if delta.finish is not None:
@@ -310,31 +314,31 @@ class _Events:
         details = StreamDetails(
             finish_reason=finish_of(delta.finish, last_id, self._call.model.tokenizer),
             generated_tokens=delta.output_tokens,
-            seed=self._call.asked.seed,
+            seed=self._call.parameters.seed,
             input_length=self._generation.tokens.prompt,
         )
         return msgspec.structs.replace(
             event,
             generated_text="".join(self._shown),
-            details=details if self._call.asked.details else None,
+            details=details if self._call.parameters.details else None,
         )
 
 
 def _generated(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
-    """The answer, or the best of several: that whose tokens are likeliest on average."""
+    """Return the answer, or the best of several: the one whose tokens are likeliest on average."""
     best = max(answers, key=lambda answer: answer.likelihood)
     generated = Generated(generated_text=call.echo + best.text)
-    if not call.asked.has_details:
+    if not call.parameters.has_details:
         return generated
     others = [_sequence(call, answer) for answer in answers if answer is not best]
-    told = _sequence(call, best)
+    sequence = _sequence(call, best)
     details = Details(
-        finish_reason=told.finish_reason,
-        generated_tokens=told.generated_tokens,
-        seed=told.seed,
-        prefill=told.prefill,
-        tokens=told.tokens,
-        top_tokens=told.top_tokens,
+        finish_reason=sequence.finish_reason,
+        generated_tokens=sequence.generated_tokens,
+        seed=sequence.seed,
+        prefill=sequence.prefill,
+        tokens=sequence.tokens,
+        top_tokens=sequence.top_tokens,
         best_of_sequences=others or msgspec.UNSET,
     )
     return msgspec.structs.replace(generated, details=details)
@@ -348,15 +352,15 @@ def _sequence(call: _Call, answer: GeneratedAnswer) -> BestOfSequence:
         generated_text=call.echo + answer.text,
         finish_reason=finish_of(answer.finish, last_id, call.model.tokenizer),
         generated_tokens=len(records),
-        seed=call.asked.seed,
+        seed=call.parameters.seed,
         prefill=_prefill(call, answer),
         tokens=[token for token, _ in places],
-        top_tokens=[likeliest for _, likeliest in places] if call.asked.top_n_tokens else msgspec.UNSET,
+        top_tokens=[likeliest for _, likeliest in places] if call.parameters.top_n_tokens else msgspec.UNSET,
     )
 
 
 def _prefill(call: _Call, answer: GeneratedAnswer) -> list[PrefillToken]:
-    """The prompt's tokens, where they were asked for."""
-    if not call.asked.decoder_input_details:
+    """Return the prompt's tokens, where requested."""
+    if not call.parameters.decoder_input_details:
         return []
     return prefill(call.prompt.ids, unpack_logprobs(answer.prompt_logprobs), call.model.tokenizer)

@@ -1,4 +1,4 @@
-"""GET /info and POST /tokenize: what the model is, and what a text comes to."""
+"""GET /info and POST /tokenize: the model and its limits, and the tokens of a text."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from engine.text.tokenizer import TokenSpan
 
 
 class InfoEndpoints:
-    """The endpoints."""
+    """GET /info and POST /tokenize."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [web.get("/info", self._info), web.post("/tokenize", self._tokenize)]
 
-    @describes("What the model is and may be asked, as TGI tells it", answer=Info)
+    @describes("The model and its limits, as TGI describes them", answer=Info)
     async def _info(self, request: web.Request) -> web.Response:
         status, config = self._context.engine.status, self._context.engine.config
         loaded = status.model or (await self._context.served(request, SamplingFields.of({}))).loaded
@@ -51,14 +51,14 @@ class InfoEndpoints:
         )
 
     @describes(
-        "The tokens of a text and where they stand in it, as TGI tells them",
+        "The tokens of a text and their places in it, as TGI has them",
         body=TgiBody,
         answer=list[SimpleToken],
         example={"inputs": "Once upon a time"},
     )
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read(request, TgiBody)
-        truncate = body.asked().truncate
+        truncate = body.read_parameters().truncate
         model = await self._context.served(request, SamplingFields.of({"model": body.model}))
         spans = await model.spans(body.inputs)
         shown = spans if truncate is None else spans[-truncate:]
