@@ -159,7 +159,7 @@ class ModelManager:
         return with_reservations(self._sampler.latest, self.replicas(), without)
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
-        """See Engine.devices."""
+        """Read the devices and return them as placement sees them. without: a model whose workers count as gone."""
         leaving = () if without is None else self.named(without)[0].replicas()
         await self.sample_devices()
         return self.devices(leaving)
@@ -196,7 +196,7 @@ class ModelManager:
         return self._waiting
 
     async def serving(self, name: str) -> Serving:
-        """See Engine.serving."""
+        """Return the model that a name means once it answers; wake it, or wait for its successor."""
         limit_s = self.defaults.timeout_s
         try:
             async with asyncio.timeout(limit_s or None):
@@ -256,7 +256,7 @@ class ModelManager:
     # -- loading and unloading ----------------------------------------------------------------------------------
 
     async def load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
-        """See Engine.load; config: the settings with the new model's knobs."""
+        """Load a model in place of another, or in addition, and wait for its first worker. config: with its knobs."""
         if busy := self._busy():
             raise EngineBusy(busy, state="busy")
         failed = [each for each in self if each.state == "failed" and not (beside and each.replicas())]
@@ -273,7 +273,7 @@ class ModelManager:
         return await asyncio.shield(new.serve(failed))
 
     async def cancel_load(self) -> None:
-        """See Engine.cancel_load."""
+        """Stop the load under way, if any, and wait until its workers are gone."""
         loads = [load for each in self if (load := each.cancel_load()) is not None]
         if loads:
             await asyncio.wait(loads)
@@ -355,7 +355,7 @@ class ModelManager:
         return self.first.config if self.first is not None else self.defaults
 
     async def reconfigure(self, name: str, changes: Mapping[str, Any]) -> None:
-        """See Engine.reconfigure. changes: fields of EngineConfig."""
+        """Set knobs of a model, and of the one that is being loaded in its place. changes: fields of EngineConfig."""
         msgspec.structs.replace(self.defaults, **changes).validate()
         grows = "num_workers" in changes
         if grows:
@@ -372,7 +372,7 @@ class ModelManager:
         self.changed()
 
     def drain_worker(self, worker_id: str) -> None:
-        """See Engine.drain_worker."""
+        """Let a worker finish what it has and go; its model is to have one less from now on."""
         deployment, _ = self.replica(worker_id)
         deployment.drain_worker(worker_id)
         if deployment is self.first:
@@ -380,7 +380,7 @@ class ModelManager:
         self.changed()
 
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
-        """See Engine.attach."""
+        """Make a LoRA adapter usable by requests of a model, and of its successors."""
         target = self.named(name)[0]
         if adapter.name in self.names() and adapter.name not in target.adapters:
             raise InvalidRequest(f"{adapter.name} is the name of something else already", param="name")
@@ -404,7 +404,7 @@ class ModelManager:
             heir.adapters.adopt(attached)
 
     def detach(self, adapter: str, name: str) -> None:
-        """See Engine.detach."""
+        """Forget a LoRA adapter of a model, and of the one that is being loaded in its place."""
         target = self.named(name or adapter)[0]
         if adapter not in target.adapters:
             raise ModelNotFound(f"{target.spec.name} has no adapter {adapter!r}", param="name", model=adapter)

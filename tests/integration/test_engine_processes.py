@@ -132,6 +132,7 @@ async def test_a_worker_that_crashes_again_and_again_gives_its_request_up_in_the
 async def test_processes_come_and_go_with_the_number_of_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("engine.models.deployment._WARM_UP_S", 600.0)  # then chat templates get a process of their own
     async with processes(monkeypatch, tmp_path) as engine:
         before = children()
         await engine.load(fake_spec(tmp_path))
