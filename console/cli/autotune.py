@@ -15,15 +15,16 @@ from typing import Protocol, TextIO
 import msgspec
 
 from console.bench.workload import Exchange, read_trace
+from console.cli.parser import add_every_setting, parse
 from console.link.tuning import MAX_MINUTES, TuneOrder, TuningReport
 from console.runtime.logs import logging_to, own_log_folder
 from console.runtime.output import say, write
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings, state_dir
-from console.settings.sources import changed
+from console.settings.sources import changed, load_settings
 from console.tuning.autotune.knob_space import KNOBS, SearchLimits
 from console.tuning.autotune.load import Mix, asked_mix
-from console.tuning.autotune.space import LEAST_CACHE_BITS, KnobName
+from console.tuning.autotune.space import MIN_CACHE_BITS, KnobName
 from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
 from console.tuning.autotune.tuning_runs import traced_mix
 from engine.errors import InvalidRequest
@@ -31,7 +32,7 @@ from engine.text.printable import printable
 
 # How tuning goes, drawn as it grows: a block that is redrawn on a terminal, elsewhere a line for every window.
 
-_BESIDE = 10
+_OTHER_LINES = 10
 """Lines that are no rows of the table."""
 
 
@@ -43,11 +44,11 @@ class Live:
         self._size = size
         self._redraws = stream.isatty()
         self._drawn = 0
-        self._told = -1
+        self._shown_windows = -1
         self._notes = 0
 
     def say(self, text: str) -> None:
-        """What is done before anything can be tried."""
+        """Show a step of the preparation."""
         self._draw([text])
 
     def show(self, report: TuningReport) -> None:
@@ -57,11 +58,11 @@ class Live:
             block = [*heading_of(report).splitlines(), "", progress_of(report)]
             block += remarks_of(report)[-1:]
             if report.tried:
-                block += ["", *table_of(report, max(3, lines - _BESIDE), columns).splitlines()]
+                block += ["", *table_of(report, max(3, lines - _OTHER_LINES), columns).splitlines()]
             self._draw(block)
-        elif report.windows != self._told or len(report.notes) != self._notes:
+        elif report.windows != self._shown_windows or len(report.notes) != self._notes:
             self._draw([*report.notes[self._notes :], progress_of(report)])
-            self._told, self._notes = report.windows, len(report.notes)
+            self._shown_windows, self._notes = report.windows, len(report.notes)
 
     def end(self) -> None:
         """Leave nothing of it on the terminal."""
@@ -88,10 +89,10 @@ _LOOK_S = 0.2
 
 
 class Watcher(Protocol):
-    """Who is told how it goes."""
+    """A reader of progress."""
 
     def say(self, text: str) -> None:
-        """What is done before."""
+        """Take a step of the preparation."""
 
     def show(self, report: TuningReport) -> None:
         """How it stands."""
@@ -101,7 +102,7 @@ class Watcher(Protocol):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What it takes besides settings."""
+    """Arguments besides settings."""
     add = parser.add_argument_group("Autotune").add_argument
     parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
     add("--minutes", type=_minutes, default=10.0, metavar="N", help="time it may take (default 10)")
@@ -120,16 +121,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--least-cache-bits",
         type=int,
         choices=(4, 6, 8, 16),
-        default=LEAST_CACHE_BITS,
-        help=f"fewest bits of the KV cache that are tried (default {LEAST_CACHE_BITS}; fewer tell in answers)",
+        default=MIN_CACHE_BITS,
+        help=f"fewest bits of the KV cache that are tried (default {MIN_CACHE_BITS}; fewer change answers)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and the search (default 0)")
     add("--apply", action="store_true", help="from now on, start this model on this hardware with what was found")
     add("--json", action="store_true", dest="as_json", help="print what was found for programs")
 
 
-def autotune(settings: Settings, given: argparse.Namespace) -> int:
-    """Run it; returns 0, or 1 where it ended early or no setting keeps the SLO. Raises EngineError."""
+def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run the command; return 0, or 1 where it ended early or no setting keeps the SLO. Raises EngineError."""
+    add_every_setting(parser, DESCRIPTION)
+    add_arguments(parser)
+    given = argparse.Namespace(**parse(argv, parser))
+    flags = {name: value for name, value in vars(given).items() if name in Settings.model_fields}
+    if given.name is not None:
+        flags["model"] = given.name
+    settings = load_settings(flags)
     order = TuneOrder(
         minutes=given.minutes,
         slo_ttft_s=settings.slo_ttft,
@@ -150,8 +158,8 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
         asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
     finally:
         if reports and reports[-1].tried:
-            said = as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())
-            write(said, as_json=given.as_json)
+            text = as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())
+            write(text, as_json=given.as_json)
     last = reports[-1]
     if not last.tried:
         say(last.said)
@@ -159,7 +167,7 @@ def autotune(settings: Settings, given: argparse.Namespace) -> int:
 
 
 def _missed(report: TuningReport, order: TuneOrder) -> bool:
-    """Whether it was to be applied, and is not."""
+    """Return whether it was to be applied, and is not."""
     return order.apply and not report.applied
 
 
@@ -210,7 +218,7 @@ def _columns() -> int | None:
 
 
 def as_text(report: TuningReport, columns: int | None = None) -> str:
-    """What was found, for a person with a terminal of so many columns, or with room for all."""
+    """Return the results as text. columns: of the terminal, None for no limit."""
     found = [heading_of(report), "", table_of(report, columns=columns), ""]
     if remarks := remarks_of(report):
         found += [*remarks, ""]

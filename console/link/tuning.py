@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 
 from console.tuning.autotune.record import Verdict
-from console.tuning.autotune.space import LEAST_CACHE_BITS, KnobName, Setting
+from console.tuning.autotune.space import MIN_CACHE_BITS, KnobName, Setting
 from engine.errors import InvalidRequest
 
 TuningState = Literal["none", "running", "restoring", "done", "cancelled", "failed"]
@@ -37,7 +37,7 @@ class TuneOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     users: Annotated[int, msgspec.Meta(ge=1, le=MAX_USERS)] | None = None
     knobs: tuple[KnobName, ...] = ()
     kept: tuple[KnobName, ...] = ()
-    least_cache_bits: int = LEAST_CACHE_BITS
+    least_cache_bits: int = MIN_CACHE_BITS
     apply: bool = False
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""What turning a knob did, measured: the seconds before against those after, under the same load. Pure.
+"""Effects of changed knobs, measured: the seconds before against those after, under the same load. Pure.
 
 A change is compared only over seconds that had about as many requests, running and queued, as one another; what lies
 between the turn and the moment that the workers were there is left out. A difference counts where it is more than
@@ -69,12 +69,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a change did. said: in words, where there are no numbers (yet). load: requests at a time, of the seconds
+    """The effect of a change. text: where there are no numbers (yet). load: requests at a time, of the seconds
     that were compared. seconds: how many those were, before and after. final: nothing more will be known of it."""
 
     change: Change
     outcome: Outcome
-    said: str = ""
+    text: str = ""
     load: float | None = None
     seconds: tuple[int, int] = (0, 0)
     tokens_per_s: Delta | None = None
@@ -110,7 +110,8 @@ def load_of(second: Second) -> int:
 
 
 def effect_of(change: Change, marks: Sequence[Mark], history: Sequence[Second]) -> Effect:
-    """What came of a change, as far as `history` tells. marks: all that an operator did: each ends what came before."""
+    """Return the effect of a change, as far as `history` shows it. marks: all actions of the operator; each ends the
+    measurement of the one before."""
     earlier = max((mark.settled_at or mark.at for mark in marks if mark.at < change.at), default=float("-inf"))
     later = min((mark.at for mark in marks if mark.at > change.last_at), default=None)
     if not history or history[0].at > change.at:
@@ -135,8 +136,8 @@ def _compared(change: Change, before: Sequence[Second], after: Sequence[Second],
         return _measured(change, *alike, final=over or len(after) >= WINDOW_S)
     if len(after) >= ENOUGH_S and (over or not alike[1]):
         loads = (round(median(map(load_of, side))) for side in (before, after))
-        said = "the load changed from {} to {} requests".format(*loads)
-        return Effect(change, "incomparable", said, final=over or len(after) >= WINDOW_S)
+        text = "the load changed from {} to {} requests".format(*loads)
+        return Effect(change, "incomparable", text, final=over or len(after) >= WINDOW_S)
     if over:
         had = "no load" if not after else f"only {len(after)} s of load"
         return Effect(change, "unmeasured", f"{had} before the next change", final=True)
@@ -199,7 +200,7 @@ class Effects:
     """The effects of the changes seen, kept when the history no longer reaches back to them."""
 
     def __init__(self) -> None:
-        self._kept: dict[Change, Effect] = {}
+        self._cached: dict[Change, Effect] = {}
         self._seen_at = 0.0
         self._marks: tuple[Mark, ...] = ()
         self.found: tuple[Effect, ...] = ()
@@ -211,16 +212,16 @@ class Effects:
             return
         self._seen_at, self._marks = now, snapshot.marks
         found = [self._effect(change, snapshot) for change in changes(snapshot.marks)]
-        self._kept = {effect.change: effect for effect in found}
+        self._cached = {effect.change: effect for effect in found}
         self.found = tuple(reversed(found))
 
     def _effect(self, change: Change, snapshot: Snapshot) -> Effect:
-        kept = self._kept.get(change)
-        if kept is not None and kept.final:
-            return kept
+        cached = self._cached.get(change)
+        if cached is not None and cached.final:
+            return cached
         effect = effect_of(change, snapshot.marks, snapshot.history)
         lost = bool(snapshot.history) and snapshot.history[0].at > change.at - WINDOW_S
-        return replace(kept, final=True) if kept is not None and lost and kept.outcome == "measured" else effect
+        return replace(cached, final=True) if cached is not None and lost and cached.outcome == "measured" else effect
 
 
 # The knob values that were in use under load, and what each pair of them gave. Pure.
@@ -243,8 +244,8 @@ class ObservedSetting:
 def observed_settings(
     history: Sequence[Second], marks: Sequence[Mark], model: str, workers: int, max_prompts: int
 ) -> list[ObservedSetting]:
-    """What each pair of knob values of a model gave, those in use last; only of seconds with load, and not of those
-    while workers came or went. workers, max_prompts: the values now."""
+    """Return what each pair of knob values of a model gave, those in use last; only of seconds with load, and not of
+    those while workers came or went. workers, max_prompts: the values now."""
     values = {"workers": float(workers), "max_prompts": float(max_prompts)}
     turned = [mark for mark in marks if mark.knob in values and mark.model in ("", model)]
     groups: dict[tuple[float, float], list[Second]] = {}

@@ -1,4 +1,4 @@
-"""What each model was last loaded with, kept in a file of the state folder from one run to the next."""
+"""The settings that each model was last loaded with, in a file of the state folder."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class LastSettings:
         self._lock = threading.Lock()
 
     def of(self, model: str) -> LoadOptions:
-        """What a model was last loaded with; nothing where it never was."""
+        """Return the settings that a model was last loaded with; nothing where it never was."""
         with self._lock:
             return self._read().get(model, NO_OPTIONS)
 
     def note(self, model: str, settings: LoadOptions) -> None:
         """Remember them; those of models that were noted longest ago are forgotten when there are too many."""
         with self._lock:
-            kept = {name: value for name, value in self._read().items() if name != model}
-            self._write(dict([*kept.items(), (model, settings)][-MAX_MODELS:]))
+            saved = {name: value for name, value in self._read().items() if name != model}
+            self._write(dict([*saved.items(), (model, settings)][-MAX_MODELS:]))
 
     def forget(self, model: str) -> None:
         """Remember nothing of a model any more."""
         with self._lock:
-            kept = self._read()
-            if kept.pop(model, None) is not None:
-                self._write(kept)
+            saved = self._read()
+            if saved.pop(model, None) is not None:
+                self._write(saved)
 
     def _read(self) -> dict[str, LoadOptions]:
         if self._file is None:
@@ -54,11 +54,11 @@ class LastSettings:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read and is begun anew: %s", self._file, error)
+            _log.warning("%s cannot be read and starts empty: %s", self._file, error)
             return {}
 
     def _write(self, settings: dict[str, LoadOptions]) -> None:
-        """What cannot be written is only logged: the next form starts without it."""
+        """Write the file; a failure is only logged, and the next form starts without it."""
         self._memory = settings
         if self._file is None:
             return

@@ -36,7 +36,7 @@ _log = logging.getLogger("console")
 
 
 class TunedProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found once. model, hardware: by which it is kept.  at: unix time.  applied: whether it is used.
+    """A result of tuning. model, hardware: its key.  at: unix time.  applied: whether it is used.
 
     settings: by their names, those that were searched.  measured: what they gave.
     slo_ttft_s, slo_itl_s, percentile, mix: what it was searched for.
@@ -69,15 +69,15 @@ class TunedProfiles:
         self.file = folder / TUNED_FILE if folder is not None else None
 
     def of(self, model: str, hardware: str) -> TunedProfile | None:
-        """What was found last for a model on such hardware."""
+        """Return the last result for a model on such hardware."""
         return next(iter(reversed(self._of(model, hardware))), None)
 
     def applied(self, model: str, hardware: str) -> TunedProfile | None:
-        """What is to be used for a model on such hardware."""
+        """Return the applied result for a model on such hardware."""
         return next((each for each in self._of(model, hardware) if each.applied), None)
 
     def knows(self, model: str) -> bool:
-        """Whether anything was found for a model that is to be used, on whatever hardware."""
+        """Return whether a result is applied for a model, on any hardware."""
         return any(each.model == model and each.applied for each in self._read())
 
     def keep(self, found: TunedProfile) -> None:
@@ -85,8 +85,8 @@ class TunedProfiles:
         if self.file is None:
             return
         outdated = [each for each in self._of(found.model, found.hardware) if found.applied or not each.applied]
-        kept = [each for each in self._read() if each not in outdated]
-        content = msgspec.json.encode(_Kept(entries=[*kept, found][-MAX_ENTRIES:]))
+        current = [each for each in self._read() if each not in outdated]
+        content = msgspec.json.encode(_Kept(entries=[*current, found][-MAX_ENTRIES:]))
         replace_file(self.file, msgspec.json.format(content, indent=2))
 
     def _of(self, model: str, hardware: str) -> Sequence[TunedProfile]:
@@ -101,18 +101,18 @@ class TunedProfiles:
         except FileNotFoundError:
             return ()
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read and is begun anew: %s", self.file, error)
+            _log.warning("%s cannot be read and starts empty: %s", self.file, error)
             return ()
 
 
 def tuned_for(settings: Settings, model: str, folder: Path | None) -> Mapping[str, int | bool | None]:
-    """What is to be used of a model (as --model takes it) on the hardware that the settings name; devices are read only
-    where there is something to be used."""
-    kept, key = TunedProfiles(folder), model_key(model, resolve_local(model, settings.models_dir))
-    if not kept.knows(key):
+    """Return the applied settings of a model (as --model takes it) on the hardware that the settings name; devices are
+    read only where there is something to be used."""
+    profiles, key = TunedProfiles(folder), model_key(model, resolve_local(model, settings.models_dir))
+    if not profiles.knows(key):
         return {}
     devices = new_probe(parse_devices(settings.devices) if settings.devices else ()).read()
-    found = kept.applied(key, hardware_of(devices))
+    found = profiles.applied(key, hardware_of(devices))
     return found.settings if found is not None else {}
 
 
@@ -142,7 +142,7 @@ def settings_for(
 
 
 def usable(tuned: Mapping[str, int | bool | None], given: Iterable[str]) -> dict[str, int | bool | None]:
-    """What may be used of it beside the settings that were given."""
+    """Return the part of it that does not conflict with the settings that were given."""
     named = set(given)
     crossed = frozenset().union(*(group for group in _TOGETHER if group & named))
     return {name: value for name, value in tuned.items() if name in TUNABLE and name not in named | crossed}

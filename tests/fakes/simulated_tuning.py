@@ -138,7 +138,7 @@ class Noise:
             ttft_s=self._spread(truth.ttft_s / calmer, min(requests, GAPS)),
             itl_s=self._spread(truth.itl_s / calmer, GAPS),
             judged=requests,
-            kept=requests if truth.keeps(device.slo) else requests // 2,
+            met_slo=requests if truth.keeps(device.slo) else requests // 2,
         )
 
     def _spread(self, p95: float, count: int) -> list[float]:

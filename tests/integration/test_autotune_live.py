@@ -25,7 +25,7 @@ from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, ask, read, serving, until
 from tests.fakes.several import named, room_for, states
 
-SHORT = Mix(said="", lengths=((8, 6), (4, 5)))
+SHORT = Mix(source="", lengths=((8, 6), (4, 5)))
 WINDOW_S, SETTLE_S = 0.04, 0.01
 ENDLESS_S = 1000.0
 
@@ -57,7 +57,7 @@ async def test_a_traces_questions_are_asked_but_for_their_first_tokens(
 
         monkeypatch.setattr(engine, "submit", noted)
         said = tuple(range(65, 85))
-        mix = Mix(said="", lengths=((len(said), 4),), prompts=(said,))
+        mix = Mix(source="", lengths=((len(said), 4),), prompts=(said,))
         now = await engine.serving()
         load = Load(engine, now.name, mix, Slo(ttft_s=9.0), range(65, 90))
         rig = LiveRig(engine, now.name, load, setting_of(now.spec, now.config))
@@ -77,7 +77,7 @@ async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answer
         assert len(engine.publish().workers) == 2
         assert sum(each.tokens for each in sample.slices) > 0
         assert sum(len(each.ttft_s) for each in sample.slices) >= FEWEST_FIRST_TOKENS
-        assert sum(each.kept for each in sample.slices) == sum(each.judged for each in sample.slices) > 0
+        assert sum(each.met_slo for each in sample.slices) == sum(each.judged for each in sample.slices) > 0
         await rig.rest()
         await until(lambda: not engine.publish().running and not engine.publish().queued)
 
@@ -160,7 +160,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setti
         measuring = asyncio.ensure_future(rig.measure(0.5, SETTLE_S))
         await until(lambda: engine.publish().running)
         await engine.reconfigure(max_prompts=before.max_prompts + 3)
-        with pytest.raises(KnobsChanged, match=f"somebody turned prompts to {before.max_prompts + 3}"):
+        with pytest.raises(KnobsChanged, match=f"another operator turned prompts to {before.max_prompts + 3}"):
             await measuring
         await rig.use(before)
         assert await at(engine) == before
@@ -177,14 +177,14 @@ async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> N
 
 def test_first_tokens_of_requests_from_before_the_turn_are_not_counted() -> None:
     meter = Meter(Slo(ttft_s=0.5, itl_s=0.1), since=10.0, began=10.0)
-    meter.came(9.5, None, 11.0, 1, [])
-    meter.came(9.5, 9.9, 11.0, 1, [1.1])
+    meter.received(9.5, None, 11.0, 1, [])
+    meter.received(9.5, 9.9, 11.0, 1, [1.1])
     meter.ended(9.5, 11.0, [1.0])
-    meter.came(10.5, None, 10.9, 1, [])
-    meter.came(10.5, 10.9, 11.3, 4, [0.05, 0.05, 0.1, 0.3])
+    meter.received(10.5, None, 10.9, 1, [])
+    meter.received(10.5, 10.9, 11.3, 4, [0.05, 0.05, 0.1, 0.3])
     meter.ended(10.5, 10.9, [0.05, 0.05, 0.1, 0.3])
     found = meter.cut(12.0)
-    assert (found.tokens, found.judged, found.kept, found.seconds) == (7, 1, 0, 2.0)
+    assert (found.tokens, found.judged, found.met_slo, found.seconds) == (7, 1, 0, 2.0)
     assert found.ttft_s == pytest.approx([0.4])
     assert found.itl_s == [0.05, 0.05, 0.1, 0.3]
     assert meter.cut(13.0).tokens == 0
@@ -203,7 +203,7 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         await runtime.load("demo")
         before = await at(runtime.engine)
         order = TuneOrder(minutes=0.25, slo_ttft_s=60.0, knobs=("max_prompts",))
-        await runtime.tuning.start(order, Mix(said="short", lengths=((16, 8),)))
+        await runtime.tuning.start(order, Mix(source="short", lengths=((16, 8),)))
         with pytest.raises(EngineBusy, match="being tried already"):
             await runtime.tuning.start(order)
         await runtime.tuning.finished()

@@ -72,10 +72,10 @@ def test_settings_that_failed_are_told_with_their_reasons_and_so_are_windows_tha
     failed = [Failed(setting=each, reason="no request was answered") for each in (small, large)]
     failed += [Failed(setting=small, reason=f"short by {size} GiB") for size in range(6)]
     report = msgspec.structs.replace(
-        DONE, failed=tuple(failed), notes=("somebody turned workers to 3: that window does not count",)
+        DONE, failed=tuple(failed), notes=("another operator turned workers to 3: that window does not count",)
     )
     lines = remarks_of(report)
-    assert lines[0].startswith("somebody turned workers to 3")
+    assert lines[0].startswith("another operator turned workers to 3")
     assert lines[1].endswith("prompts 4, step tokens 512, cache bits 16 and 1 more setting: no request was answered")
     assert lines[-1] == "2 more reasons why settings could not be measured"
     assert lines[1] in as_text(report)
@@ -191,7 +191,7 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
     reports: list[TuningReport] = []
     stream = io.StringIO()
     order = TuneOrder(knobs=("max_prompts",))
-    mix = Mix(said="short", lengths=((16, 8),))
+    mix = Mix(source="short", lengths=((16, 8),))
     settings = Settings(worker_host="thread")
     running = asyncio.create_task(tune(settings, order, mix, Live(stream), reports))
     async with asyncio.timeout(240):

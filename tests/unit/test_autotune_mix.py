@@ -38,7 +38,7 @@ def test_lengths_are_as_they_were_written() -> None:
     assert mix is not None
     assert {prompt for prompt, _ in mix.lengths} == {128}
     assert {output for _, output in mix.lengths} == set(range(8, 17))
-    assert mix.said == "prompts of 128 tokens, answers of 8-16"
+    assert mix.source == "prompts of 128 tokens, answers of 8-16"
 
 
 @pytest.mark.parametrize("text", ["0", "8-4", "x", "", "-3", "1-", "9999999", "trace"])
@@ -51,7 +51,7 @@ def test_lengths_of_a_trace_are_those_of_its_questions_and_answers() -> None:
     trace = [Exchange("one two three four", "a b c d e"), Exchange("too short", "no"), Exchange("w " * 90, "x " * 90)]
     mix = mix_of_trace(trace, Letters(), 100, seed=1)
     assert set(mix.lengths) == {(4, 5)}
-    assert mix.said == "questions and lengths of answers as in a trace of 3 exchanges"
+    assert mix.source == "questions and lengths of answers as in a trace of 3 exchanges"
     with pytest.raises(InvalidRequest, match="no exchange of the trace fits"):
         mix_of_trace(trace[1:], Letters(), 100, seed=1)
 
@@ -69,10 +69,10 @@ def test_a_trace_brings_what_its_questions_say_in_the_order_of_their_lengths() -
     mix = mix_of_trace(trace, Numbers(), 100, seed=1)
     for number in range(len(mix.lengths)):
         prompt, output = mix.of(number)
-        assert mix.says(number) == tuple(range(prompt)) and output == prompt + 1
+        assert mix.prompt_ids(number) == tuple(range(prompt)) and output == prompt + 1
     short = mix.within(12)
-    assert {len(short.says(number) or ()) for number in range(20)} == {6, 9}
-    assert mix_of_trace(trace, Letters(), 100, seed=1).says(0) is None
+    assert {len(short.prompt_ids(number) or ()) for number in range(20)} == {6, 9}
+    assert mix_of_trace(trace, Letters(), 100, seed=1).prompt_ids(0) is None
 
 
 def test_without_lengths_of_an_operators_own_none_is_made_up_for_them() -> None:
@@ -84,7 +84,7 @@ def test_lengths_come_from_the_columns_of_the_history() -> None:
     assert mix is not None and len(mix.lengths) == DRAWN
     assert all(65 <= prompt <= 256 for prompt, _ in mix.lengths)
     assert all(output >= 65 for _, output in mix.lengths)
-    assert "last 100 requests" in mix.said
+    assert "last 100 requests" in mix.source
 
 
 def test_too_short_a_history_says_nothing() -> None:

@@ -165,4 +165,4 @@ def test_the_front_holds_what_nothing_beats_in_both() -> None:
 
 def steady(tokens: int, *, itl_s: float = 0.01, kept: int = 0) -> Sample:
     """Four slices that are all alike."""
-    return Sample(slices=(Slice(seconds=1.0, tokens=tokens, itl_s=(itl_s,) * 5, judged=kept, kept=kept),) * 4)
+    return Sample(slices=(Slice(seconds=1.0, tokens=tokens, itl_s=(itl_s,) * 5, judged=kept, met_slo=kept),) * 4)

@@ -27,7 +27,7 @@ def tuner(rig: SimulatedRig, budget_s: float = 300) -> Tuner:
     def search(window_s: float) -> Search:
         return Search(device.space, device.slo, budget_s=budget_s, window_s=window_s)
 
-    return Tuner(search(WINDOW_S), rig, anew=search, clock=rig.clock)
+    return Tuner(search(WINDOW_S), rig, restart=search, clock=rig.clock)
 
 
 def rig_of(device: Device = DEVICE, **more: Any) -> SimulatedRig:
@@ -142,7 +142,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_does_not_count_and_it_is
     rig = rig_of(fails={2: KnobsChanged(DEVICE.start, found)})
     run = tuner(rig)
     assert await run.run(apply=False) is not None
-    assert run.notes == ["somebody turned workers to 3: that window does not count, and it is put back"]
+    assert run.notes == ["another operator turned workers to 3: that window does not count, and it is put back"]
     assert rig.measured[1] == rig.measured[2] and rig.used[1] == rig.used[2]
     assert run.windows == rig.windows - 1
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_told_in_numbers_is_told_in_words(
     history: Sequence[Second], marks: list[Mark], outcome: str, said: str
 ) -> None:
     effect = _effect(history, *marks)
-    assert (effect.outcome, effect.said, effect.tokens_per_s) == (outcome, said, None)
+    assert (effect.outcome, effect.text, effect.tokens_per_s) == (outcome, said, None)
 
 
 def test_a_load_that_never_stays_is_not_compared() -> None:
@@ -161,7 +161,7 @@ def test_numbers_are_only_ever_told_of_enough_seconds_of_one_load(loads: list[in
     history = _history(len(loads), load=lambda at: loads[int(at) - 1])
     effect = _effect(history, _mark(turn, settled=settled))
     if effect.outcome != "measured":
-        assert effect.said
+        assert effect.text
         return
     assert min(effect.seconds) >= ENOUGH_S and max(effect.seconds) <= WINDOW_S
     after = [each for each in history if each.at > START + turn + settled + SETTLE_S]
@@ -190,7 +190,7 @@ def test_marks_of_other_things_are_no_changes_but_end_what_came_before() -> None
     other = Mark(at=START + 70, text="loaded demo")
     assert changes([other]) == []
     effect = effect_of(changes([_mark(60)])[0], [_mark(60), other], _history(120))
-    assert effect.said == "only 5 s of load before the next change"
+    assert effect.text == "only 5 s of load before the next change"
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ _USUAL_PROMPT, _USUAL_OUTPUT = Length.parse("64-256"), Length.parse("32-128")
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompt and of answer, for one request after the other, over and over. said: where they are from.
+    """Tokens of prompt and of answer, for one request after the other, over and over. source: where they are from.
 
-    prompts: what the prompts say, as token ids, in the same order; empty where that is not known.
+    prompts: token ids of the prompts, in the same order; empty where that is not known.
     """
 
-    said: str
+    source: str
     lengths: tuple[tuple[int, int], ...]
     prompts: tuple[tuple[int, ...], ...] = ()
 
@@ -43,8 +43,8 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         """Of request `number`."""
         return self.lengths[number % len(self.lengths)]
 
-    def says(self, number: int) -> tuple[int, ...] | None:
-        """What the prompt of request `number` says, if that is known."""
+    def prompt_ids(self, number: int) -> tuple[int, ...] | None:
+        """Return the prompt of request `number`; None where only its length is given."""
         return self.prompts[number % len(self.prompts)] if self.prompts else None
 
     def within(self, context_tokens: int) -> Mix:
@@ -53,11 +53,11 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         cut = ((min(prompt, most), output) for prompt, output in self.lengths)
         fitting = tuple((prompt, max(1, min(output, context_tokens - prompt - 1))) for prompt, output in cut)
         prompts = tuple(ids[:prompt] for ids, (prompt, _) in zip(self.prompts, fitting, strict=bool(self.prompts)))
-        return Mix(said=self.said, lengths=fitting, prompts=prompts)
+        return Mix(source=self.source, lengths=fitting, prompts=prompts)
 
 
 def usual_mix(seed: int) -> Mix:
-    """What is taken where nothing is known: short questions, short answers."""
+    """Return the mix of a model without history: short questions, short answers."""
     found = asked_mix(str(_USUAL_PROMPT), None, seed)
     assert found is not None
     return found
@@ -71,17 +71,17 @@ def asked_mix(prompt: str | None, output: str | None, seed: int) -> Mix | None:
     prompts, outputs = _parsed(prompt, _USUAL_PROMPT, "prompt"), _parsed(output, _USUAL_OUTPUT, "output")
     draw = random.Random(seed)
     pairs = [(prompts.draw(draw), outputs.draw(draw)) for _ in range(DRAWN)]
-    return Mix(said=f"prompts of {prompts} tokens, answers of {outputs}", lengths=tuple(pairs))
+    return Mix(source=f"prompts of {prompts} tokens, answers of {outputs}", lengths=tuple(pairs))
 
 
 def mix_of_trace(exchanges: Sequence[Exchange], material: Material, context_tokens: int, seed: int) -> Mix:
     """Questions as a trace has them, and answers as long as its own. Raises InvalidRequest where none fits."""
     talks = sampled(usable(exchanges, material, context_tokens), DRAWN, seed)
     prompts = [material.of_text(talk.asked) for talk in talks]
-    pairs = tuple((said.tokens, material.count(talk.answered)) for said, talk in zip(prompts, talks, strict=True))
-    ids = tuple(said.ids for said in prompts)
+    pairs = tuple((prompt.tokens, material.count(talk.answered)) for prompt, talk in zip(prompts, talks, strict=True))
+    ids = tuple(prompt.ids for prompt in prompts)
     where = f"questions and lengths of answers as in a trace of {len(exchanges):,} exchanges"
-    return Mix(said=where, lengths=pairs, prompts=ids if all(ids) else ())
+    return Mix(source=where, lengths=pairs, prompts=ids if all(ids) else ())
 
 
 def mix_of_history(insight: Insight, seed: int) -> Mix | None:
@@ -90,8 +90,8 @@ def mix_of_history(insight: Insight, seed: int) -> Mix | None:
         return None
     draw = random.Random(seed)
     prompts, outputs = _drawn(insight.prompts, draw), _drawn(insight.outputs, draw)
-    said = f"lengths as of the last {insight.outputs.spread.count:,} requests"
-    return Mix(said=said, lengths=tuple(zip(prompts, outputs, strict=True)))
+    source = f"lengths as of the last {insight.outputs.spread.count:,} requests"
+    return Mix(source=source, lengths=tuple(zip(prompts, outputs, strict=True)))
 
 
 def _drawn(lengths: Lengths, draw: random.Random) -> list[int]:
@@ -114,7 +114,7 @@ def _parsed(text: str | None, usual: Length, param: str) -> Length:
 
 SOURCE = "autotune"
 BEHIND_OTHERS = -100
-"""The priority of our requests: whoever else asks goes first."""
+"""The priority of our requests: those of other clients go first."""
 SLICES = 4
 FEWEST_FIRST_TOKENS = 2
 LONGEST = 3
@@ -126,7 +126,8 @@ OWN_TOKENS = 4
 
 @dataclass(slots=True)
 class Meter:
-    """What came in a slice. since: when the setting had settled; of requests before that, first tokens do not count."""
+    """Tokens and latencies of a slice. since: when the setting had settled; of requests before that, first tokens do
+    not count."""
 
     slo: Slo
     since: float
@@ -135,7 +136,7 @@ class Meter:
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
     judged: int = 0
-    kept: int = 0
+    met_slo: int = 0
 
     def cut(self, now: float) -> Slice:
         """The slice that ends now; another begins."""
@@ -145,13 +146,13 @@ class Meter:
             ttft_s=self.ttft_s,
             itl_s=self.itl_s,
             judged=self.judged,
-            kept=self.kept,
+            met_slo=self.met_slo,
         )
-        self.began, self.tokens, self.judged, self.kept = now, 0, 0, 0
+        self.began, self.tokens, self.judged, self.met_slo = now, 0, 0, 0
         self.ttft_s, self.itl_s = [], []
         return found
 
-    def came(self, asked: float, last: float | None, now: float, tokens: int, gaps: Sequence[float]) -> None:
+    def received(self, asked: float, last: float | None, now: float, tokens: int, gaps: Sequence[float]) -> None:
         """Tokens of a request that was sent at `asked` and last had some at `last`. gaps: seconds between them."""
         self.tokens += tokens
         if last is None and asked >= self.since:
@@ -165,7 +166,7 @@ class Meter:
             return
         itl_s = sum(gaps) / len(gaps) if gaps else 0.0
         self.judged += 1
-        self.kept += self.slo.is_met(first - asked, itl_s)
+        self.met_slo += self.slo.is_met(first - asked, itl_s)
 
 
 class Load:
@@ -183,7 +184,7 @@ class Load:
         self._meter = Meter(slo, time.perf_counter(), time.perf_counter())
 
     async def set_clients(self, count: int) -> None:
-        """From now on so many; those that are too many leave, and take back what they asked."""
+        """Change the number of clients; those beyond it leave and cancel their requests."""
         leaving, self._clients = self._clients[count:], self._clients[:count]
         for client in leaving:
             client.cancel()
@@ -232,7 +233,7 @@ class Load:
         async for delta in stream:
             now = time.perf_counter()
             if delta.token_ids:
-                self._meter.came(asked, last, now, len(delta.token_ids), delta.gaps)
+                self._meter.received(asked, last, now, len(delta.token_ids), delta.gaps)
                 first, last = first or now, now
                 gaps += delta.gaps
             if delta.error is not None:
@@ -243,11 +244,11 @@ class Load:
     def _request(self, share: float) -> GenerateRequest:
         """The next one, with a prompt that no other begins like. share: of the answer that the mix has for it."""
         prompt_tokens, output_tokens = self._mix.of(self._number)
-        said = self._mix.says(self._number)
+        known_ids = self._mix.prompt_ids(self._number)
         self._number += 1
         drawn = self._draw.choices(self._ids, k=prompt_tokens)
         return GenerateRequest(
-            prompt_ids=drawn if said is None else [*drawn[:OWN_TOKENS], *said[OWN_TOKENS:]],
+            prompt_ids=drawn if known_ids is None else [*drawn[:OWN_TOKENS], *known_ids[OWN_TOKENS:]],
             params=SamplingParams(
                 temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0
             ),

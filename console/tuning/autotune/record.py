@@ -1,4 +1,4 @@
-"""What was measured of settings: slices of windows, pooled; whether a setting keeps the SLO. Pure."""
+"""Measurements of settings: slices of windows, pooled, and the verdict on the SLO. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.metrics.slo import Slo
 #
 # * A rate is measured in slices of a window, one after the other; its mean has the standard error of the slices' mean
 #   (batch means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts
-# in   as so many more (moderated t, Smyth 2004).
+# in   as that many more (moderated t, Smyth 2004).
 # * Each window may be off as a whole, since a machine has others to serve: by `DRIFT`, or by what windows of the same
 #   settings showed to lie between them.
 # * A percentile is taken over everything, and its standard error is that of the percentiles of the slices (sectioning,
@@ -38,7 +38,7 @@ PRIOR_FREEDOM = 8
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value and where it lies with CONFIDENCE. low and high are 0 and infinity where that cannot be told."""
+    """A value and where it lies with CONFIDENCE. low and high are 0 and infinity where that is unknown."""
 
     value: float
     low: float = 0.0
@@ -50,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What is known of the noise of rates, as shares of their means squared. second: of a second, None where nothing is
+    """Noise of rates, as shares of their means squared. second: of a second, None where nothing is
     known.  window: of a window as a whole."""
 
     second: float | None = None
@@ -139,7 +139,7 @@ _BRIEFEST_S = 0.1
 class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of a window. tokens: generated.  ttft_s, itl_s: of every first token and of every gap in it.
 
-    judged, kept: requests that ended, and of these the ones that kept the SLO.
+    judged, met_slo: requests that ended, and of these the ones that met the SLO.
     """
 
     seconds: float
@@ -147,7 +147,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Sequence[float] = ()
     itl_s: Sequence[float] = ()
     judged: int = 0
-    kept: int = 0
+    met_slo: int = 0
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> bool:
-        """Whether it seems to keep the SLO, be that sure or not."""
+        """Return whether it seems to keep the SLO, sure or not."""
         return self.excess <= 1
 
     @property
@@ -219,7 +219,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             tokens_per_s=rate_of([each.rates for each in samples], noise),
             ttft_s=ttft,
             itl_s=itl,
-            goodput_per_s=sum(each.kept for each in slices) / seconds,
+            goodput_per_s=sum(each.met_slo for each in slices) / seconds,
             verdict="broken" if failed else _verdict(limits),
             excess=inf if failed else excess,
             failed=failed,

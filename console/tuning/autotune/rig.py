@@ -21,11 +21,11 @@ _POLL_S = 0.05
 _PATIENCE_S = 300.0
 """What workers may take to be there."""
 _FAREWELL_S = 10.0
-"""What those that go get to finish what they have, before others are measured beside them."""
+"""Time that leaving workers get to finish their requests, before others are measured."""
 
 
 class KnobsChanged(Exception):
-    """Somebody else turned knobs while a window was measured. sentence: which, and to what."""
+    """Another operator turned knobs while a window was measured. sentence: which, and to what."""
 
     def __init__(self, wanted: Setting, found: Setting) -> None:
         turned = [
@@ -33,16 +33,16 @@ class KnobsChanged(Exception):
             for knob, heading in HEADINGS.items()
             if found.value(knob) != wanted.value(knob)
         ]
-        self.sentence = f"somebody turned {' and '.join(turned)}"
+        self.sentence = f"another operator turned {' and '.join(turned)}"
         super().__init__(self.sentence)
 
 
 class Rig(Protocol):
-    """What is tuned."""
+    """The engine that is tuned."""
 
     async def use(self, setting: Setting) -> None:
         """Be at this setting. Raises InsufficientMemory where it does not fit, NoModelLoaded or ModelNotFound where
-        somebody took the model away, another EngineError where it fails."""
+        an operator unloaded the model, another EngineError where it fails."""
 
     async def measure(self, seconds: float, settle_s: float) -> Sample:
         """A window of it under load. Raises EngineError where nothing is answered, Turned where it was at another
@@ -60,11 +60,11 @@ def setting_of(spec: ModelSpec, config: EngineConfig) -> Setting:
         step_tokens=config.step_tokens,
         threads=config.threads,
         cache_bits=spec.cache_bits,
-        draft_tokens=(spec.draft_tokens or _MOST_GUESSES) if spec.ngram_draft else 0,
+        draft_tokens=(spec.draft_tokens or _MAX_DRAFT_TOKENS) if spec.ngram_draft else 0,
     )
 
 
-_MOST_GUESSES = 7
+_MAX_DRAFT_TOKENS = 7
 
 
 class LiveRig:
@@ -121,8 +121,8 @@ class LiveRig:
             raise KnobsChanged(self._at, found)
 
     async def _now(self) -> Setting | None:
-        """What it is at; None where it is down, and a load will mend that. Raises NoModelLoaded or ModelNotFound where
-        somebody took it away."""
+        """Return its setting; None where it is down, and a load will mend that. Raises NoModelLoaded or ModelNotFound
+        where an operator unloaded it."""
         try:
             serving = await self._engine.serving(self._model)
         except (NoModelLoaded, ModelNotFound):
@@ -134,7 +134,7 @@ class LiveRig:
         return setting_of(serving.spec, serving.config)
 
     async def _reload(self, setting: Setting, *, down: bool) -> None:
-        """Load it anew: in its own place, and where it has none any more beside the others."""
+        """Reload it: in its own place, or next to the others where it has none any more."""
         assert self._spec is not None, "it served before"
         wanted: dict[str, object] = {"cache_bits": setting.cache_bits}
         if self._spec.draft_model is None:

@@ -6,8 +6,8 @@
    where a rival is better, the climb goes on from it (pattern search, Hooke and Jeeves 1961). A setting that is not
    known is looked at before one of two that are alike is measured again.
 3. With the time that is left, neighbours of all that came close are tried, the most promising first.
-4. Rivals are told apart by confidence bounds: the leader and the rival that may be best of all are measured again, by
-   turns, until none can be better by more than `INDIFFERENCE`, or has had `MOST_WINDOWS` (LUCB, Kalyanakrishnan et al.
+4. Rivals are separated by confidence bounds: the leader and the rival that may be best of all are measured again, by
+   turns, until none can be better by more than `INDIFFERENCE`, or has had `MAX_WINDOWS` (LUCB, Kalyanakrishnan et al.
    2012). The last of the time is for that.
 
 What cannot win is never tried, or no more: what surely breaks the SLO, or lies surely below one that keeps it; what has
@@ -91,7 +91,7 @@ class Known:
         ]
 
     def hopeless(self, setting: Setting) -> bool:
-        """Whether it surely does not fit, breaks the SLO, or is slower than one that keeps it."""
+        """Return whether it surely does not fit, breaks the SLO, or is slower than one that keeps it."""
         if any(setting.asks_no_less_memory_than(each) for each in self._refused):
             return True
         leader = self.leader() if self.records else None
@@ -104,14 +104,15 @@ class Known:
         return surely_slower or (record.verdict == "broken" and leader.keeps)
 
     def promise(self, record: Record) -> float:
-        """What a setting would give if its SLO could be bought with as much throughput; 0 where that is too little."""
+        """Return the rate of a setting if its SLO could be bought with as much throughput; 0 where that is too
+        little."""
         leader = self.leader()
         promise = record.tokens_per_s.value / max(1.0, record.excess)
         return promise if not leader.keeps or promise >= leader.tokens_per_s.value * PROMISING else 0.0
 
     def unpromising(self, setting: Setting) -> bool:
-        """Whether a setting that was not tried is far slower than the leader, if turning the knobs that they differ in
-        does at best what it did from any other setting."""
+        """Return whether a setting that was not tried is far slower than the leader, if turning the knobs that they
+        differ in does at best what it did from any other setting."""
         leader = self.leader()
         turned = [name for name in _KNOBS if setting.value(name) != leader.setting.value(name)]
         ratios = [
@@ -148,8 +149,8 @@ WINDOW_S = 4.0
 """A short window."""
 SETTLE_S = 1.0
 """What is left out after a turn: requests that began before it."""
-FEW_WINDOWS, MOST_WINDOWS = 2, 5
-"""That a setting gets while there may be better ones that nobody looked at, and in the end."""
+FEW_WINDOWS, MAX_WINDOWS = 2, 5
+"""Windows of a setting while better ones may be untried, and in the end."""
 AGAIN = 2
 """Times as long as the first are windows of settings that are measured again."""
 KEPT = 1 / 3
@@ -160,7 +161,7 @@ COARSE_SHARE = 0.4
 RACE_SHARE = 0.35
 """Of the time that is left, what another round of the race may take."""
 FINAL_SHARE = 0.25
-"""Of the time, what is kept for telling those apart that lead."""
+"""Of the time, the part that is reserved for separating the leaders."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +176,7 @@ Steps = Generator[Setting, None, None]
 
 
 class Search:
-    """Ask `propose`, try that, tell `observe` or `refuse` what came of it, until nothing is proposed any more.
+    """Call `propose`, try that, pass the result to `observe` or `refuse`, until nothing is proposed any more.
 
     budget_s: time for all trials together.
     """
@@ -198,7 +199,7 @@ class Search:
         self._window_s = window_s
         self.settle_s = settle_s
         self._draw = random.Random(seed)
-        self._known = Known(slo)
+        self._evidence = Known(slo)
         self._at = space.start
         self._steps = self._strategy()
         self._proposed: Trial | None = None
@@ -206,12 +207,13 @@ class Search:
     # -- what is asked of it ------------------------------------------------------------------------------------------
 
     def propose(self) -> Trial | None:
-        """What to try next; None when there is nothing more to learn, or no time. The same until it is told of."""
+        """Return the next trial; None when there is nothing more to learn, or no time. The same until its result is
+        in."""
         if self._proposed is None:
             setting = next(self._steps, None)
             if setting is None:
                 return None
-            seconds = self._window_s * (AGAIN if setting in self._known.records else 1)
+            seconds = self._window_s * (AGAIN if setting in self._evidence.records else 1)
             cost_s = seconds + self.settle_s + self.space.turn_s(self._at, setting)
             if self.spent_s + cost_s > self.budget_s:
                 self._steps.close()
@@ -221,30 +223,30 @@ class Search:
 
     def observe(self, trial: Trial, sample: Sample, spent_s: float | None = None) -> Record:
         """A trial gave this. spent_s: what it took in all, as reckoned if None."""
-        record = self._known.observe(trial.setting, sample)
+        record = self._evidence.observe(trial.setting, sample)
         self._over(trial, trial.cost_s if spent_s is None else spent_s)
         self._at = trial.setting
         return record
 
     def refuse(self, trial: Trial, spent_s: float = 0.0) -> None:
         """A trial could not be made: there is not the memory. Nothing that needs as much is tried."""
-        self._known.refuse(trial.setting)
+        self._evidence.refuse(trial.setting)
         self._over(trial, spent_s)
 
     def best(self) -> Record | None:
         """See Known.best."""
-        return self._known.best()
+        return self._evidence.best()
 
     @property
     def records(self) -> tuple[Record, ...]:
         """All that was tried, in the order of first trials."""
-        return tuple(self._known.records.values())
+        return tuple(self._evidence.records.values())
 
     # -- how it goes --------------------------------------------------------------------------------------------------
 
     def _strategy(self) -> Steps:
         yield from self._coarse_race()
-        if not self._known.records:
+        if not self._evidence.records:
             return
         self.stage = "fine"
         for moves in (self._moves(2), self._moves(1), self.space.diagonal_moves):
@@ -252,16 +254,16 @@ class Search:
         self.stage = "wide"
         yield from self._widen()
         self.stage = "final"
-        yield from self._contest(self._known.records.keys(), MOST_WINDOWS)
+        yield from self._contest(self._evidence.records.keys(), MAX_WINDOWS)
 
     def _coarse_race(self) -> Steps:
         trial_s = self._window_s + self.settle_s
         limit = max(FINALISTS, int(COARSE_SHARE * self.budget_s / trial_s))
         settings = self.space.coarse(limit, self._draw)
         for setting in settings:
-            if not self._known.hopeless(setting):
+            if not self._evidence.hopeless(setting):
                 yield setting
-        while len(running := self._known.running(settings)) > FINALISTS:
+        while len(running := self._evidence.running(settings)) > FINALISTS:
             settings = running[: max(FINALISTS, math.ceil(len(running) * KEPT))]
             ordered = self.space.in_order(settings, self._at)
             if self._again_s(ordered) > RACE_SHARE * (self.budget_s - self.spent_s):
@@ -272,47 +274,49 @@ class Search:
 
     def _climb(self, moves: Callable[[Setting], list[Setting]]) -> Steps:
         """Go on from the leader as long as a move from there makes another one lead."""
-        while self._known.records:
-            leader = self._known.leader().setting
+        while self._evidence.records:
+            leader = self._evidence.leader().setting
             rivals = moves(leader)
             yield from self._look_at(rivals)
-            if self._known.leader().setting == leader:
+            if self._evidence.leader().setting == leader:
                 yield from self._contest([leader, *rivals], FEW_WINDOWS)
-                if self._known.leader().setting == leader:
+                if self._evidence.leader().setting == leader:
                     return
 
     def _widen(self) -> Steps:
         """Look around settings that came close, best first: where two knobs must be turned for either to be of use, the
         way to the best leads past one that breaks the SLO."""
-        known = self._known
+        evidence = self._evidence
         looked_around: set[Setting] = set()
         while True:
             near = [
-                each for each in known.records.values() if known.promise(each) and each.setting not in looked_around
+                each
+                for each in evidence.records.values()
+                if evidence.promise(each) and each.setting not in looked_around
             ]
             if not near:
                 return
-            at = max(near, key=known.promise).setting
+            at = max(near, key=evidence.promise).setting
             looked_around.add(at)
             yield from self._look_at([*self.space.moves(at, 1), *self.space.diagonal_moves(at)])
             if self.spent_s > (1 - FINAL_SHARE) * self.budget_s:
-                yield from self._contest(known.records.keys(), MOST_WINDOWS)
+                yield from self._contest(evidence.records.keys(), MAX_WINDOWS)
 
     def _look_at(self, settings: Iterable[Setting]) -> Steps:
         """Those of them that are not known yet, might win and are worth their turn."""
-        known = self._known
+        evidence = self._evidence
         for setting in settings:
-            if setting in known.records or known.hopeless(setting):
+            if setting in evidence.records or evidence.hopeless(setting):
                 continue
             dear = self.space.turn_s(self._at, setting) > self._window_s
-            if not (dear and known.unpromising(setting)):
+            if not (dear and evidence.unpromising(setting)):
                 yield setting
 
     def _contest(self, settings: Collection[Setting], most: int) -> Steps:
         """Measure again whom it matters for, until the leader of all is sure enough, or has had `most` windows."""
         among = list(settings)
-        while self._known.records:
-            leader, rivals = self._known.leader(), self._known.rivals(among)
+        while self._evidence.records:
+            leader, rivals = self._evidence.leader(), self._evidence.rivals(among)
             if leader.verdict != "unsure" and not rivals:
                 return
             ahead = max(rivals, key=lambda each: each.tokens_per_s.high, default=leader)
@@ -330,11 +334,12 @@ class Search:
     # -- what it takes ------------------------------------------------------------------------------------------------
 
     def _lag_s(self, record: Record) -> float:
-        """What was spent on a setting, and what going back to it costs: of two, the lesser is measured next."""
+        """Return the time spent on a setting, plus the cost of going back to it: of two, the lesser is measured
+        next."""
         return record.seconds + self.space.turn_s(self._at, record.setting)
 
     def _again_s(self, settings: Iterable[Setting]) -> float:
-        """What measuring these again takes, one after the other."""
+        """Return the time to measure these again, one after the other."""
         at, total_s = self._at, 0.0
         for setting in settings:
             total_s += self.space.turn_s(at, setting) + self.settle_s + AGAIN * self._window_s
@@ -345,6 +350,6 @@ class Search:
         return self.spent_s + self._again_s([setting]) <= self.budget_s
 
     def _over(self, trial: Trial, spent_s: float) -> None:
-        assert trial is self._proposed, "only what was proposed last can be told of"
+        assert trial is self._proposed, "results are of the last proposal"
         self._proposed = None
         self.spent_s += spent_s

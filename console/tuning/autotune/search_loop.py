@@ -25,7 +25,7 @@ LONGER = 2.0
 """Times as long is the next window, where nothing was answered in the first."""
 BEGIN_SHARE = 0.4
 """Of the time, what windows of the first setting may take until something is answered."""
-MOST_ATTEMPTS = 6
+MAX_ATTEMPTS = 6
 _GONE = (EngineClosed, NoModelLoaded, ModelNotFound)
 _log = logging.getLogger("console")
 
@@ -33,8 +33,8 @@ _log = logging.getLogger("console")
 class Tuner:
     """One run. on_change: after every trial, and when another begins.
 
-    before: where the engine is put back to, the search's start if None.  anew: the same search with windows of so many
-    seconds, for models that answer too slowly for those of `search`; None does without.
+    before: where the engine is put back to, the search's start if None.  restart: the same search with windows of that
+    many seconds, for models that answer too slowly for those of `search`; None does without.
     failed: settings that could not be measured, `refused` of them for want of memory.  notes: what else happened.
     unapplied, not_put_back: why the engine could not be put to the best setting, or back; "" where it could.
     """
@@ -45,7 +45,7 @@ class Tuner:
         rig: Rig,
         *,
         before: Setting | None = None,
-        anew: Callable[[float], Search] | None = None,
+        restart: Callable[[float], Search] | None = None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +60,7 @@ class Tuner:
         self.not_put_back = ""
         self._before = before or search.space.start
         self._rig = rig
-        self._anew = anew
+        self._restart = restart
         self._on_change = on_change
         self._clock = clock
         self._began = clock()
@@ -94,9 +94,9 @@ class Tuner:
     # -- one trial ----------------------------------------------------------------------------------------------------
 
     async def _try(self, trial: Trial) -> None:
-        known = _record_of(self.search, trial.setting)
-        if known is not None and known.failed:
-            self.search.observe(trial, Sample.of_failure(known.failed, trial.seconds), 0.0)
+        record = _record_of(self.search, trial.setting)
+        if record is not None and record.failed:
+            self.search.observe(trial, Sample.of_failure(record.failed, trial.seconds), 0.0)
             return
         began = self._clock()
         self.now = trial.setting
@@ -108,7 +108,7 @@ class Tuner:
         except _GONE:
             raise
         except EngineError as error:
-            self._out(trial, error, self._clock() - began, answered=known is not None)
+            self._out(trial, error, self._clock() - began, answered=record is not None)
         else:
             self.windows += 1
             self.search.observe(trial, sample, self._clock() - began)
@@ -139,10 +139,10 @@ class Tuner:
         self._attempts += 1
         seconds = trial.seconds * LONGER
         late = self.elapsed_s + seconds > BEGIN_SHARE * self.search.budget_s
-        if self._anew is None or late or self._attempts >= MOST_ATTEMPTS:
+        if self._restart is None or late or self._attempts >= MAX_ATTEMPTS:
             return False
         self.notes.append(f"no answer within {trial.seconds:g} s: windows of {seconds:g} s are tried")
-        self.search = self._anew(seconds)
+        self.search = self._restart(seconds)
         self.search.spent_s = self.elapsed_s
         return True
 
@@ -170,7 +170,7 @@ class Tuner:
 
 
 def best_of(search: Search) -> Record | None:
-    """What the search leads to; None where nothing was answered."""
+    """Return the best setting; None where nothing was answered."""
     best = search.best()
     return None if best is None or best.failed else best
 

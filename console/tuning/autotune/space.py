@@ -1,4 +1,4 @@
-"""What can be turned, and how far: settings, the knobs that they differ in, and the grid that these span. Pure."""
+"""The search space: settings, the knobs that they differ in, and the grid that these span. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 KnobName = Literal["workers", "max_prompts", "step_tokens", "threads", "cache_bits", "draft_tokens"]
-LEAST_CACHE_BITS = 8
+MIN_CACHE_BITS = 8
 """Fewer change answers visibly, so that they are only tried where they are asked for."""
 COARSE_LEVELS = 3
 """Values of a knob that the coarse grid has, at most."""
@@ -57,7 +57,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, order=True):
         return msgspec.structs.replace(self, **{knob: value})
 
     def asks_no_less_memory_than(self, other: Setting) -> bool:
-        """Whether it cannot fit where `other` does not."""
+        """Return whether it cannot fit where `other` does not."""
         return all(self.value(knob) >= other.value(knob) for knob in MEMORY)
 
 
@@ -76,7 +76,7 @@ class Knob(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.values[int((index + 0.5) * count / levels)] for index in range(levels))
 
     def stepped(self, value: int, by: int) -> int | None:
-        """The value so many places further; None beyond the ends, or from a value that is none of its own."""
+        """Return the value `by` places further; None beyond the ends, or from a value that is none of its own."""
         if value not in self.values:
             return None
         index = self.values.index(value) + by
@@ -126,7 +126,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         return sorted(settings, key=place)
 
     def turn_s(self, old: Setting, new: Setting) -> float:
-        """What going from one setting to another takes: the dearest knob that is turned."""
+        """Return the cost of going from one setting to another: the dearest knob that is turned."""
         return max((knob.turn_s for knob in self.knobs if old.value(knob.name) != new.value(knob.name)), default=0.0)
 
     def moves(self, setting: Setting, by: int) -> list[Setting]:

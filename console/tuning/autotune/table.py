@@ -1,4 +1,4 @@
-"""What tuning found, as text: a table whose first column marks the front, and sentences. Pure."""
+"""Results of tuning as text: a table whose first column marks the front, and sentences. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HEADINGS: dict[KnobName, str] = {
     "cache_bits": "cache bits",
     "draft_tokens": "guesses",
 }
-MOST_REASONS = 5
+MAX_REASONS = 5
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run. asked: whether anything is asked of latency.  early: why it ended before its time.
+    """The outcome of a run. asked: whether anything is asked of latency.  early: why it ended before its time.
 
     unapplied, not_put_back: why the engine could not be put to the best, or back.  unkept: why it is not written down.
     """
@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sentences(outcome: Outcome) -> str:
-    """What there is to say of it."""
+    """Return the sentences of a report."""
     found = (outcome.early, _found(outcome), *_use(outcome))
     return " ".join(f"{each[:1].upper()}{each[1:].rstrip('.')}." for each in found if each)
 
@@ -60,14 +60,14 @@ def _use(outcome: Outcome) -> list[str]:
     best, unkept = outcome.best, outcome.unkept
     if outcome.applied:
         return [f"it is in use, but not from the next start on: {unkept}" if unkept else _FROM_NOW_ON]
-    said = []
+    clauses = []
     if outcome.unapplied:
-        said.append(f"the engine could not be put there: {outcome.unapplied}")
+        clauses.append(f"the engine could not be put there: {outcome.unapplied}")
     elif outcome.apply and best is not None and not best.keeps:
-        said.append("so it is not applied")
+        clauses.append("so it is not applied")
     back = outcome.not_put_back
-    said.append(f"the engine could not be put back to where it was: {back}" if back else _AS_BEFORE)
-    return [*said, *([f"what was found is not kept: {unkept}"] if unkept else [])]
+    clauses.append(f"the engine could not be put back to where it was: {back}" if back else _AS_BEFORE)
+    return [*clauses, *([f"what was found is not kept: {unkept}"] if unkept else [])]
 
 
 _FROM_NOW_ON = "it is in use, and will be from now on"
@@ -80,9 +80,9 @@ def remarks_of(report: TuningReport) -> list[str]:
     for each in report.failed:
         reasons.setdefault(each.reason, []).append(_words(each.setting, report.knobs))
     failed = [_failed(reason, settings) for reason, settings in reasons.items()]
-    more = len(failed) - MOST_REASONS
+    more = len(failed) - MAX_REASONS
     hidden = [f"{more} more reasons why settings could not be measured"] if more > 0 else []
-    return [*report.notes, *failed[:MOST_REASONS], *hidden]
+    return [*report.notes, *failed[:MAX_REASONS], *hidden]
 
 
 def _failed(reason: str, settings: Sequence[str]) -> str:
@@ -92,7 +92,7 @@ def _failed(reason: str, settings: Sequence[str]) -> str:
 
 
 def heading_of(report: TuningReport) -> str:
-    """What is searched, for what."""
+    """Return the heading: model, goal and search space."""
     asked = [
         f"{name} within {_ms(limit)}"
         for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))

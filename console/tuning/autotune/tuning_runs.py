@@ -1,4 +1,4 @@
-"""Tuning of a model that serves: one run at a time, as a task of its own, whoever watches it."""
+"""Tuning of a model that serves: one run at a time, as a task of its own, watched or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from console.bench.forms import check_trace
+from console.bench.bench_runs import check_trace
 from console.bench.workload import Exchange, TokenIds, read_trace
 from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
 from console.tuning.autotune.knob_space import SearchLimits, space_of
@@ -27,9 +27,9 @@ from engine.metrics.slo import Slo
 from engine.models.files import home_expanded
 from engine.system.runtime import run_detached, run_uninterrupted
 
-# One run of tuning: what it is made of, what is told of it, and what is kept in the end.
+# One run of tuning: its parts, its report, and the profile it saves.
 
-SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 2.0, 6.0
+MIN_WINDOW_S, MAX_WINDOW_S = 2.0, 6.0
 
 
 class Run:
@@ -62,7 +62,9 @@ class Run:
             before,
             cores=usable_cores(),
             load_s=_load_s(engine, serving.name),
-            wishes=SearchLimits(knobs=order.knobs, kept=order.kept, least_cache_bits=order.least_cache_bits).validate(),
+            wishes=SearchLimits(
+                knobs=order.knobs, fixed=order.kept, least_cache_bits=order.least_cache_bits
+            ).validate(),
         )
         ids = [each for each in range(serving.model.vocab_size) if each not in serving.tokenizer.special_ids]
         load = Load(engine, serving.name, self._mix, slo, ids, seed=order.seed)
@@ -73,7 +75,7 @@ class Run:
             return Search(space, slo, budget_s=budget_s, window_s=window_s, seed=order.seed)
 
         first = search(_window_s(budget_s))
-        self.tuner = Tuner(first, self._rig, before=before, anew=search, on_change=on_change)
+        self.tuner = Tuner(first, self._rig, before=before, restart=search, on_change=on_change)
 
     @property
     def best(self) -> Tried | None:
@@ -93,8 +95,8 @@ class Run:
         self.tuner.applied = True
         await self._keep(best)
 
-    def said(self, early: str = "") -> str:
-        """What came of it, in sentences. early: why it ended before its time."""
+    def summary(self, early: str = "") -> str:
+        """Return the outcome in sentences. early: why it ended before its time."""
         tuner = self.tuner
         return sentences(
             Outcome(
@@ -115,7 +117,7 @@ class Run:
 
     async def _keep(self, found: Tried) -> None:
         order, search = self._order, self.tuner.search
-        kept = TunedProfile(
+        profile = TunedProfile(
             model=model_key(self._serving.name, self._serving.spec.path),
             hardware=hardware_of(self._engine.snapshot().devices),
             at=time.time(),
@@ -125,12 +127,12 @@ class Run:
             slo_ttft_s=order.slo_ttft_s,
             slo_itl_s=order.slo_itl_s,
             percentile=order.percentile,
-            mix=self._mix.said,
+            mix=self._mix.source,
         )
         file = TunedProfiles(self._state_dir)
         self.unkept = ""
         try:
-            await asyncio.to_thread(file.keep, kept)
+            await asyncio.to_thread(file.keep, profile)
         except OSError as error:
             self.unkept = f"{file.file} cannot be written: {error.strerror or error}"
 
@@ -143,7 +145,7 @@ class Run:
             slo_ttft_s=order.slo_ttft_s,
             slo_itl_s=order.slo_itl_s,
             percentile=order.percentile,
-            mix=self._mix.said,
+            mix=self._mix.source,
             stage=search.stage,
             now=tuner.now,
             start=search.space.start,
@@ -161,7 +163,7 @@ class Run:
 
 def _window_s(budget_s: float) -> float:
     """So that there is time for some dozens of windows, as far as short ones say anything."""
-    return min(LONGEST_WINDOW_S, max(SHORTEST_WINDOW_S, budget_s / 100))
+    return min(MAX_WINDOW_S, max(MIN_WINDOW_S, budget_s / 100))
 
 
 def _mix_for(engine: Engine, serving: Serving, mix: Mix | None, seed: int) -> Mix:
@@ -170,7 +172,7 @@ def _mix_for(engine: Engine, serving: Serving, mix: Mix | None, seed: int) -> Mi
 
 
 def _load_s(engine: Engine, model: str) -> float | None:
-    """What a worker of it took to load."""
+    """Return the load time of one of its workers."""
     return next(
         (worker.load_s for worker in engine.snapshot().workers if worker.model == model and worker.load_s), None
     )
@@ -223,7 +225,7 @@ class Tuning:
         if not best.keeps:
             raise InvalidRequest("the best that was found breaks what is asked of latency: it is not put to use")
         await self._run.go_to(best)
-        self._report = msgspec.structs.replace(self._report, applied=True, said=self._run.said())
+        self._report = msgspec.structs.replace(self._report, applied=True, said=self._run.summary())
         if self._run.unkept:
             raise EngineError(self._report.said)
 
@@ -268,7 +270,7 @@ class Tuning:
             raise
         finally:
             applied = run.tuner.applied
-            self._report = msgspec.structs.replace(run.report(state), said=run.said(early), applied=applied)
+            self._report = msgspec.structs.replace(run.report(state), said=run.summary(early), applied=applied)
 
     def _changed(self) -> None:
         if self._run is not None:

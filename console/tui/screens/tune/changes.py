@@ -40,7 +40,7 @@ class EffectTable(Table):
         super().__init__(_COLUMNS, id=id)
 
     def show_effects(self, effects: tuple[Effect, ...], *, named: bool) -> None:
-        """named: whether models must be told apart."""
+        """named: show the model of each change."""
         columns = (_COLUMNS[0], _MODEL, *_COLUMNS[1:]) if named else _COLUMNS
         self.show([_effect_row(effect, named=named) for effect in effects], empty=NONE_YET, columns=columns)
 
@@ -51,13 +51,13 @@ class EffectTable(Table):
 
 
 NONE_YET = (
-    "No knob was turned yet. Turn one with [ ] or - + while requests run: what it does to throughput and latency is "
-    "measured here, over the same load before and after."
+    "No changes yet. Turn a knob with [ ] or - + while requests run: its effect on throughput and latency is measured "
+    "here, over the same load before and after."
 )
 
 
 def key_of(change: Change) -> str:
-    """What a change is told from all others by."""
+    """Return the key of a change."""
     return f"{change.at:.3f}{change.knob}{change.model}"
 
 
@@ -68,8 +68,8 @@ def _effect_row(effect: Effect, *, named: bool) -> Row:
     if effect.outcome != "measured":
         state = _OUTCOMES[effect.outcome]
         separator = ", " if effect.outcome == "measuring" else " "
-        said = ((f"{state.glyph} {state.word}", state.style), (f"{separator}{effect.said}", "$muted"))
-        return Row(key_of(change), (*head, cell("–", "$muted"), said))
+        outcome = ((f"{state.glyph} {state.word}", state.style), (f"{separator}{effect.text}", "$muted"))
+        return Row(key_of(change), (*head, cell("–", "$muted"), outcome))
     load = cell(f"{effect.load:g}", "$muted")
     numbers = [
         part
@@ -122,7 +122,7 @@ def effect_details(effect: Effect, *, named: bool) -> Content:
             (what, "bold"),
             ("  ", ""),
             (f"{state.glyph} {state.word}", state.style),
-            f"{separator}{effect.said}",
+            f"{separator}{effect.text}",
             "\n",
             (back, "$muted"),
         )
