@@ -300,7 +300,7 @@ class Engine:
         """Prove the accounts of models, workers and requests; raises AssertionError with what disagrees."""
         self._models.check()
 
-    # -- what is shown ------------------------------------------------------------------------------------------
+    # -- readings -----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """Return the last publication: at most `publish_s` old, and never older than the last change of a model or

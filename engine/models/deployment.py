@@ -1,7 +1,7 @@
 """Deployment: one model that the engine holds, with its workers, its queue, its knobs and its adapters.
 
 One task owns its state. Others send what they want (`serve`, `sleep`, `retire`, `keep`); the task moves one transition
-of TRANSITIONS at a time towards it, and looks again at what is wanted after every wait.
+of TRANSITIONS at a time towards it, and looks again at what is desired after every wait.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Deployment:
             "loading": (f"{name} is still loading", _RETRY_AFTER_S),
             "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "idle": (f"{name} sleeps until it is asked", _RETRY_AFTER_S),
+            "idle": (f"{name} is idle until the next request", _RETRY_AFTER_S),
             "failed": (f"{name} has failed: {error.message if error is not None else 'why is not known'}", None),
         }.get(self.state, ("no model is loaded", None))
         return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
@@ -182,7 +182,7 @@ class Deployment:
         """Return every request of the model with the place where it is. Raises AssertionError; see ModelQueue."""
         return self.model_queue.places(request for replica in self.replicas() for request in replica.active.values())
 
-    # -- what others want ---------------------------------------------------------------------------------------
+    # -- the desired state --------------------------------------------------------------------------------------
 
     def serve(self, wants_memory_of: Sequence[Deployment] = ()) -> asyncio.Future[LoadedModel]:
         """Want it ready. The future has the loaded model, or the EngineError that kept it from being ready.
@@ -242,7 +242,7 @@ class Deployment:
         """Something changed that a transition may wait for."""
         self._signal.set()
 
-    # -- transitions: the owner's alone -------------------------------------------------------------------------
+    # -- transitions, made by the owner task alone --------------------------------------------------------------
 
     async def _own(self) -> None:
         """Move towards what is desired until it is gone."""

@@ -434,7 +434,7 @@ class ModelManager:
         new = target.handover.new if target.handover is not None else target
         return [target] if new is target or (name and new.spec.name != target.spec.name) else [target, new]
 
-    # -- over and over ------------------------------------------------------------------------------------------
+    # -- once a second ------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Once a second: replace workers that are hung, note where knobs are in effect, and let models that were not

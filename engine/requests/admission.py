@@ -220,13 +220,13 @@ def _max_new_tokens(prompt_ids: Sequence[int], params: SamplingParams, spec: Mod
         (model.kv_tokens - 1, f"the KV pages of a worker hold {model.kv_tokens}"),
     )
     if tokens > limit:
-        asked = {} if params.max_tokens is None else {"max_tokens": params.max_tokens}
+        requested = {} if params.max_tokens is None else {"max_tokens": params.max_tokens}
         raise ContextLengthExceeded(
             f"the {param.replace('_', ' ')} has {tokens} tokens; {why}",
             param=param,
             prompt_tokens=tokens,
             limit=limit,
             max_model_len=model.max_model_len,
-            **asked,
+            **requested,
         )
     return min(model.max_model_len, model.kv_tokens) - tokens

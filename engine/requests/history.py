@@ -211,7 +211,7 @@ class RequestHistory:
         adapter: str = "",
         text: RequestText | None = None,
     ) -> None:
-        """Keep a request that ended just now. params: as they were asked for.  start: when it was submitted, by the
+        """Keep a request that ended just now. params: as they were requested.  start: when it was submitted, by the
         clock of its timeline, which grows no more."""
         timeline.join()
         _put(

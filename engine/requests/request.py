@@ -49,9 +49,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: shares the prefix cache with no other tenant (EngineConfig.prefix_sharing).  cache_salt: nor with requests
     of the tenant that have another one.  shared_tokens: leading tokens of prompt_ids that hold its system prompt alone.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
-    choices: what the answers to its prompt have in common that were asked for together; None where it is the only one.
+    choices: shared by the answers to its prompt that were requested together; None where it is the only one.
     continues: as in BackendRequest.
-    embed: what is wanted is the prompt's vector (see TokenEvent), no answer.
+    embed: the result is the prompt's vector (see TokenEvent), no answer.
     """
 
     prompt_ids: Sequence[int]

@@ -46,7 +46,7 @@ class RequestTracker:
         self._owner = owner
         self._meter = meter
 
-    # -- in and out ---------------------------------------------------------------------------------------------
+    # -- admission and cancellation -----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take an admitted request and start its clock; it is in no queue yet."""
@@ -102,7 +102,7 @@ class RequestTracker:
         """End a request that has no room for another token: with finish "length", or `error` where it has none yet."""
         self._finish(request, "length" if request.generated else "error", None if request.generated else error)
 
-    # -- what workers report ------------------------------------------------------------------------------------
+    # -- reports of workers -------------------------------------------------------------------------------------
 
     def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, model: str) -> None:
         """Hand a step's outputs to their requests. An output of a request that is no longer the worker's is dropped.
@@ -137,7 +137,8 @@ class RequestTracker:
         )
 
     def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
-        """A worker died: its requests go back to the head of the queue, but one that saw too many deaths ends."""
+        """A worker died: its requests go back to the head of the queue, but one that may have caused too many deaths
+        ends."""
         now = _now()
         for request in requests:
             request.timeline.leave(now, lost=True)

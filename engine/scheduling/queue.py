@@ -157,7 +157,7 @@ class FairQueue:
     What is shared is a worker's places, for as long as requests hold them, so that long answers count for more than
     short ones: max-min fair sharing (one resource of Ghodsi et al., "Dominant Resource Fairness", 2011), with the
     round of Nagle's fair queueing (RFC 970, 1985) among equals. Who comes new joins the round at its end, so neither
-    one client with many requests nor many clients with one each can lock anybody out. A client is remembered only
+    one client with many requests nor many clients with one each can lock others out. A client is remembered only
     while it has a request here: nothing is saved up, nothing is owed.
 
     Every operation is O(log n), amortised.
@@ -320,7 +320,7 @@ class Dispatcher:
         assert self._router.running == running, f"sent out {self._router.running}, at work {running}"
         self._queue.check(Counter(request.client for request in active.values()))
 
-    # -- in and out ---------------------------------------------------------------------------------------------
+    # -- enter and leave ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. One that had a worker goes to the head."""
@@ -342,7 +342,7 @@ class Dispatcher:
         self._patient.clear()
         return [*self._quarantined.take_all(), *self._lost.take_all(), *self._queue.take_all()]
 
-    # -- who goes where -----------------------------------------------------------------------------------------
+    # -- assignment ---------------------------------------------------------------------------------------------
 
     def assign(self, slots: Sequence[Slot], now: float) -> list[tuple[Request, str]]:
         """Take the next requests out of the queue, each with the worker that is to have it, until all slots are full

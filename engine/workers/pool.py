@@ -1,4 +1,4 @@
-"""Pool: the replicas of the loaded model, grown and shrunk to what is asked for."""
+"""Pool: the replicas of a loaded model, grown and shrunk to the number of its knobs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pool:
     def __getitem__(self, worker_id: str) -> Replica:
         return self._replicas[worker_id]
 
-    # -- what is asked of it ------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------
 
     async def first_ready(self) -> LoadedModel:
         """Wait until one replica is ready; raises the first one's error once all of them have failed."""
@@ -189,7 +189,7 @@ class Pool:
         while self._leaving:
             await asyncio.wait(self._leaving)
 
-    # -- what replicas report -----------------------------------------------------------------------------------
+    # -- reports of replicas ------------------------------------------------------------------------------------
 
     def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
         """ReplicaOwner: a worker whose devices went away with their machine starts on others."""

@@ -34,7 +34,7 @@ STOP_PATIENCE_S = 5.0
 
 
 class HostListener(Protocol):
-    """Who hears of the host of the day; what an earlier one still says is dropped."""
+    """Receiver of the current host's events; those of an earlier one are dropped."""
 
     def host_started(self) -> None:
         """It was started, which has its own limits: how long it may be silent counts from now on."""
@@ -61,7 +61,7 @@ class HostSupervisor:
 
     @property
     def occupied(self) -> bool:
-        """True if there is a host of the day."""
+        """True if there is a current host."""
         return self._host is not None
 
     @property
@@ -85,7 +85,7 @@ class HostSupervisor:
             host.kill()
 
     def let_go(self, *, kill: bool = False) -> None:
-        """Have done with the host: it is stopped in the background, and killed first if it would not hear of it."""
+        """Let go of the host: it is stopped in the background. kill: first, for one that would not react."""
         host, self._host = self._host, None
         if host is None:
             return
@@ -204,7 +204,7 @@ class Replica:
         self._reported_error: ErrorInfo | None = None
         self._log_tail: tuple[str, ...] = ()
 
-    # -- what the engine asks for -------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
@@ -268,7 +268,7 @@ class Replica:
         lost = self._let_go(kill=True)
         self.start()
         if lost:
-            by_order = WorkerFailed(f"worker {self.id} is restarted, as was asked for", worker=self.id)
+            by_order = WorkerFailed(f"worker {self.id} is restarted by an operator", worker=self.id)
             self._owner.replica_lost(self, lost, by_order.info)
 
     def check(self, now: float) -> None:
@@ -338,7 +338,7 @@ class Replica:
             node=(self.shares[0].device if self.shares else self.device).rpartition("/")[0],
         )
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     def _set_state(self, state: WorkerState) -> None:
         if self.state != "stopping":
@@ -397,7 +397,7 @@ class Replica:
             self._died(reported or how.info)
 
     def _died(self, error: ErrorInfo, *, kill: bool = False) -> None:
-        """The worker is no use any more: give its requests back, and start another one if it ever worked."""
+        """Give the requests of a dead or hung worker back, and start another one if it ever worked."""
         worked_s = self._heartbeat.worked_s
         if self.state == "stopping":
             self._let_go(kill=kill)
@@ -419,7 +419,7 @@ class Replica:
         self._owner.replica_changed(self)
 
     def _let_go(self, *, kill: bool) -> list[Request]:
-        """Have done with the host, and take its requests from it."""
+        """Let go of the host, and return the requests that it had."""
         self._supervisor.let_go(kill=kill)
         self.progress, self.stats, self._heartbeat = None, BackendStats(), Heartbeat(self._awake)
         self.desired.attached.clear()

@@ -149,7 +149,8 @@ class Heartbeat:
         self.heard = self.awake.read(now)
 
     def sign(self, event: Event, now: float) -> None:
-        """It said something. Once the model is loaded, a line of output is no sign: a hung worker may still print."""
+        """Note an event of the worker. Once the model is loaded, a line of output is no sign: a hung worker may still
+        print."""
         if not isinstance(event, LogLine) or self.ready_at is None:
             self.heard = self.awake.read(now)
         if isinstance(event, StepBatch):

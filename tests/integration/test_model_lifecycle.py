@@ -88,7 +88,7 @@ async def test_who_waits_for_a_model_whose_waking_is_cancelled_may_come_again(tm
         asked = asyncio.create_task(engine.serving())
         await asyncio.to_thread(gate.wait_until_reached)
         await engine.cancel_load()
-        with pytest.raises(NoModelLoaded, match="sleeps until it is asked") as refused:
+        with pytest.raises(NoModelLoaded, match="is idle until the next request") as refused:
             await asked
         assert refused.value.details["retry_after_s"]
 
