@@ -1,0 +1,58 @@
+"""The words that `make lint` looks for: each kind is found, and ordinary code is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.language import findings, main
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("told = 1", "told"),
+        ("def tells(): ...", "tells"),
+        ("class Pages:\n    def __init__(self) -> None:\n        self._held = 1", "_held"),
+        ("def count(said: str) -> int: ...", "said"),
+        ("tokens_told = 1", "tokens_told"),
+        ("class ErrorTelling: ...", "ErrorTelling"),
+        ("_MOST_BYTES = 1", "_MOST_BYTES"),
+        ("LONGEST_LINE = 1", "LONGEST_LINE"),
+        ("# whoever reads it", "whoever"),
+        ('"The engine was told so."', "told"),
+        ('f"Load {model} anew"', "anew"),
+        ('f"{count} requests, 300 tokens at most"', "300 tokens at most"),
+        ('def pages():\n    """What is left."""', '"What ..."'),
+        ('class Worker:\n    """Whether it runs."""', '"Whether ..."'),
+        ('"""What this file is."""', '"What ..."'),
+    ],
+)
+def test_a_word_that_has_a_better_one_is_found_with_its_line(source: str, word: str) -> None:
+    found = findings(f"\n{source}\n") if not source.startswith('"""') else findings(source)
+    assert word in [each.word for each in found]
+    assert all(each.line > 1 or source.startswith('"""') for each in found)
+    assert all(each.better for each in found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Pages of the KV cache."""\n\nMAX_PAGES = 3',
+        'def is_free(page: int) -> bool:\n    """Return whether a page is free."""',
+        "untold_pages, foretell, keptness = 1, 2, 3",
+        "almost_done = at_most = 1",
+        '"at most once"',
+    ],
+)
+def test_ordinary_words_are_left_alone(source: str) -> None:
+    assert findings(source) == []
+
+
+def test_files_with_words_are_named_and_end_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.py").write_text('"""A queue."""\n')
+    assert main([str(tmp_path)]) == 0
+    (tmp_path / "bad.py").write_text('"""A queue."""\n\ntold = 1\n')
+    assert main([str(tmp_path)]) == 1
+    assert f"{tmp_path}/bad.py:3: told" in capsys.readouterr().out
