@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +13,12 @@ import msgspec
 
 from console.bench.comparison import headline, settings_text
 from console.bench.engine_target import EngineTarget
-from console.bench.forms import check_size, check_trace, forms, ordered
 from console.bench.history import BenchHistory, Kept
 from console.bench.http_target import HttpTarget
-from console.bench.kinds.base import BenchContext, Plan, fits
+from console.bench.kinds import PLANS, Plan
+from console.bench.kinds.base import BenchContext, BenchPart, fits
 from console.bench.kinds.threads import Threads
+from console.bench.plan_fields import form_of, plan_from
 from console.bench.result import BenchProgress, BenchResult, write_result
 from console.bench.run import Report, run_bench
 from console.bench.target import Target
@@ -25,12 +27,67 @@ from console.link.benches import BenchEntry, BenchForm, BenchOrder, BenchReport,
 from console.runtime.loops import LoopThread
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, InvalidRequest
+from engine.models.files import home_expanded
 from engine.system.runtime import run_detached
 
 # What a console has measured: the engine that serves, on its own loop, or a server, on a loop of its own.
 
 _LETTERS_PER_TOKEN = 3
 """Of a trace's prompts, at least: to count them exactly takes as long as to make them."""
+
+
+MAX_TOKENS = 500_000
+"""Of the prompts of one row: they are made on the engine's loop, which serves no other client meanwhile."""
+MAX_TRACE_BYTES = 64 << 20
+"""Of a trace's file, as reading a larger one would delay other clients."""
+
+
+def plan_of_order(order: BenchOrder) -> Plan:
+    """The plan of an order. Raises InvalidRequest, its param the setting."""
+    if order.bench not in PLANS:
+        raise InvalidRequest(f"there is no bench {order.bench}; there are {', '.join(PLANS)}", param="bench")
+    plan = PLANS[order.bench]
+    if refused := plan.no_serving if order.server is None else plan.no_server:
+        raise InvalidRequest(f"{refused}.", param="bench")
+    for name in order.settings:
+        if name not in plan.form:
+            raise InvalidRequest(f"{name} of bench {order.bench} is for the command line only", param=name)
+    return plan_from(plan, order.settings, quick=order.quick)
+
+
+def check_size(plan: Plan, parts: Sequence[BenchPart], prompt_tokens: int, max_queue: int) -> None:
+    """Raise InvalidRequest where other clients could not be served meanwhile. prompt_tokens: max of one request."""
+    concurrent = plan.max_concurrent_requests
+    if concurrent > max_queue:
+        raise InvalidRequest(
+            f"{concurrent:,} concurrent requests would fill the queue, which takes {max_queue:,}, and other "
+            "clients would be refused; ask for fewer, or raise max_queue",
+            param="requests",
+        )
+    tokens = max((part.requests for part in parts), default=0) * prompt_tokens
+    if tokens > MAX_TOKENS:
+        raise InvalidRequest(
+            f"a row has prompts of {tokens:,} tokens, and making more than {MAX_TOKENS:,} would delay "
+            "other clients; ask for fewer, or use the command line",
+            param="requests",
+        )
+
+
+def check_trace(path: str) -> None:
+    """Raise InvalidRequest for a file that cannot be read while others are served; a missing one is found later."""
+    file = home_expanded(path)
+    try:
+        status = file.stat()
+    except OSError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidRequest(f"{file} is not a file", param="trace")
+    if status.st_size > MAX_TRACE_BYTES:
+        raise InvalidRequest(
+            f"{file} has {status.st_size >> 20:,} MiB, and reading more than {MAX_TRACE_BYTES >> 20} would "
+            "delay other clients; take a part of it, or use the command line",
+            param="trace",
+        )
 
 
 class Job(Protocol):
@@ -167,14 +224,14 @@ class Benches:
 
     async def forms(self) -> Sequence[BenchForm]:
         """See BenchesLink.forms."""
-        return forms()
+        return [form_of(plan) for plan in PLANS.values()]
 
     # -- measuring ------------------------------------------------------------------------------------------------
 
     async def start(self, order: BenchOrder) -> None:
         """See BenchesLink.start."""
         self._refuse_if_busy()
-        job = await job_for(order, ordered(order), self._engine)
+        job = await job_for(order, plan_of_order(order), self._engine)
         self._refuse_if_busy()
         self._stopping = False
         self._report = BenchReport(state="running", bench=job.name, model=job.model)

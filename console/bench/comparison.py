@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from console.bench.result import BenchResult, Column, Key, Row, Setting, said
+from console.bench.result import BenchResult, Column, Key, Row, Setting, key_texts
 from console.bench.text import figure as number
 from console.bench.text import key_text
 from engine.errors import InvalidRequest
@@ -289,7 +289,7 @@ def trend(shown: BenchResult, column: Column, results: Mapping[int, BenchResult]
         if same_work(shown, result, column.name)
     ]
     return Trend(
-        row=said(about.keys) if about is not None else "",
+        row=key_texts(about.keys) if about is not None else "",
         found=msgspec.structs.replace(shown, keys=_KEYS, columns=(column,), rows=tuple(rows)),
         left_out=len(having) - len(rows),
     )

@@ -130,7 +130,7 @@ class ClientPool:
         await unless_cancelled(_together([client(item) for item in items]), self._cancelled)
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
-    async def beside(
+    async def during_streams(
         self, streams: Sequence[Iterator[Item]], late: Item, settle_tokens: int
     ) -> tuple[list[Record], Record]:
         """Keep streams going, and send one more once each has had some tokens; the streams, and that one.

@@ -169,7 +169,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
         return next((column for column in self.columns if column.name == name), None)
 
 
-def said(keys: Mapping[str, Key]) -> str:
+def key_texts(keys: Mapping[str, Key]) -> str:
     """What a row is, for a person: "users 4"."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in keys.items())
 

@@ -152,7 +152,7 @@ class _Running:
         return await unless_cancelled(work, self._cancelled)
 
     async def _measure(self, part: BenchPart, lab: BenchContext) -> None:
-        self._doing = part.said
+        self._doing = part.title
         self._records.clear()
         self._tell()
         lab.begin(self._repeat, self._at)

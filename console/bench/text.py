@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from console.bench.result import BenchProgress, BenchResult, Column, Key, Row, said
+from console.bench.result import BenchProgress, BenchResult, Column, Key, Row, key_texts
 from engine.text.printable import printable
 
 # Plain tables for a terminal or a page.
@@ -105,7 +105,7 @@ def progress_text(progress: BenchProgress) -> str:
 
 def row_text(progress: BenchProgress) -> str:
     """The row that was measured last, in one line: what it is, and its first numbers."""
-    row = next(row for row in progress.rows if said(row.keys) == progress.doing)
+    row = next(row for row in progress.rows if key_texts(row.keys) == progress.doing)
     shown = [column for column in progress.columns if column.shown and row.known(column.name)]
     numbers = (f"{column.title} {figure(row.known(column.name)[-1], column)} {column.unit}".strip() for column in shown)
     return f"{progress.doing}: {', '.join(numbers)}"

@@ -20,12 +20,12 @@ import msgspec
 from console.bench.dialects import DIALECTS
 from console.bench.engine_target import EngineTarget
 from console.bench.export import csv_text, plot
-from console.bench.flags import add_flags, plan_of
 from console.bench.history import BenchHistory
 from console.bench.http_target import HttpTarget
 from console.bench.kinds import PLANS, Plan
 from console.bench.kinds.base import plan_fits, refuse_server
 from console.bench.own_engine import engine_target, known_context
+from console.bench.plan_fields import add_flags, plan_of
 from console.bench.progress import Progress, Showing
 from console.bench.result import BenchProgress, BenchResult, encoded
 from console.bench.run import run_bench

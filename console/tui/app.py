@@ -17,7 +17,6 @@ from textual.screen import Screen
 
 from console import text
 from console.adviser import Adviser
-from console.bench.descriptions import BENCH_DESCRIPTIONS
 from console.link.protocol import ApiStatus, EngineLink
 from console.tui import keymap, modes
 from console.tui.commands import BindingCommands
@@ -398,10 +397,12 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """What the palette offers besides the keys."""
+        from console.bench.kinds import PLANS  # not before the first frame
+
         yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
         yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
-        for name, measures in {} if self.view.is_read_only else BENCH_DESCRIPTIONS.items():
-            yield SystemCommand(f"Bench {name}", measures, partial(self.action_benches, name))
+        for name, plan in {} if self.view.is_read_only else PLANS.items():
+            yield SystemCommand(f"Bench {name}", plan.sentence(), partial(self.action_benches, name))
         if not self.view.is_read_only:
             yield SystemCommand("Autotune", "Find the best settings of the model by trying them", self.action_autotune)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)

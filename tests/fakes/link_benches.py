@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from console.bench.comparison import headline, settings_text
-from console.bench.descriptions import BENCH_DESCRIPTIONS
+from console.bench.kinds import PLANS
 from console.bench.result import BenchResult
 from console.link.benches import BenchEntry, BenchField, BenchForm, BenchOrder, BenchReport
 from engine.errors import InvalidRequest
@@ -60,12 +60,12 @@ class FakeBenches:
         return tuple(
             BenchForm(
                 bench=name,
-                measures=measures,
+                measures=plan.sentence(),
                 fields=_FIELDS.get(name, () if name in _REFUSED else (_REQUESTS,)),
                 refused=_REFUSED.get(name, ""),
                 no_server=_NO_SERVER.get(name, ""),
             )
-            for name, measures in BENCH_DESCRIPTIONS.items()
+            for name, plan in PLANS.items()
         )
 
     async def start(self, order: BenchOrder) -> None:

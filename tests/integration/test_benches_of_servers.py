@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from console.bench.bench_runs import Benches
-from console.bench.forms import MOST_TRACE_BYTES
+from console.bench.bench_runs import MAX_TRACE_BYTES, Benches
 from console.link.benches import BenchOrder, BenchServer
 from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest
@@ -72,7 +71,7 @@ async def test_a_server_is_measured_with_its_key_and_kept_under_its_address(tmp_
         ({"dialect": "morse"}, "dialect", "morse is no dialect"),
         ({"dialect": "ollama"}, "dialect", "/api/generate answered 404"),
         ({"key": "another"}, "key", "answered 401: that key is none of ours"),
-        ({"bench": "grid"}, "bench", "turns the knobs of the engine of this process"),
+        ({"bench": "grid"}, "bench", "changes settings of the engine in this process"),
         ({"bench": "users", "users": "0"}, "users", "users are numbers of at least 1"),
     ],
 )
@@ -148,7 +147,7 @@ async def test_lengths_of_a_trace_are_asked_for(tmp_path: Path, place: str) -> N
         (None, "cannot be read: No such file"),
         ("[]", "holds no conversation"),
         ("{", "is no trace in ShareGPT's format"),
-        (" " * (MOST_TRACE_BYTES + 1), "has 64 MiB, and reading more than 64 would hold up"),
+        (" " * (MAX_TRACE_BYTES + 1), "has 64 MiB, and reading more than 64 would delay"),
     ],
 )
 async def test_a_trace_that_cannot_be_used_is_one_sentence(tmp_path: Path, content: str | None, said: str) -> None:
@@ -165,5 +164,5 @@ async def test_a_trace_that_cannot_be_used_is_one_sentence(tmp_path: Path, conte
 
 async def test_a_folder_is_no_trace(tmp_path: Path) -> None:
     async with serving(tmp_path / "fake") as engine:
-        with pytest.raises(InvalidRequest, match="is no file"):
+        with pytest.raises(InvalidRequest, match="is not a file"):
             await benches(engine, None).start(BenchOrder(bench="serve", settings={"trace": str(tmp_path)}))

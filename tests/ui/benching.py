@@ -6,7 +6,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from console.bench.descriptions import BENCH_DESCRIPTIONS
+from console.bench.kinds import PLANS
 from console.link.benches import BenchReport
 from console.tui.app import EricApp
 from console.tui.screens.benches.form import BenchFormScreen
@@ -49,4 +49,4 @@ async def formed(pilot: Pilot[None]) -> None:
     """The form of a bench, filled in."""
     await pilot.press("b")
     await until(pilot, lambda: isinstance(pilot.app.screen, BenchFormScreen))
-    await shown(pilot, BENCH_DESCRIPTIONS["latency"][:40])
+    await shown(pilot, PLANS["latency"].sentence()[:40])

@@ -45,7 +45,7 @@ async def _serve(pilot: Pilot[None]) -> None:
     await opened(pilot)
     await formed(pilot)
     await pilot.press(*TO_SERVE)
-    await shown(pilot, "at a rate of requests")
+    await shown(pilot, "at given request rates")
     await shown(pilot, "answer tokens 32")
 
 
@@ -200,7 +200,7 @@ def test_the_form_looks_right_on_a_small_terminal(snap_compare: Any) -> None:
         await shown(pilot, "█")
         await formed(pilot)
         await pilot.press("down")
-        await shown(pilot, "How much longer one user waits")
+        await shown(pilot, "Mean response time by number of users")
         await pilot.pause()
 
     assert snap_compare(app_with(), terminal_size=(80, 24), run_before=form)

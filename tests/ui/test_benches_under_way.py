@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from console.bench.descriptions import BENCH_DESCRIPTIONS
+from console.bench.kinds import PLANS
 from console.link.benches import BenchOrder, BenchReport
 from console.link.readonly import ReadOnlyLink
 from console.link.rpc import as_link
@@ -32,10 +32,10 @@ async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(s
         await opened(pilot)
         await formed(pilot)
         await pilot.press("down")
-        await shown(pilot, "How much longer one user waits")
+        await shown(pilot, "Mean response time by number of users")
         text = " ".join(screen_text(app).split())
         for words in (
-            *BENCH_DESCRIPTIONS,
+            *PLANS,
             "numbers of users",
             "1,2,4",
             "It asks the engine that serves",
@@ -50,7 +50,7 @@ async def test_enter_runs_the_bench_with_what_was_typed() -> None:
         await opened(pilot)
         await formed(pilot)
         await pilot.press("down")
-        await shown(pilot, "How much longer one user waits")
+        await shown(pilot, "Mean response time by number of users")
         await pilot.press("tab", *"1,8", "enter")
         settings = {"users": "1,8", "requests": "4", "repeats": "1"}
         order = BenchOrder(bench="users", settings=settings)
@@ -144,10 +144,10 @@ async def test_every_bench_is_in_the_palette_and_opens_its_form() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: "Tune" in screen_text(app))
         titles = {command.title: command for command in app.get_system_commands(app.screen)}
-        assert {f"Bench {name}" for name in BENCH_DESCRIPTIONS} | {"Benchmarks"} <= set(titles)
+        assert {f"Bench {name}" for name in PLANS} | {"Benchmarks"} <= set(titles)
         titles["Bench prefix"].callback()
         await until(pilot, lambda: isinstance(app.screen, BenchFormScreen))
-        await shown(pilot, BENCH_DESCRIPTIONS["prefix"][:40])
+        await shown(pilot, PLANS["prefix"].sentence()[:40])
 
 
 async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench() -> None:

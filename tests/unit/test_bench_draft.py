@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from console.bench.forms import forms
+from console.bench.kinds import PLANS
+from console.bench.plan_fields import form_of
 from console.link.benches import BenchOrder, BenchServer
 from console.tui.screens.benches.bench_draft import BenchDraft
 
-FORMS = {form.bench: form for form in forms()}
+FORMS = {name: form_of(plan) for name, plan in PLANS.items()}
 SERVE, USERS, GRID = FORMS["serve"], FORMS["users"], FORMS["grid"]
 TRACE, PROMPT = (next(field for field in SERVE.fields if field.name == name) for name in ("trace", "prompt_tokens"))
 REQUESTS = next(field for field in USERS.fields if field.name == "requests")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from console.bench.flags import plan_of
 from console.bench.kinds.threads import Threads
+from console.bench.plan_fields import plan_of
 from console.bench.run import run_bench
 from console.bench.workload import Item
 from engine.simulation.lengths import TRACE, Length

@@ -84,7 +84,9 @@ async def test_a_late_request_comes_while_all_streams_have_tokens_and_they_end_a
             async for chunk in (FakeTarget() if item.number == 99 else target).send(item):
                 yield chunk
 
-    streams, late = await ClientPool(Mixed()).beside([iter([item(n)]) for n in range(3)], item(99), settle_tokens=5)
+    streams, late = await ClientPool(Mixed()).during_streams(
+        [iter([item(n)]) for n in range(3)], item(99), settle_tokens=5
+    )
     assert len(streams) == 3
     assert late.chunks and not late.error
     assert all(stream.chunks[0][0] + stream.sent_s < late.sent_s for stream in streams)
@@ -93,7 +95,9 @@ async def test_a_late_request_comes_while_all_streams_have_tokens_and_they_end_a
 
 async def test_a_stream_that_fails_beside_a_late_request_is_an_error() -> None:
     with pytest.raises(TargetFailed, match="told to fail"):
-        await ClientPool(FakeTarget(fails=(1,), forever=True)).beside([iter([item(n)]) for n in range(2)], item(9), 5)
+        await ClientPool(FakeTarget(fails=(1,), forever=True)).during_streams(
+            [iter([item(n)]) for n in range(2)], item(9), 5
+        )
 
 
 class _Told(FakeTarget):
@@ -147,7 +151,7 @@ async def test_a_target_that_never_gives_a_token_ends_the_run() -> None:
 
 async def test_a_stream_without_tokens_beside_a_late_request_is_an_error() -> None:
     with pytest.raises(TargetFailed, match="the answer had no tokens"):
-        await ClientPool(_Told(Chunk(prompt_tokens=3))).beside([iter([item(0)])], item(9), settle_tokens=5)
+        await ClientPool(_Told(Chunk(prompt_tokens=3))).during_streams([iter([item(0)])], item(9), settle_tokens=5)
 
 
 def test_the_numbers_are_those_of_vllms_bench() -> None:

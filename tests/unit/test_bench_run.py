@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from console.bench.flags import add_flags, plan_of
 from console.bench.kinds import PLANS
 from console.bench.kinds.base import MAX_SEED, BenchContext, Plan, plan_fits
 from console.bench.kinds.grid import Grid
@@ -18,6 +17,7 @@ from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
 from console.bench.measure import Record
+from console.bench.plan_fields import add_flags, plan_of
 from console.bench.result import BenchProgress, Column
 from console.bench.run import failures_text, run_bench
 from console.bench.target import TargetFailed
@@ -167,7 +167,10 @@ def test_the_most_frequent_reasons_of_failures_are_told() -> None:
     assert said == "8 of 10 requests failed: b (4); c (2); a (1); other reasons (1)."
 
 
-@pytest.mark.parametrize(("name", "said"), [("grid", "turns the knobs"), ("load", "a server loads its own")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("grid", "changes settings of the engine"), ("load", "loads a model, which it cannot do on a server")],
+)
 async def test_benches_of_an_engine_refuse_a_server_and_say_why(name: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{said}.*; leave --url out"):
         await run_bench(PLANS[name](), FakeTarget(kind="http"))
@@ -196,7 +199,7 @@ def test_a_trace_gives_the_lengths_that_were_not_given() -> None:
 @pytest.mark.parametrize(("name", "field"), [("threads", "clients"), ("prefix", "concurrent")])
 async def test_clients_without_a_request_are_refused(name: str, field: str) -> None:
     plan = PLANS[name](requests=4, **{field: (8,) if field == "clients" else 8})  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="8 clients that ask at once need as many requests, and there are 4"):
+    with pytest.raises(InvalidRequest, match="8 concurrent clients need as many requests, not 4"):
         await run_bench(plan, FakeTarget())
 
 
@@ -250,12 +253,12 @@ def test_flags_are_read_as_what_they_are() -> None:
     ("argv", "said"),
     [
         (["--repeats", "0"], "0 is not between 1 and 1000"),
-        (["--repeats", "two"], "two is no whole number"),
-        (["--rates", "1,"], "nothing is no number"),
+        (["--repeats", "two"], "two is not a whole number"),
+        (["--rates", "1,"], "an empty value is not a number"),
         (["--burstiness", "0"], "0 is not more than 0"),
-        (["--slo-ttft", "soon"], "soon is no time; one looks like 500ms or 0.5s"),
+        (["--slo-ttft", "soon"], "soon is not a duration such as 500ms or 0.5s"),
         (["--seed", "-1"], f"-1 is not between 0 and {MAX_SEED}"),
-        (["--slo-ttft", "0s"], "no time"),
+        (["--slo-ttft", "0s"], "not a duration"),
         (["--prefix-share", "2"], "2 is not between 0 and 1"),
         (["--output-tokens", "none"], "none is no length"),
     ],
@@ -282,7 +285,7 @@ def test_a_number_below_the_least_is_told_between_what_it_lies() -> None:
         (Grid(max_prompts=(0,)), "max_prompts are numbers of at least 1"),
         (Serve(rates=(0.0,)), "a rate is more than 0"),
         (Serve(prompt_tokens=TRACE), "lengths of a trace need a trace"),
-        (Prefix(requests=1, concurrent=2), "2 clients that ask at once need as many requests"),
+        (Prefix(requests=1, concurrent=2), "2 concurrent clients need as many requests"),
     ],
 )
 def test_what_no_target_could_take_is_refused_without_one(plan: Plan, said: str) -> None:

@@ -48,6 +48,7 @@ class Anthropic(Posted):
     refuses them and ends answers where the model does."""
 
     name = "anthropic"
+    server = "Anthropic"
     path = "/v1/messages"
     models_path = "/v1/models"
     takes_ids = False

@@ -46,6 +46,10 @@ class Dialect(Protocol):
         """Where it is asked."""
 
     @property
+    def server(self) -> str:
+        """Server that defines it, "" where many implement it."""
+
+    @property
     def models_path(self) -> str:
         """Where the server lists its models; "" where a request need not name one."""
 
@@ -78,6 +82,7 @@ class Dialect(Protocol):
 class Posted:
     """What most dialects have in common: asked by POST, with a key as a Bearer token."""
 
+    server = ""
     over: Over = "lines"
 
     def headers(self, key: str) -> dict[str, str]:

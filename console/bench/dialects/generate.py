@@ -20,6 +20,7 @@ class Generate(Posted):
     """POST /generate. Nothing in the answer counts tokens: it has those that were asked for."""
 
     name = "generate"
+    server = "EricLLM"
     path = "/generate"
     models_path = ""
     takes_ids = True

@@ -21,6 +21,7 @@ class Kobold(Posted):
     """POST /api/extra/generate/stream. Nothing in the answer counts tokens: it has those that were asked for."""
 
     name = "kobold"
+    server = "KoboldCpp"
     path = "/api/extra/generate/stream"
     models_path = ""
     takes_ids = False

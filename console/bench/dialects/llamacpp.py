@@ -29,6 +29,7 @@ class LlamaCpp(Posted):
     """POST /completion."""
 
     name = "llamacpp"
+    server = "llama.cpp"
     path = "/completion"
     models_path = ""
     takes_ids = True

@@ -36,6 +36,7 @@ class Ollama(Posted):
     itself passes over: it ends answers where the model does."""
 
     name = "ollama"
+    server = "Ollama"
     path = "/api/generate"
     models_path = "/api/tags"
     takes_ids = False
@@ -55,6 +56,7 @@ class OllamaChat(Posted):
     """POST /api/chat, the prompt being what a user says; lengths as with /api/generate."""
 
     name = "ollama-chat"
+    server = "Ollama"
     path = "/api/chat"
     models_path = "/api/tags"
     takes_ids = False

@@ -60,6 +60,7 @@ class Completions(Posted):
     """POST /v1/completions."""
 
     name = "openai"
+    server = "vLLM, others"
     path = "/v1/completions"
     models_path = "/v1/models"
     takes_ids = True

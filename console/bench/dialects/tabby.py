@@ -13,6 +13,7 @@ class Tabby(Posted):
     """POST /v1/completions of TabbyAPI."""
 
     name = "tabby"
+    server = "TabbyAPI"
     path = "/v1/completions"
     models_path = "/v1/models"
     takes_ids = False

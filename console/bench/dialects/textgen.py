@@ -21,6 +21,7 @@ class Textgen(Posted):
     """GET /api/v1/stream. Nothing in the answer counts tokens: it has those that were asked for."""
 
     name = "textgen"
+    server = "textgen webui"
     path = "/api/v1/stream"
     models_path = ""
     over: Over = "socket"

@@ -30,6 +30,7 @@ class Tgi(Posted):
     """POST /generate_stream. There is no way to have it go on beyond the end that the model chose."""
 
     name = "tgi"
+    server = "TGI"
     path = "/generate_stream"
     models_path = ""
     takes_ids = False

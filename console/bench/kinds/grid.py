@@ -1,4 +1,4 @@
-"""How many workers, and how many requests at once for each: every pair, on the engine as it runs."""
+"""Throughput by number of workers and max_prompts: every pair, on the running engine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart, at_least_one, enough
+from console.bench.kinds.base import (
+    BenchContext,
+    BenchPart,
+    Concurrent,
+    OutputTokens,
+    Plan,
+    PromptTokens,
+    SkipPart,
+    at_least_one,
+    enough,
+)
 from console.bench.result import Column, Key, Published
 from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.errors import InsufficientMemory
-from engine.simulation.lengths import Length, fixed
+from engine.simulation.lengths import fixed
 
 
-def _got(model: str, workers: int, max_prompts: int, tokens_per_s: float) -> Published:
+def _published(model: str, workers: int, max_prompts: int, tokens_per_s: float) -> Published:
     keys: dict[str, Key] = {"workers": workers, "max_prompts": max_prompts}
     return Published(
         who=f"EricLLM, {model}",
@@ -27,28 +37,32 @@ def _got(model: str, workers: int, max_prompts: int, tokens_per_s: float) -> Pub
 
 
 class Grid(Plan, frozen=True, kw_only=True):
-    """Workers times max_prompts. Both are turned live; nothing is started again between two rows."""
+    """Workers times max_prompts. Both are changed live, without a restart between two rows."""
 
     name: ClassVar[str] = "grid"
-    about: ClassVar[str] = "workers x max_prompts at a number of concurrent requests: tokens per second of each pair"
+    about: ClassVar[str] = "throughput of each pair of workers and max prompts, changed meanwhile and restored"
+    form: ClassVar = (
+        *("workers", "max_prompts", "concurrent", "requests"),
+        *("prompt_tokens", "output_tokens", "repeats"),
+    )
     keys: ClassVar = (
         Column(name="workers", title="workers", digits=0),
         Column(name="max_prompts", title="max prompts", digits=0),
     )
     columns: ClassVar = columns("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_e2el_ms")
     published: ClassVar = (
-        _got("Mistral-7B 8.0bpw", 2, 16, 238.0),
-        _got("TinyLlama", 3, 8, 422.0),
+        _published("Mistral-7B 8.0bpw", 2, 16, 238.0),
+        _published("TinyLlama", 3, 8, 422.0),
     )
-    no_server: ClassVar = "This bench turns the knobs of the engine of this process, and a server's cannot be turned"
+    no_server: ClassVar = "This bench changes settings of the engine in this process, which it cannot do on a server"
     quick: ClassVar = {"workers": (1, 2), "max_prompts": (4, 8), "concurrent": 8, "requests": 16}
 
     workers: Annotated[tuple[int, ...], Meta(description="numbers of workers")] = (1, 2, 3)
-    max_prompts: Annotated[tuple[int, ...], Meta(description="requests at once of a worker")] = (4, 8, 16)
-    concurrent: Annotated[int, Meta(ge=1, le=10**5, description="clients that ask at once")] = 32
+    max_prompts: Annotated[tuple[int, ...], Meta(description="concurrent requests of a worker")] = (4, 8, 16)
+    concurrent: Concurrent = 32
     requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each pair")] = 128
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
+    prompt_tokens: PromptTokens = fixed(128)
+    output_tokens: OutputTokens = fixed(128)
 
     def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
@@ -60,6 +74,11 @@ class Grid(Plan, frozen=True, kw_only=True):
         at_least_one("max_prompts", self.max_prompts)
         enough(self.requests, self.concurrent)
 
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return self.concurrent
+
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         return [
@@ -69,12 +88,12 @@ class Grid(Plan, frozen=True, kw_only=True):
         ]
 
     async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan: a request for each place first, so that no worker is measured while it warms up."""
+        """Plan: after a request for each slot, so that no worker is measured while it warms up."""
         workers, max_prompts = int(part.keys["workers"]), int(part.keys["max_prompts"])
         try:
             await lab.engine.turn(workers=workers, max_prompts=max_prompts)
         except InsufficientMemory as error:
-            raise SkipPart(f"{part.said} was not measured: {error.message}") from error
+            raise SkipPart(f"{part.title} was not measured: {error.message}") from error
         first = lab.items(self.mix(lab), workers, also="warm")
         await lab.closed([iter([item]) for item in first])
         sent = iter(lab.items(self.mix(lab), self.requests))

@@ -1,7 +1,4 @@
-"""One request at a time: how fast an answer comes where nobody else asks.
-
-As in a latency study of 2023 whose rows are shown beside: nine prompts after one that warms up, 200 tokens of each.
-"""
+"""Latency of single requests: nine prompts after a warm-up, 200 tokens each, as in a study of 2023."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan
+from console.bench.kinds.base import BenchContext, BenchPart, OutputTokens, Plan, PromptTokens
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
-from engine.simulation.lengths import Length, fixed
+from engine.simulation.lengths import fixed
 
 _SOURCE = "a latency study of 2023: llama-2-7b, batch 1, 200 tokens"
 
 
-def _got(who: str, device: str, tokens_per_s: float) -> Published:
+def _published(who: str, device: str, tokens_per_s: float) -> Published:
     return Published(who=who, device=device, source=_SOURCE, values={"tokens_per_s": tokens_per_s})
 
 
@@ -27,7 +24,8 @@ class Latency(Plan, frozen=True, kw_only=True):
     """Batch 1."""
 
     name: ClassVar[str] = "latency"
-    about: ClassVar[str] = "one request at a time: nine prompts after one warm-up, 200 tokens each"
+    about: ClassVar[str] = "latency of a single request: prompts one after the other"
+    form: ClassVar = ("prompts", "prompt_tokens", "output_tokens", "repeats")
     keys: ClassVar = (Column(name="prompts", title="prompts", digits=0),)
     columns: ClassVar = (
         Column(name="tokens_per_s", title="mean", unit="tok/s", better="higher"),
@@ -36,29 +34,34 @@ class Latency(Plan, frozen=True, kw_only=True):
         *columns("mean_ttft_ms", "median_itl_ms", "p99_itl_ms"),
     )
     published: ClassVar = (
-        _got("ExLlama", "A6000", 77.0),
-        _got("CTranslate2, int8", "A6000", 62.6),
-        _got("CTranslate2, fp16", "A6000", 44.8),
-        _got("vLLM", "A100", 41.5),
-        _got("HF transformers", "A6000", 24.6),
-        _got("TGI", "A6000", 21.1),
+        _published("ExLlama", "A6000", 77.0),
+        _published("CTranslate2, int8", "A6000", 62.6),
+        _published("CTranslate2, fp16", "A6000", 44.8),
+        _published("vLLM", "A100", 41.5),
+        _published("HF transformers", "A6000", 24.6),
+        _published("TGI", "A6000", 21.1),
     )
     quick: ClassVar = {"prompts": 3, "output_tokens": fixed(50)}
 
-    prompts: Annotated[int, Meta(ge=1, le=10**6, description="requests that count, one after the other")] = 9
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(32)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(200)
+    prompts: Annotated[int, Meta(ge=1, le=10**6, description="requests, one after the other")] = 9
+    prompt_tokens: PromptTokens = fixed(32)
+    output_tokens: OutputTokens = fixed(200)
 
     def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return 1
 
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         return [BenchPart(keys={"prompts": self.prompts}, requests=self.prompts)]
 
     async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan: the mean of what each request had, its wait for the first token included."""
+        """Plan: means over the requests, time to the first token included."""
         run = await lab.closed([iter(lab.items(self.mix(lab), self.prompts))])
         done = run.answered
         return {

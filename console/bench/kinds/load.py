@@ -1,4 +1,4 @@
-"""How long a model takes to load, against reading its files and doing nothing with them."""
+"""Time to load a model, against raw reading of its files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class Load(Plan, frozen=True, kw_only=True):
     """Both ways twice: with the files out of the page cache, and with them in it."""
 
     name: ClassVar[str] = "load"
-    no_server: ClassVar = "This bench loads a model, and a server loads its own"
-    about: ClassVar[str] = "loading the model against raw reading of its files, from disk and from the page cache"
+    no_server: ClassVar = "This bench loads a model, which it cannot do on a server"
+    about: ClassVar[str] = "time to load the model, against raw reading of its files from disk and from the page cache"
+    no_serving: ClassVar = (
+        "This bench unloads the model, which serves others here; 'ericllm bench load MODEL' uses its own engine"
+    )
     keys: ClassVar = (Column(name="files", title="files"),)
     columns: ClassVar = (
         Column(name="read_s", title="raw reading", unit="s", digits=2, better="lower"),
@@ -33,6 +36,11 @@ class Load(Plan, frozen=True, kw_only=True):
         Column(name="load_gib_per_s", title="loading", unit="GiB/s", digits=2, better="higher"),
         Column(name="size_gib", title="size", unit="GiB", digits=2),
     )
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return 1
 
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""

@@ -1,4 +1,4 @@
-"""A long prompt that arrives while others are being answered: the longest pause that they see."""
+"""Pauses of streams while a long prompt is prefilled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from engine.metrics.distributions import percentiles
 from engine.simulation.lengths import Length, fixed
 
 _SETTLE_TOKENS = 8
-"""Tokens that every stream has before the long prompt comes, and again after it was read."""
+"""Tokens of every stream before the long prompt arrives, and again after its prefill."""
 
 
 class Long(Plan, frozen=True, kw_only=True):
-    """One prompt of 8192 tokens, or of what the model takes, beside 16 streams."""
+    """One prompt of 8192 tokens, or of the model's context, during 16 streams."""
 
     name: ClassVar[str] = "long"
-    about: ClassVar[str] = "one 8k prompt that arrives while 16 streams decode: the longest gap that they see"
+    about: ClassVar[str] = "pauses of streams while one long prompt is prefilled: longest and typical gaps"
+    form: ClassVar = ("streams", "long_tokens", "prompt_tokens", "repeats")
     keys: ClassVar = (
         Column(name="streams", title="streams", digits=0),
         Column(name="long_tokens", title="long prompt", unit="tokens", digits=0),
@@ -39,13 +40,14 @@ class Long(Plan, frozen=True, kw_only=True):
     )
     quick: ClassVar = {"streams": 4, "long_tokens": 1024}
 
-    streams: Annotated[int, Meta(ge=1, le=10**5, description="streams that are being answered")] = 16
+    streams: Annotated[int, Meta(ge=1, le=10**5, description="concurrent streams")] = 16
     long_tokens: Annotated[
-        int, Meta(ge=16, le=10**6, description="tokens of the long prompt; fewer if the model takes fewer")
+        int,
+        Meta(ge=16, le=10**6, title="long prompt", description="tokens of the long prompt, up to the context"),
     ] = 8192
     prompt_tokens: Annotated[Length, Meta(description="tokens of the streams' prompts")] = fixed(32)
     stream_tokens: Annotated[
-        int, Meta(ge=2 * _SETTLE_TOKENS, le=10**6, description="most tokens of a stream's answer")
+        int, Meta(ge=2 * _SETTLE_TOKENS, le=10**6, description="max tokens of a stream's answer")
     ] = 1024
 
     def mix(self, lab: BenchContext) -> Mix:
@@ -60,17 +62,22 @@ class Long(Plan, frozen=True, kw_only=True):
         limit = target.max_model_len
         return self.long_tokens if limit is None else max(1, min(self.long_tokens, limit - _SETTLE_TOKENS))
 
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return self.streams
+
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""
         keys = {"streams": self.streams, "long_tokens": self._long_tokens(target)}
         return [BenchPart(keys=dict(keys), requests=1)]
 
     async def warm(self, lab: BenchContext) -> None:
-        """Plan: a short one, not one as long as a stream."""
+        """Plan: with a short request."""
         await lab.closed([iter(lab.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
 
     async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan: there is a place for the long one among the streams."""
+        """Plan: with a slot for the long prompt among the streams."""
         if isinstance(lab.target, EngineHere):
             workers, max_prompts = lab.target.knobs
             if workers * max_prompts <= self.streams:
@@ -79,7 +86,7 @@ class Long(Plan, frozen=True, kw_only=True):
         [late] = lab.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
         if tokens < self.long_tokens:
             lab.note(f"The long prompt has {tokens} tokens: the model takes no more.")
-        streams, long = await lab.beside(self.mix(lab), self.streams, late, settle_tokens=_SETTLE_TOKENS)
+        streams, long = await lab.during_streams(self.mix(lab), self.streams, late, settle_tokens=_SETTLE_TOKENS)
         if long.error:
             raise TargetFailed(long.error)
         return gaps(streams, long)

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what a prefix cache finds of them, and what that does to the first token."""
+"""Hit rate of the prefix cache, and its effect on the time to the first token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan, enough
+from console.bench.kinds.base import BenchContext, BenchPart, Concurrent, OutputTokens, Plan, enough
 from console.bench.measure import Run
 from console.bench.result import Column
 from console.bench.summary import Values, columns, summarize
@@ -16,29 +16,30 @@ from engine.simulation.lengths import Length, fixed
 
 _SHARED, _OWN = "shared", "own"
 _NO_TWO_ALIKE = 1 << 62
-"""So many beginnings that no two prompts draw the same."""
+"""A number of prefixes of which no two prompts draw the same."""
 
 
 class Prefix(Plan, frozen=True, kw_only=True):
-    """The same lengths twice: beginnings shared by groups of prompts, and each prompt with one of its own."""
+    """The same lengths twice: prefixes shared by groups of prompts, and a prefix of its own for each prompt."""
 
     name: ClassVar[str] = "prefix"
-    about: ClassVar[str] = "prompts that begin alike against prompts that do not: hit rate, and time to the first token"
+    about: ClassVar[str] = "prefix cache: hit rate and TTFT of prompts with shared prefixes, against prompts without"
+    form: ClassVar = ("requests", "concurrent", "prefix_tokens", "prefix_groups", "prompt_tokens", "repeats")
     keys: ClassVar = (Column(name="prefix", title="prefix"),)
     columns: ClassVar = (
-        Column(name="hit_rate", title="found in cache", unit="%", better="higher"),
-        Column(name="ideal_hit_rate", title="at best", unit="%"),
+        Column(name="hit_rate", title="hit rate", unit="%", better="higher"),
+        Column(name="ideal_hit_rate", title="max hit rate", unit="%"),
         *columns("request_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "p95_e2el_ms"),
     )
     quick: ClassVar = {"requests": 16, "prefix_tokens": 128, "concurrent": 2}
 
     requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each kind")] = 64
-    concurrent: Annotated[int, Meta(ge=1, le=10**5, description="clients that ask at once")] = 8
-    prefix_tokens: Annotated[int, Meta(ge=1, le=10**6, description="tokens that prompts begin with")] = 512
-    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="how many shared beginnings there are")] = 4
-    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts that have a shared one")] = 1.0
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt after its beginning")] = fixed(64)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(16)
+    concurrent: Concurrent = 8
+    prefix_tokens: Annotated[int, Meta(ge=1, le=10**6, title="shared tokens", description="tokens of a prefix")] = 512
+    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, title="prefixes", description="number of shared prefixes")] = 4
+    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts with a shared prefix")] = 1.0
+    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt after its prefix")] = fixed(64)
+    output_tokens: OutputTokens = fixed(16)
 
     def mix(self, lab: BenchContext) -> Mix:
         """Plan: of shared ones."""
@@ -51,6 +52,11 @@ class Prefix(Plan, frozen=True, kw_only=True):
     def check(self) -> None:
         """Plan."""
         enough(self.requests, self.concurrent)
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return self.concurrent
 
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""

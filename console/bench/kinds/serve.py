@@ -1,4 +1,4 @@
-"""Requests that arrive by the clock, whether the ones before are answered or not, as users of a service do."""
+"""Latency and goodput at given request rates: requests arrive by the clock, as users of a service do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class Serve(Traced, frozen=True, kw_only=True):
     """Open-loop arrivals at given rates."""
 
     name: ClassVar[str] = "serve"
-    about: ClassVar[str] = "Poisson or gamma arrivals at given rates: TTFT, TPOT, ITL, response, goodput under an SLO"
+    about: ClassVar[str] = "latency and goodput at given request rates, Poisson or gamma: TTFT, TPOT, ITL, response"
+    form: ClassVar = (
+        *("rates", "requests", "prompt_tokens", "output_tokens", "trace"),
+        *("slo_ttft", "slo_tpot", "repeats"),
+    )
     keys: ClassVar = (Column(name="request_rate", title="asked", unit="req/s", digits=2),)
     columns: ClassVar = columns(
         "request_throughput",
@@ -39,24 +43,26 @@ class Serve(Traced, frozen=True, kw_only=True):
     quick: ClassVar = {"rates": (2.0, math.inf), "requests": 16, "output_tokens": fixed(32)}
     synonyms: ClassVar = {"slo_tpot": "slo_itl"}
 
-    rates: Annotated[tuple[float, ...], Meta(description="requests a second; inf sends all at once")] = (
+    rates: Annotated[tuple[float, ...], Meta(description="requests per second; inf sends all at once")] = (
         1.0,
         4.0,
         math.inf,
     )
     requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each rate")] = 100
     burstiness: Annotated[
-        float, Meta(gt=0, le=1000, description="shape of the gamma distribution of what lies between two; 1 is Poisson")
+        float, Meta(gt=0, le=1000, description="shape of the gamma distribution of the intervals; 1 is Poisson")
     ] = 1.0
-    prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens that prompts begin with in common")] = 0
-    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="how many such beginnings there are")] = 1
-    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts that have one")] = 1.0
-    max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="most requests under way; 0 is no limit")] = 0
-    slo_ttft: Annotated[float | None, Meta(description="most seconds to the first token (also 500ms)")] = None
-    slo_tpot: Annotated[
-        float | None, Meta(description="most seconds between the tokens of an answer, on average (also 50ms)")
-    ] = None
-    slo_response: Annotated[float | None, Meta(description="most seconds to the last token")] = None
+    prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens of shared prefixes")] = 0
+    prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="number of shared prefixes")] = 1
+    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts with a shared prefix")] = 1.0
+    max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="max concurrent requests; 0 is no limit")] = 0
+    slo_ttft: Annotated[float | None, Meta(title="max TTFT", description="seconds to the first token (also 500ms)")] = (
+        None
+    )
+    slo_tpot: Annotated[float | None, Meta(title="max TPOT", description="mean seconds between tokens (also 50ms)")] = (
+        None
+    )
+    slo_response: Annotated[float | None, Meta(description="max seconds to the last token")] = None
 
     def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
@@ -68,6 +74,11 @@ class Serve(Traced, frozen=True, kw_only=True):
         super().check()
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return self.max_concurrent or self.requests
 
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""

@@ -1,4 +1,4 @@
-"""The same inputs by more and more clients at once, with and without guessing ahead from a request's own text."""
+"""Throughput of the same inputs by number of clients, with and without n-gram speculation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _SECONDS = {24: 664.0, 64: 561.0, 128: 554.0, 256: 568.0}
 
 
 class Threads(Traced, frozen=True, kw_only=True):
-    """24..512 clients that send the same inputs, but for the first tokens, so that a prefix cache finds none of them
-    again. The clients are tasks of one process, which cost less than threads and wait as
-    well."""
+    """24..512 clients that send the same inputs but for the first tokens, so that no prefix is found in a cache.
+
+    Clients are tasks of one process, which cost less than threads.
+    """
 
     name: ClassVar[str] = "threads"
-    about: ClassVar[str] = "fixed inputs sent by 24..512 clients, with n-gram speculation of 0, 1, 2, 8 tokens"
+    about: ClassVar[str] = "throughput of the same inputs by number of clients, and with n-gram speculation"
+    form: ClassVar = ("clients", "requests", "prompt_tokens", "output_tokens", "trace", "repeats")
     keys: ClassVar = (
-        Column(name="guessed", title="guessed ahead", digits=0),
+        Column(name="guessed", title="draft tokens", digits=0),
         Column(name="clients", title="clients", digits=0),
     )
     columns: ClassVar = (
@@ -34,17 +36,17 @@ class Threads(Traced, frozen=True, kw_only=True):
         *columns("output_throughput", "median_ttft_ms", "median_itl_ms", "p99_e2el_ms"),
     )
     published: ClassVar = tuple(
-        Published(who="TGI", device="not told", source=_STUDY, keys={"clients": clients}, values={"total_s": seconds})
+        Published(who="TGI", device="not stated", source=_STUDY, keys={"clients": clients}, values={"total_s": seconds})
         for clients, seconds in _SECONDS.items()
     )
     quick: ClassVar = {"clients": (4, 16), "requests": 32, "guessed": (0, 2), "output_tokens": fixed(32)}
 
     clients: Annotated[tuple[int, ...], Meta(description="numbers of clients")] = (24, 64, 128, 256, 512)
     requests: Annotated[
-        int, Meta(ge=1, le=10**6, description="inputs: in every row the same, behind a few first tokens of its own")
+        int, Meta(ge=1, le=10**6, description="inputs, the same in every row but for the first tokens")
     ] = 512
     guessed: Annotated[
-        tuple[int, ...], Meta(ge=0, le=100, description="most tokens to guess ahead; 0 is not to guess")
+        tuple[int, ...], Meta(ge=0, le=100, description="max draft tokens of n-gram speculation; 0 is without")
     ] = (0, 1, 2, 8)
 
     def check(self) -> None:
@@ -53,8 +55,13 @@ class Threads(Traced, frozen=True, kw_only=True):
         at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
 
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return max(self.clients)
+
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan: those of a server, which cannot be told to guess, without guessing."""
+        """Plan: of a server, whose speculation cannot be changed, those without."""
         guessed = self.guessed if isinstance(target, EngineHere) else (0,)
         return [
             BenchPart(keys={"guessed": tokens, "clients": clients}, requests=self.requests)
@@ -67,7 +74,7 @@ class Threads(Traced, frozen=True, kw_only=True):
         tokens, clients = int(part.keys["guessed"]), int(part.keys["clients"])
         here = lab.target if isinstance(lab.target, EngineHere) else None
         if here is None:
-            lab.note("A server's speculation is as it was started: it cannot be told over HTTP.")
+            lab.note("A server's speculation is as it was started: it cannot be changed over HTTP.")
         else:
             await _guess(here, tokens)
         before = here.counters() if here else None

@@ -1,4 +1,4 @@
-"""A growing number of users, each of whom asks again once answered: what one waits longer for the others."""
+"""Response time by number of users, each of whom sends requests one after the other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan, at_least_one
+from console.bench.kinds.base import BenchContext, BenchPart, OutputTokens, Plan, PromptTokens, at_least_one
 from console.bench.result import Column, Published
 from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
-from engine.simulation.lengths import Length, fixed
+from engine.simulation.lengths import fixed
 
 _STUDY = "a study with 64 requests of each user"
 
@@ -20,7 +20,8 @@ class Users(Plan, frozen=True, kw_only=True):
     """1..N users with 64 requests each."""
 
     name: ClassVar[str] = "users"
-    about: ClassVar[str] = "1..N users, each with 64 requests one after the other: the average response time"
+    about: ClassVar[str] = "mean response time by number of users, each with one request after the other"
+    form: ClassVar = ("users", "requests", "prompt_tokens", "output_tokens", "repeats")
     keys: ClassVar = (Column(name="users", title="users", digits=0),)
     columns: ClassVar = (
         Column(name="response_s", title="mean response", unit="s", digits=2, better="lower"),
@@ -30,14 +31,14 @@ class Users(Plan, frozen=True, kw_only=True):
     published: ClassVar = (
         Published(
             who="a server in a study",
-            device="not told",
+            device="not stated",
             source=_STUDY,
             keys={"users": 1},
             values={"response_s": 55.0, "to_one_user": 1.0},
         ),
         Published(
             who="a server in a study",
-            device="not told",
+            device="not stated",
             source=_STUDY,
             keys={"users": 9},
             values={"response_s": 84.0, "to_one_user": 1.53},
@@ -47,8 +48,8 @@ class Users(Plan, frozen=True, kw_only=True):
 
     users: Annotated[tuple[int, ...], Meta(description="numbers of users")] = (1, 2, 3, 5, 7, 9)
     requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each user")] = 64
-    prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt")] = fixed(128)
-    output_tokens: Annotated[Length, Meta(description="tokens of an answer")] = fixed(128)
+    prompt_tokens: PromptTokens = fixed(128)
+    output_tokens: OutputTokens = fixed(128)
 
     def mix(self, lab: BenchContext) -> Mix:
         """Plan."""
@@ -57,6 +58,11 @@ class Users(Plan, frozen=True, kw_only=True):
     def check(self) -> None:
         """Plan."""
         at_least_one("users", self.users)
+
+    @property
+    def max_concurrent_requests(self) -> int:
+        """Plan."""
+        return max(self.users)
 
     def parts(self, target: Target) -> list[BenchPart]:
         """Plan."""

@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from console.bench.comparison import Change, Comparison
 from console.bench.result import Column as Number
-from console.bench.result import said
+from console.bench.result import key_texts
 from console.bench.text import around, titled
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import fitted
@@ -91,7 +91,7 @@ class BenchComparisonScreen(ModalScreen[None]):
             for change in self._found.changes
             if change.column in shown and not (self._only and change.verdict == "same")
         ]
-        groups = itertools.groupby(changes, lambda change: said(change.keys))
+        groups = itertools.groupby(changes, lambda change: key_texts(change.keys))
         self.query_one(Table).show(
             [
                 _row(change, shown[change.column], "" if at else name)
@@ -112,7 +112,7 @@ def _row(change: Change, number: Number, name: str) -> Row:
         cell(share, style),
         cell(words, style),
     )
-    return Row(f"{said(change.keys)} {change.column}", cells)
+    return Row(f"{key_texts(change.keys)} {change.column}", cells)
 
 
 def difference_notes(found: Comparison) -> Content:
@@ -123,5 +123,5 @@ def difference_notes(found: Comparison) -> Content:
         for each in found.differences
     ]
     for words, rows in (("before", found.only_before), ("after", found.only_after)):
-        lines += [Content.assemble((f"only {words}  ", "$muted"), said(keys)) for keys in rows]
+        lines += [Content.assemble((f"only {words}  ", "$muted"), key_texts(keys)) for keys in rows]
     return Content("\n").join(lines)

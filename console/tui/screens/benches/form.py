@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, Select, Static
 
-from console.bench.descriptions import DIALECT_DESCRIPTIONS
+from console.bench.dialects import DIALECTS
 from console.link.benches import BenchForm, BenchOrder, BenchServer
 from console.link.protocol import EngineLink
 from console.link.status import link_status
@@ -27,6 +27,12 @@ from engine.errors import EngineError
 
 _ENGINE = "or a server: http://host:port"
 _BOXES = {"url": "#place-url", "dialect": "#place-dialect", "model": "#place-model", "key": "#place-key"}
+
+
+def _dialect_text(name: str) -> str:
+    """Path and server of a dialect."""
+    dialect = DIALECTS[name]
+    return f"{dialect.path} ({dialect.server})" if dialect.server else dialect.path
 
 
 class BenchPlace(Vertical):
@@ -59,7 +65,7 @@ class BenchPlace(Vertical):
         with Horizontal(id="place-server"):
             yield Label("dialect", classes="place-first")
             yield Select(
-                [(name, name) for name in DIALECT_DESCRIPTIONS],
+                [(name, name) for name in DIALECTS],
                 value=server.dialect,
                 allow_blank=False,
                 compact=True,
@@ -111,7 +117,7 @@ class BenchPlace(Vertical):
     def _show(self) -> None:
         server = self._draft.server
         self.query_one("#place-server").display = bool(server.url)
-        hint = "" if self._elsewhere else DIALECT_DESCRIPTIONS[server.dialect] if server.url else _ENGINE
+        hint = "" if self._elsewhere else _dialect_text(server.dialect) if server.url else _ENGINE
         self.query_one("#place-hint", Label).update(fitted(self.app, Content(hint)))
 
     def _text(self, box: str) -> str:

@@ -1,4 +1,4 @@
-"""Flags of a bench, made from the fields of its plan: each has one, with the field's description and bounds."""
+"""The fields of a bench's plan as flags, as a form, and read from text: all from the annotations of the plan."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import Any, get_args, get_origin, get_type_hints
 from msgspec import UNSET, Meta
 
 from console.bench.kinds.base import Plan
+from console.link.benches import BenchField, BenchForm
 from engine.errors import InvalidRequest
-from engine.simulation.lengths import Length
+from engine.simulation.lengths import TRACE, Length
+
+_TRACED = ("prompt_tokens", "output_tokens")
+"""Fields that may be those of a trace."""
 
 
 def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
-    """Add them; a value that is none ends the program with one sentence."""
+    """Add a flag for each field; a wrong value ends the program with one sentence."""
     defaults = plan()
     for name, (kind, meta) in _fields(plan).items():
-        default = written(getattr(defaults, name))
+        default = _text(getattr(defaults, name))
         names = (name, plan.synonyms[name]) if name in plan.synonyms else (name,)
         parser.add_argument(
             *(f"--{each.replace('_', '-')}" for each in names),
             dest=name,
-            type=_reader(kind, meta, traced=_traced(plan)),
+            type=_reader(kind, meta, traced=_has_trace(plan)),
             default=argparse.SUPPRESS,
             metavar=_metavar(kind),
             help=f"{meta.description}{f' (default {default})' if default else ''}".replace("%", "%%"),
@@ -31,31 +35,48 @@ def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
 
 
 def plan_of(plan: type[Plan], given: dict[str, Any], *, quick: bool) -> Plan:
-    """The plan with the flags given; quick: with fewer and shorter requests, but for what was given."""
+    """The plan with the given fields. quick: the others for fewer and shorter requests."""
     changes = {**(plan.quick if quick else {}), **plan.implied(given)}
     return plan(**changes | {name: given[name] for name in plan.__struct_fields__ if name in given})
 
 
 def plan_from(plan: type[Plan], texts: Mapping[str, str], *, quick: bool) -> Plan:
-    """The plan with fields as their flags would be written. Raises InvalidRequest, its param the field."""
+    """The plan with fields as texts, as on the command line. Raises InvalidRequest, its param the field."""
     fields = _fields(plan)
     given = {}
     for name, text in texts.items():
         if name not in fields:
             raise InvalidRequest(f"bench {plan.name} has no {name}", param=name)
         try:
-            given[name] = _read(*fields[name], text.strip(), traced=_traced(plan))
+            given[name] = _read(*fields[name], text.strip(), traced=_has_trace(plan))
         except InvalidRequest as error:
             raise InvalidRequest(f"{name.replace('_', ' ')}: {error.message}", param=name) from error
     return plan_of(plan, given, quick=quick)
 
 
-def description(plan: type[Plan], name: str) -> str:
-    """What a field of a plan means."""
-    return _fields(plan)[name][1].description or ""
+def form_of(plan: type[Plan]) -> BenchForm:
+    """The form of a bench: the fields that a console offers."""
+    fields, full, quick = _fields(plan), plan(), plan(**plan.quick)
+    return BenchForm(
+        bench=plan.name,
+        measures=plan.sentence(),
+        fields=tuple(
+            BenchField(
+                name=name,
+                title=fields[name][1].title or name.replace("_", " "),
+                hint=fields[name][1].description or "",
+                quick=_text(getattr(quick, name)),
+                full=_text(getattr(full, name)),
+                traced=str(TRACE) if _has_trace(plan) and name in _TRACED else "",
+            )
+            for name in plan.form
+        ),
+        refused=f"{plan.no_serving}." if plan.no_serving else "",
+        no_server=f"{plan.no_server}." if plan.no_server else "",
+    )
 
 
-def written(value: object) -> str:
+def _text(value: object) -> str:
     """A value as its flag takes it."""
     if isinstance(value, tuple):
         return ",".join(f"{each:g}" for each in value)
@@ -63,7 +84,7 @@ def written(value: object) -> str:
 
 
 def _fields(plan: type[Plan]) -> dict[str, tuple[Any, Meta]]:
-    """What each field takes, and what is said of it."""
+    """Type and annotation of each field."""
     hints = get_type_hints(plan, include_extras=True)
     return {
         name: (get_args(hint)[0], next(each for each in get_args(hint)[1:] if isinstance(each, Meta)))
@@ -72,13 +93,12 @@ def _fields(plan: type[Plan]) -> dict[str, tuple[Any, Meta]]:
     }
 
 
-def _traced(plan: type[Plan]) -> bool:
-    """Whether its lengths may be a trace's."""
+def _has_trace(plan: type[Plan]) -> bool:
     return "trace" in plan.__struct_fields__
 
 
 def _reader(kind: Any, meta: Meta, *, traced: bool) -> Callable[[str], Any]:
-    """What reads one value from its text, for argparse."""
+    """Parser of a value, for argparse."""
 
     def read(text: str) -> Any:
         try:
@@ -112,7 +132,7 @@ def _number_of(kind: Any) -> Callable[[str], float]:
 
 def _whole(text: str) -> int:
     if not text.strip().removeprefix("-").isdecimal() or len(text) > 20:
-        raise InvalidRequest(f"{text or 'nothing'} is no whole number")
+        raise InvalidRequest(f"{text or 'an empty value'} is not a whole number")
     return int(text)
 
 
@@ -122,7 +142,7 @@ def _real(text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise InvalidRequest(f"{text or 'nothing'} is no number")
+        raise InvalidRequest(f"{text or 'an empty value'} is not a number")
     return value
 
 
@@ -134,7 +154,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidRequest(f"{text or 'nothing'} is no time; one looks like 500ms or 0.5s")
+        raise InvalidRequest(f"{text or 'an empty value'} is not a duration such as 500ms or 0.5s")
     return seconds
 
 
