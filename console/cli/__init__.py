@@ -1,1 +1,1 @@
-"""The ericllm command: main, and one module per command."""
+"""The ericllm command: main, and one file per command, whose first line says `ericllm NAME`."""

@@ -1,5 +1,7 @@
-"""`ericllm api-keys`: keys for the HTTP API, made, listed and revoked without a console. A server that runs on this
-machine knows of it within a second."""
+"""`ericllm api-keys`: make, list and revoke keys for the HTTP API.
+
+A server on this machine knows of a change within a second.
+"""
 
 from __future__ import annotations
 

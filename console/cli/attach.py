@@ -1,4 +1,4 @@
-"""`ericllm attach URL [URL ...]`: the console on instances elsewhere."""
+"""`ericllm attach URL [URL ...]`: open the console on instances elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `ericllm bench`."""
+"""`ericllm bench`: measure a model that serves, and compare results."""
 
 from __future__ import annotations
 

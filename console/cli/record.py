@@ -1,4 +1,4 @@
-"""`ericllm record FILE [URL]` and `ericllm replay FILE`."""
+"""`ericllm record FILE [URL]`: record what the console shows of an instance."""
 
 from __future__ import annotations
 
@@ -68,16 +68,3 @@ def _await_first(link: RemoteLink, asked: threading.Event) -> None:
         pass
     if standing.stale and not asked.is_set():
         raise OutOfReach(standing.reason)
-
-
-def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Show a recording in the console."""
-    parser.description = "Show a recording in the console: space pauses, arrows seek, < and > change the speed."
-    parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
-    parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
-    given = parser.parse_args(argv)
-    from console.link.recording.link import ReplayLink
-    from console.link.recording.reader import Recording
-    from console.tui.attach_ui import show_recording
-
-    return show_recording(ReplayLink(Recording(given.file)), given.theme)

@@ -1,4 +1,4 @@
-"""What the commands that look at other instances have in common: their arguments, and links to them."""
+"""Arguments of the commands that look at other instances, and links to these."""
 
 from __future__ import annotations
 

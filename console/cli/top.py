@@ -1,4 +1,4 @@
-"""`ericllm top`: how an instance is, in one line, once or again and again, for people and for programs."""
+"""`ericllm top`: the state of an instance in one line, once or repeatedly, for people and for programs."""
 
 from __future__ import annotations
 

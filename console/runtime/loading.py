@@ -158,24 +158,8 @@ def _has_gpu() -> bool:
 
 
 def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:
-    """The engine's part of the settings."""
-    return EngineConfig(
-        num_workers=settings.num_workers,
-        max_prompts=settings.max_prompts,
-        max_queue=settings.max_queue,
-        timeout_s=settings.timeout,
-        step_tokens=settings.step_tokens,
-        threads=settings.threads,
-        hang_s=settings.hang_seconds,
-        idle_unload_s=settings.idle_unload,
-        devices=parse_devices(settings.devices) if settings.devices else (),
-        cluster=settings.cluster,
-        worker_host=settings.worker_host,
-        log_dir=log_dir,
-        prefix_sharing=settings.prefix_sharing,
-        show_prompts=settings.show_prompts,
-        slo_ttft_s=settings.slo_ttft,
-        slo_itl_s=settings.slo_itl,
-        energy_rate=settings.energy_rate,
-        energy_currency=settings.energy_currency,
-    ).validate()
+    """Return the engine's part of the settings."""
+    named = {flag.engine or name: getattr(settings, name) for name, _, flag in fields()}
+    shared = {name: value for name, value in named.items() if name in EngineConfig.__struct_fields__}
+    devices = parse_devices(settings.devices) if settings.devices else ()
+    return EngineConfig(**{**shared, "devices": devices, "log_dir": log_dir}).validate()

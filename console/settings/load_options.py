@@ -41,11 +41,7 @@ def names_folder(field: FieldInfo) -> bool:
 
 def knob_values(config: EngineConfig) -> dict[str, Any]:
     """Return the knobs of an engine by the names of their settings."""
-    return {
-        name: getattr(config, flag.knob if flag.knob in config.__struct_fields__ else name)
-        for name, _, flag in fields()
-        if flag.knob
-    }
+    return {name: getattr(config, flag.engine or name) for name, _, flag in fields() if flag.knob}
 
 
 def _is_optional(annotation: Any) -> bool:

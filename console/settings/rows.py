@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from console.link.settings import HIDDEN, Kind, SettingRow
-from console.settings.schema import SECRETS, Flag, Settings, fields
+from console.settings.schema import Flag, Settings, fields, is_secret
 from console.settings.sources import Sources
-from engine.system.child_process import is_secret
+from engine.system import child_process
 
 
 def setting_rows(
@@ -27,7 +27,7 @@ def setting_rows(
         value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
         origin = sources.origin(name)
         by_hand = value != getattr(in_use, name)
-        secret = name in SECRETS or any(_has_password(each) for each in (value, sources.saved.get(name)))
+        secret = is_secret(name) or any(_has_password(each) for each in (value, sources.saved.get(name)))
         yield SettingRow(
             name=name,
             group=flag.group,
@@ -91,7 +91,7 @@ def toml_value(typed: str, value: object) -> Any:
 
 def _has_password(value: object) -> bool:
     """Return whether a value is an address with a password in it."""
-    return is_secret("", as_text(value))
+    return child_process.is_secret("", as_text(value))
 
 
 def _shown(value: object, secret: bool) -> str:

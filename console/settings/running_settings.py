@@ -12,18 +12,13 @@ from console.link.settings import SettingRow
 from console.settings.config_file import WatchedFiles, edited, replace_file
 from console.settings.load_options import knob_values
 from console.settings.rows import setting_rows, toml_value
-from console.settings.schema import SECRETS, Settings, flag_of
+from console.settings.schema import Settings, flag_of, is_secret
 from console.settings.sources import Sources, changed, read_file
 from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest
 
-_OBSERVED = {
-    "slo_ttft": "slo_ttft_s",
-    "slo_itl": "slo_itl_s",
-    "energy_rate": "energy_rate",
-    "energy_currency": "energy_currency",
-}
-"""Those that only its insight goes by."""
+_OBSERVED = frozenset({"slo_ttft", "slo_itl", "energy_rate", "energy_currency"})
+"""Settings that only the engine's insight goes by."""
 
 
 class LiveSettings:
@@ -97,7 +92,7 @@ class LiveSettings:
         if knob := flag_of(name).knob:
             await self._engine.reconfigure(**{knob: value})
         if name in _OBSERVED:
-            await self._engine.observe({_OBSERVED[name]: value})
+            await self._engine.observe({flag_of(name).engine or name: value})
         if name == "prefix_sharing":
             self._engine.share_prefixes(value)
         if name == "refresh_hz":
@@ -140,6 +135,6 @@ def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, 
 
 def _write(sources: Sources, text: str) -> None:
     try:
-        replace_file(sources.file, text, has_secret=bool(SECRETS & sources.saved.keys()))
+        replace_file(sources.file, text, has_secret=any(map(is_secret, sources.saved)))
     except OSError as error:
         raise InvalidRequest(f"{sources.file} cannot be written: {error.strerror}", param="config") from None

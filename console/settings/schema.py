@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import platformdirs
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -61,6 +61,7 @@ class Flag:
     when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
     next start for all others.
     knob: name in Engine.load and Engine.reconfigure of what can be changed while a model serves, "" for all else.
+    engine: the field of EngineConfig, "" for the one of the same name, if any.
     """
 
     group: Group
@@ -69,6 +70,7 @@ class Flag:
     example: str | int | float | None = None
     when: When | None = None
     knob: str = ""
+    engine: str = ""
 
     @property
     def used(self) -> When:
@@ -325,7 +327,7 @@ class Settings(ServedSettings):
     ] = 0
     timeout: Annotated[
         float,
-        Flag("Engine", "SECONDS"),
+        Flag("Engine", "SECONDS", engine="timeout_s"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Time a request may take, waiting included; 0: any"),
     ] = 600.0
     drain_seconds: Annotated[
@@ -335,12 +337,12 @@ class Settings(ServedSettings):
     ] = 30.0
     hang_seconds: Annotated[
         float,
-        Flag("Engine", "SECONDS"),
+        Flag("Engine", "SECONDS", engine="hang_s"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="A worker that reports nothing for so long is replaced; 0: never"),
     ] = 60.0
     idle_unload: Annotated[
         float,
-        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s"),
+        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s", engine="idle_unload_s"),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
     ] = 0.0
     devices: Annotated[
@@ -423,12 +425,12 @@ class Settings(ServedSettings):
     ] = "process"
     slo_ttft: Annotated[
         Duration | None,
-        Flag("Engine", "DURATION", example="500ms", when="now"),
+        Flag("Engine", "DURATION", example="500ms", when="now", engine="slo_ttft_s"),
         Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose first token came within this"),
     ] = None
     slo_itl: Annotated[
         Duration | None,
-        Flag("Engine", "DURATION", example="50ms", when="now"),
+        Flag("Engine", "DURATION", example="50ms", when="now", engine="slo_itl_s"),
         Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose tokens came this close, on average"),
     ] = None
     energy_rate: Annotated[
@@ -494,9 +496,20 @@ def flag_of(name: str) -> Flag:
     return next(extra for extra in Settings.model_fields[name].metadata if isinstance(extra, Flag))
 
 
-SECRETS = frozenset(
-    name
-    for name, field in Settings.model_fields.items()
-    if SecretStr in (field.annotation, *get_args(field.annotation))
-)
-"""Settings whose values are never shown."""
+def is_secret(name: str) -> bool:
+    """Return whether the value of a setting is never shown."""
+    annotation = Settings.model_fields[name].annotation
+    return SecretStr in (annotation, *get_args(annotation))
+
+
+def add_setting(name: str, annotation: Any, default: object) -> None:
+    """Add a setting of a plugin, before settings are read. annotation: type, Flag and Field, as in Settings."""
+    Settings.__annotations__[name] = annotation
+    Settings.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, default)
+    Settings.model_rebuild(force=True)
+
+
+def remove_setting(name: str) -> None:
+    """Remove a setting that was added."""
+    del Settings.__annotations__[name], Settings.model_fields[name]
+    Settings.model_rebuild(force=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from console.settings.schema import APP_NAME, ENV_PREFIX, SECRETS, Flag, Settings, config_path, fields
+from console.settings.schema import APP_NAME, ENV_PREFIX, Flag, Settings, config_path, fields, is_secret
 from engine.errors import InvalidRequest
 
 _KEYS = {"api_key", "api_key_file"}
@@ -173,7 +173,7 @@ def _worded(error: ValidationError, given: Mapping[str, Any], origin: Callable[[
     where = f"{name!r} in {found.where}" if found.source == "file" else found.where
     if problem["type"] in ("string_too_short", "too_short"):
         return InvalidRequest(f"{where} is empty", param=name)
-    value = "" if name in SECRETS else _shown(given.get(name, problem["input"]))
+    value = "" if is_secret(name) else _shown(given.get(name, problem["input"]))
     reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
     return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
 

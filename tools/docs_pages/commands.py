@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from console.bench.kinds import PLANS
 from console.cli.bench import RESULT_COMMANDS as READ_METHODS
-from console.cli.main import COMMANDS, Parser
+from console.cli.main import command_of, commands
+from console.cli.parser import Parser
 from console.settings.schema import Group, Settings
 
 _INTRO = """# Commands
@@ -34,7 +35,7 @@ def page() -> str:
 
 def parsers() -> Sequence[argparse.ArgumentParser]:
     """Of every command, and after it of what its first argument may be."""
-    return [parser for name in COMMANDS for parser in _of_command(name)]
+    return [parser for name in ("", *commands()) for parser in _of_command(name)]
 
 
 def takes_settings(parser: argparse.ArgumentParser) -> bool:
@@ -72,7 +73,7 @@ def _of_command(name: str) -> Iterator[argparse.ArgumentParser]:
 
 def _made(name: str, *argv: str) -> argparse.ArgumentParser:
     try:
-        COMMANDS[name](argv, _Unread(name))
+        command_of(name)(argv, _Unread(name))
     except _Complete as complete:
         return complete.parser
     raise AssertionError(f"{name} reads no arguments")

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from console.settings.rows import as_text, choices_of
-from console.settings.schema import ENV_PREFIX, SECRETS, Flag, Group, When, fields
+from console.settings.schema import ENV_PREFIX, Flag, Group, When, fields, is_secret
 
 _INTRO = """# Settings
 
@@ -90,7 +90,7 @@ def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
 
 
 def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
-    default = "" if name in SECRETS else as_text(field.default)
+    default = "" if is_secret(name) else as_text(field.default)
     yield f"Default: `{default}`." if default else "Not set by default."
     if choices := choices_of(field):
         yield f"One of {', '.join(f'`{choice}`' for choice in choices)}."

@@ -1,0 +1,46 @@
+"""A command is one file: it is listed by --help, runs, and has a section of docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import console.cli
+from console.cli.main import main
+from tools.docs_pages.commands import page
+
+COMMAND = '''"""`ericllm say-hello NAME`: greet somebody."""
+
+
+def say_hello(argv, parser):
+    parser.description = "Greet somebody."
+    parser.add_argument("name", metavar="NAME", help="whom")
+    print("Hello,", parser.parse_args(argv).name)
+    return 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file more, and one that is no command."""
+    (tmp_path / "say_hello.py").write_text(COMMAND)
+    (tmp_path / "helpers.py").write_text('"""Parts of `ericllm say-hello`: no command."""\n')
+    monkeypatch.setattr(console.cli, "__path__", [*console.cli.__path__, str(tmp_path)])
+
+
+def test_it_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = " ".join(capsys.readouterr().out.split())
+    assert "'ericllm say-hello': greet somebody" in listed
+    assert "helpers" not in listed
+
+
+def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["say-hello", "Ada"]) == 3
+    assert capsys.readouterr().out == "Hello, Ada\n"
+
+
+def test_it_has_a_section_of_docs() -> None:
+    assert "| [`ericllm say-hello`](#ericllm-say-hello) | Greet somebody" in page()
