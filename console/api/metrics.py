@@ -15,8 +15,8 @@ from engine.metrics.meter import ITL, ModelUsage
 from engine.snapshot import DeviceWork, Histogram, Insight, ModelState, Snapshot, WorkerReading
 from engine.text.printable import printable
 
-# What vLLM's metrics tell, under its names, with its labels and buckets, so that its dashboards and tools work as they
-# are. What we cannot measure is left out.
+# vLLM's metrics, with its names, labels and buckets, so that its dashboards and tools work unchanged. Those without a
+# source here are absent.
 #
 # engine: vLLM's label for who schedules; all workers of a model share one queue, so each model is one engine, "0".
 
@@ -129,8 +129,8 @@ def _vllm_gauges(models: list[ModelNow]) -> Iterator[Metric]:
 
 def _cache_config(models: list[ModelNow]) -> Metric:
     """How KV is kept by each loaded model, over its workers, in labels; the value is always 1."""
-    told = ("block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching")
-    gauge = GaugeMetricFamily("vllm:cache_config_info", "How KV is kept", labels=[*LABELS, *told])
+    names = ("block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching")
+    gauge = GaugeMetricFamily("vllm:cache_config_info", "How KV is kept", labels=[*LABELS, *names])
     for model in models:
         if not model.loaded or model.spec is None:
             continue
@@ -153,7 +153,7 @@ def _vllm_counters(usage: list[ModelUsage]) -> Iterator[Metric]:
     sources = CounterMetricFamily(
         "vllm:prompt_tokens_by_source", "Where prompt tokens' KV is from", labels=[*LABELS, "source"]
     )
-    held = CounterMetricFamily(
+    accepted = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Guesses that held, by how far ahead they were",
         labels=[*LABELS, "position"],
@@ -166,11 +166,11 @@ def _vllm_counters(usage: list[ModelUsage]) -> Iterator[Metric]:
         sources.add_metric([*own, "local_compute"], model.computed_tokens)
         sources.add_metric([*own, "local_cache_hit"], model.cached_tokens)
         for position, count in enumerate(model.held_by_position):
-            held.add_metric([*own, str(position)], count)
+            accepted.add_metric([*own, str(position)], count)
         reasons = {_REASONS.get(reason, reason): count for reason, count in model.finished.items()}
         for reason, count in sorted({**dict.fromkeys(_KNOWN_REASONS, 0), **reasons}.items()):
             finished.add_metric([*own, reason], count)
-    yield from (sources, held, finished)
+    yield from (sources, accepted, finished)
 
 
 def _histograms(usage: list[ModelUsage]) -> Iterator[Metric]:
@@ -193,8 +193,8 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return [*zip(bounds, map(float, histogram.counts), strict=True), ("+Inf", float(histogram.count))]
 
 
-# Insight as Prometheus metrics. Counters are those of the session: when an operator counts anew they begin at 0,
-# which Prometheus takes as a restart. A family of what is not known has no samples.
+# Insight as Prometheus metrics. Counters are those of the session: when an operator resets them they begin at 0,
+# which Prometheus takes as a restart. A family of unknown values has no samples.
 
 
 def insight_families(insight: Insight) -> Iterator[Metric]:

@@ -86,7 +86,7 @@ class ApiServer:
                 return
             await self._close_runner()
             try:
-                self._dialects.begin_without(self._settings.dialects_off)
+                self._dialects.switch_off_initially(self._settings.dialects_off)
                 await asyncio.to_thread(self._keys.open)
                 await self._context.watchers.open(self._settings)
                 await self._open()

@@ -1,4 +1,4 @@
-"""What operators and their tools ask: GET /, /health, /ready and /metrics."""
+"""Endpoints for operators and their tools: GET /, /health, /ready and /metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What this is."""
+    """Name, version and model of the server."""
 
     name: str = "EricLLM Console"
     version: str
@@ -32,7 +32,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. workers: those that take requests, of those that are wanted."""
+    """One model. workers: those that take requests.  wanted_workers: the target."""
 
     name: str
     state: ModelState
@@ -41,9 +41,9 @@ class ModelHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. step_age_s: seconds since it last reported, None before the first time.
+    """One worker. step_age_s: seconds since its last report, null before the first.
 
-    stalled: whether that is too long ago.  deaths: how often in a row it died; restarts: in all.
+    stalled: True if that is too long.  deaths: crashes in a row; restarts: in all.
     """
 
     id: str
@@ -58,8 +58,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the engine lives: "ok", "stalled" when a worker has been silent for too long, or "draining" while the
-    server stops. model_state: of the first model."""
+    """State of the engine: "ok", "stalled" when a worker has not reported for too long, or "draining" while the server
+    stops. model_state: of the first model."""
 
     status: Literal["ok", "stalled", "draining"]
     model_state: ModelState
@@ -68,14 +68,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that answers; "idle" is one that sleeps until a request wakes it."""
+    """The model that answers; an "idle" one is loaded by the next request."""
 
     status: Literal["ready", "idle"]
     model: str
 
 
 class Operations:
-    """The endpoints."""
+    """GET /, /health, /ready and /metrics."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -84,7 +84,7 @@ class Operations:
         self._registry.register(context.watchers)
 
     def routes(self) -> list[web.RouteDef]:
-        """Where they are found."""
+        """Return their places and handlers."""
         return [
             web.get("/", self._about),
             web.get("/health", self._health),
@@ -101,7 +101,7 @@ class Operations:
 
     @describes("Whether the engine lives; 503 where a worker hangs", answer=Health)
     async def _health(self, request: web.Request) -> web.Response:
-        """That this runs proves that the engine's loop turns; the workers are judged by their last steps."""
+        """Answer by the workers' last reports; answering at all proves that the engine's loop runs."""
         snapshot = self._context.engine.snapshot()
         workers = [_health(worker, self._context.settings.stall_s) for worker in snapshot.workers]
         stalled = any(worker.stalled for worker in workers)
@@ -129,12 +129,12 @@ class Operations:
 
 
 def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
-    """The writer of the metrics format that a client accepts, and its content type; the plain text format where the
-    version is no number.
+    """Return the encoder of the metrics format that a client accepts, and its content type; the plain text format where
+    the version is no number.
 
     All names here are valid without escaping, colons included, so no escaping scheme is offered: the library's own
     would rename vLLM's metrics, whose samples then belong to no declared family. OpenMetrics is 1.0.0 whatever newer
-    version is asked for, which the library would repeat.
+    version is requested, which the library would repeat.
     """
     try:
         encode, content_type = choose_encoder(accept)
@@ -146,7 +146,7 @@ def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
 
 
 def is_stalled(worker: WorkerReading, stall_s: float) -> bool:
-    """Whether a worker has been silent for `stall_s`. Idle ones report every second, so they are never just old."""
+    """Return whether a worker has not reported for `stall_s`; idle ones report every second."""
     age_s = worker.last_step_age_s
     return worker.state in ("ready", "draining") and age_s is not None and age_s > stall_s
 
@@ -173,7 +173,7 @@ def _model_health(model: ModelReading, workers: list[WorkerHealth]) -> ModelHeal
 
 
 def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
-    """The first model where it answers; raises NoModelLoaded with the reason why it does not."""
+    """Return the first model where it answers; raises NoModelLoaded with the reason where it does not."""
     status = snapshot.status
     if status.spec is not None and status.state == "idle":
         return Ready(status="idle", model=status.spec.name)

@@ -71,7 +71,7 @@ def rows_of(body: type[Body]) -> dict[str, Row]:
 
 
 def refused_of(body: type[Body]) -> dict[str, Refusal]:
-    """What a body refuses, by name; what stands within a field by a path."""
+    """Return the refused fields of a body by name; those within a field by their path."""
     own = {name: refusal for name, refusal in body.refused.items() if _honoured(body, name) is None}
     within = {
         f"{path}{name}": refusal for path, found in body.refused_within.items() for name, refusal in found.items()
@@ -80,7 +80,7 @@ def refused_of(body: type[Body]) -> dict[str, Refusal]:
 
 
 def inert_of(body: type[Body]) -> list[str]:
-    """What changes nothing."""
+    """Return the fields of a body that change nothing."""
     return sorted(name for name in body.inert if _honoured(body, name) is None)
 
 
@@ -192,7 +192,7 @@ def page() -> str:
 
 
 def bodies(*dialects: Dialect) -> dict[type[Body], list[str]]:
-    """What endpoints of those dialects (of all, where none is named) take, and which ones take it."""
+    """Return the bodies of those dialects (of all, where none is named), and the endpoints of each."""
     context = ApiContext(Engine(EngineConfig()), ApiSettings())
     found: dict[type[Body], list[str]] = {}
     for dialect in dialects or discover():
@@ -205,11 +205,11 @@ def bodies(*dialects: Dialect) -> dict[type[Body], list[str]]:
 
 
 class _Page:
-    """The page while it is written: each body is told of in full where it comes first."""
+    """The page while it is written: each body is described in full where it comes first."""
 
     def __init__(self) -> None:
         self._sampling = rows_of(SamplingFields)
-        self._told: dict[type[Body], str] = {}
+        self._described: dict[type[Body], str] = {}
 
     def lines(self) -> Iterator[str]:
         """Its lines, from the first to the last."""
@@ -229,21 +229,21 @@ class _Page:
         if (likeness := self._likeness(body)) is not None:
             yield likeness
             return
-        self._told[body] = title
+        self._described[body] = title
         samples = issubclass(body, SamplingFields)
         yield from self._honoured(body, samples)
         yield from self._refused(body, samples)
         if inert := inert_of(body):
             yield from ("", f"Inert: {', '.join(f'`{name}`' for name in inert)}.")
         for name, inner in bodies_within(body):
-            if inner not in self._told:
+            if inner not in self._described:
                 yield from self._body(inner, f"`{name}` of {title}")
 
     def _likeness(self, body: type[Body]) -> str | None:
-        """A body that was told of, or lacks some fields of one that was, in a sentence."""
-        for told, title in self._told.items():
-            if issubclass(told, body):
-                return f"As {title}{_without(told.model_fields, body.model_fields, ', but without ')}."
+        """Return a sentence about a body that was described, or is such a one without some fields; else None."""
+        for described, title in self._described.items():
+            if issubclass(described, body):
+                return f"As {title}{_without(described.model_fields, body.model_fields, ', but without ')}."
         return None
 
     def _honoured(self, body: type[Body], samples: bool) -> Iterator[str]:

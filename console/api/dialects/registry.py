@@ -45,7 +45,7 @@ def discover() -> tuple[Dialect, ...]:
 
 
 class DialectRegistry:
-    """The dialects of one server. All are on at first, but those that `begin_without` names."""
+    """The dialects of one server. All are on at first, but those that `switch_off_initially` names."""
 
     def __init__(self, context: ApiContext, dialects: Sequence[Dialect]) -> None:
         self._dialects = {dialect.name: dialect for dialect in dialects}
@@ -60,7 +60,7 @@ class DialectRegistry:
                 self._at.setdefault((route.method, _plain(route)), {})[name] = route
                 self._of_path.setdefault(_plain(route), self._dialects[name])
         self._off: frozenset[str] = frozenset()
-        self._begun = False
+        self._switched = False
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of all dialects, each place once."""
@@ -108,13 +108,13 @@ class DialectRegistry:
         if name not in self._dialects:
             names = ", ".join(self._dialects)
             raise InvalidRequest(f"There is no dialect called {name}; there are: {names}", param="name")
-        self._begun = True
+        self._switched = True
         self._off = self._off - {name} if on else self._off | {name}
 
-    def begin_without(self, names: Iterable[str]) -> None:
+    def switch_off_initially(self, names: Iterable[str]) -> None:
         """Switch these off, unless any dialect has been switched before; raises as `switch` does."""
-        if not self._begun:
-            self._begun = True
+        if not self._switched:
+            self._switched = True
             for name in names:
                 self.switch(name, False)
 
@@ -140,8 +140,8 @@ class DialectRegistry:
 
     def request_id_headers(self, request: web.Request) -> list[str]:
         """Return the headers besides X-Request-Id in which the client looks for the id of its request."""
-        asked = filter(lambda dialect: dialect.is_asked_by(request), self._dialects.values())
-        return [dialect.request_id_header for dialect in asked if dialect.request_id_header]
+        dialects = (dialect for dialect in self._dialects.values() if dialect.is_asked_by(request))
+        return [dialect.request_id_header for dialect in dialects if dialect.request_id_header]
 
     @property
     def cors_headers(self) -> list[str]:

@@ -80,8 +80,9 @@ def check_inputs(inputs: int, dimensions: int | None, model: ServedModel, settin
         raise InvalidRequest(f"input has {inputs} texts; the limit is {most}", param="input")
     size = model.loaded.hidden_size
     if dimensions not in (None, size) and size:
-        asked = format_number(dimensions or 0)
-        raise InvalidRequest(f"dimensions is {asked}; this model's vectors have {size}", param="dimensions")
+        raise InvalidRequest(
+            f"dimensions is {format_number(dimensions or 0)}; this model's vectors have {size}", param="dimensions"
+        )
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:

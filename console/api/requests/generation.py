@@ -97,7 +97,7 @@ class Generation:
                 prompt_ids=prompt.ids,
                 params=_for_choice(params, choice),
                 priority=priority,
-                model=model.asked,
+                model=model.requested_name,
                 key=model.key,
                 adapter=model.adapter,
                 client=client,
@@ -259,14 +259,14 @@ async def respond(answers: Sequence[GeneratedAnswer], shape: Callable[[], object
     return await model.offload(lambda: json_response(shape())) if many else json_response(shape())
 
 
-def best_of_each(answers: Sequence[GeneratedAnswer], made: int, given: int) -> list[GeneratedAnswer]:
-    """Return the `given` likeliest of every `made` answers, which are those to one prompt, best first."""
-    if made == given:
+def best_of_each(answers: Sequence[GeneratedAnswer], generated: int, returned: int) -> list[GeneratedAnswer]:
+    """Return the `returned` likeliest of every `generated` answers, which are those to one prompt, best first."""
+    if generated == returned:
         return list(answers)
     return [
         answer
-        for first in range(0, len(answers), made)
-        for answer in sorted(answers[first : first + made], key=lambda answer: -answer.likelihood)[:given]
+        for first in range(0, len(answers), generated)
+        for answer in sorted(answers[first : first + generated], key=lambda answer: -answer.likelihood)[:returned]
     ]
 
 

@@ -41,13 +41,13 @@ RETRY_LOADING_S = 5.0
 class ServedModel:
     """A model that is ready. name: in answers; the client's own name of it, if any.
 
-    asked: the client's name of it, "" for none.  key, adapter: as in GenerateRequest.
+    requested_name: the client's name of it, "" for none.  key, adapter: as in GenerateRequest.
     thread: for work that holds the interpreter for long.  client: the sender of the request.
     shares_system: True if its workers share computed system prompts among all clients.
     """
 
     name: str
-    asked: str
+    requested_name: str
     key: str
     adapter: str
     loaded: LoadedModel
@@ -197,14 +197,14 @@ def _could_have_many(text: str, tokens: int) -> bool:
 async def served_model(
     engine: Engine,
     thread: SerialThread,
-    wanted: str | None,
+    name: str | None,
     lora: str | None = None,
     *,
     client: str = "",
     unnamed: Collection[str] = (),
 ) -> ServedModel:
-    """Return the model that `wanted` names (the first where it is empty), once it is ready, with the adapter that
-    `wanted` or `lora` names.
+    """Return the model that `name` names (the first where it is empty), once it is ready, with the adapter that
+    `name` or `lora` names.
 
     thread: for decoding long prompts.  client: the sender of the request.  unnamed: names that stand for the first
     model, unless a model has one of them.
@@ -213,15 +213,15 @@ async def served_model(
     backend takes none per request.
     """
     try:
-        serving = await engine.serving(wanted or "")
+        serving = await engine.serving(name or "")
     except ModelNotFound:
-        if wanted not in unnamed:
+        if name not in unnamed:
             raise
-        wanted = ""
+        name = ""
         serving = await engine.serving("")
     return ServedModel(
-        name=wanted or serving.name,
-        asked=wanted or "",
+        name=name or serving.name,
+        requested_name=name or "",
         key=serving.key,
         adapter=_adapter(serving, lora),
         loaded=serving.model,

@@ -75,14 +75,16 @@ class TruncatedPrompt:
         return [*start, *ids[-max(1, self.limit - len(start)) :]]
 
 
-def room_for_prompt(max_tokens: int, wanted: int | None, model: ServedModel, *, answer: str, context: str) -> int:
-    """How many tokens a prompt may have, so that an answer of `max_tokens` fits: in a context of `wanted` tokens, or in
-    all that there is.
+def room_for_prompt(
+    max_tokens: int, context_tokens: int | None, model: ServedModel, *, answer: str, context: str
+) -> int:
+    """Return the max tokens of a prompt that leaves room for an answer of `max_tokens`.
 
-    answer, context: what the client calls the two. Raises InvalidRequest where no room is left.
+    context_tokens: of both, None for the model's context.  answer, context: the client's names of the two limits.
+    Raises InvalidRequest where no room is left.
     """
     most = model.loaded.max_model_len
-    limit = most if wanted is None else min(wanted, most)
+    limit = most if context_tokens is None else min(context_tokens, most)
     if max_tokens >= limit:
         raise InvalidRequest(
             f"{answer} is {format_number(max_tokens)}; of the {limit} tokens of {context} that leaves none for the "

@@ -190,8 +190,8 @@ def _parameters(folder: Path) -> str:
         defaults = _tokenizer_folder(folder).generation_defaults()
     except EngineError:
         return ""
-    given = {name: getattr(defaults, name) for name in _PARAMETERS if getattr(defaults, name) is not None}
-    return "\n".join(f"{name.replace('repetition', 'repeat')} {value}" for name, value in given.items())
+    recommended = {name: getattr(defaults, name) for name in _PARAMETERS if getattr(defaults, name) is not None}
+    return "\n".join(f"{name.replace('repetition', 'repeat')} {value}" for name, value in recommended.items())
 
 
 def _family(config: Mapping[str, object]) -> str:

@@ -36,12 +36,12 @@ def _sentence(error: EngineError) -> str:
         case {"max_model_len": int(context), "prompt_tokens": tokens, "limit": int(limit)} if isinstance(
             error, ContextLengthExceeded
         ):
-            given = f"{'at least ' if error.details.get('at_least') else ''}{tokens}"
+            count = f"{'at least ' if error.details.get('at_least') else ''}{tokens}"
             if limit < context - 1:
-                return f"Input validation error: `inputs` must have less than {limit + 1} tokens. Given: {given}"
+                return f"Input validation error: `inputs` must have less than {limit + 1} tokens. Given: {count}"
             return (
                 f"Input validation error: `inputs` tokens + `max_new_tokens` must be <= {context}. "
-                f"Given: {given} `inputs` tokens and {error.details.get('max_tokens', 1)} `max_new_tokens`"
+                f"Given: {count} `inputs` tokens and {error.details.get('max_tokens', 1)} `max_new_tokens`"
             )
         case _:
             return localized_message(error, FIELD_NAMES)
