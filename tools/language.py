@@ -27,7 +27,7 @@ WHOLE_NAMES = {
 
 NAME_PARTS = {
     **dict.fromkeys(("told", "tells", "telling"), "format, describe, report"),
-    **dict.fromkeys(("anew", "beside", "whoever", "nobody", "somebody"), "again, next_to, any, none"),
+    **dict.fromkeys(("anew", "whoever", "nobody", "somebody"), "again, any, none"),
     **dict.fromkeys(("upkeep", "habit", "habits", "naps", "vitals", "worn"), "budget, preferences, idle, heartbeat"),
 }
 """Parts of names: words between underscores and capitals."""
@@ -38,7 +38,7 @@ NAME_STARTS = {"MOST_": "MAX_", "LEAST_": "MIN_", "LONGEST_": "MAX_"}
 PHRASES = {
     r"told|tells?|telling": "say, show, report, distinguish",
     r"anew": "again",
-    r"beside": "next to, with, besides",
+    r"(?-i:[Bb]eside (?=[a-z]))": "next to, with, besides",
     r"whoever|nobody|somebody": "the client, a user, no one; name who",
     r"so many": "a number, n, as many",
     r"\d[\d,.]* (?:\w+ )?at most": "max N",
@@ -49,7 +49,7 @@ OPENINGS = {r"What ": "a noun phrase or an imperative", r"Whether ": "Return whe
 """First words of a docstring of a module, class or function."""
 
 _NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-_PHRASES = [(re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
+_PHRASES = [(re.compile(rf"\b(?:{phrase})(?!\w)", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
 
 
 @dataclass(frozen=True, order=True)

@@ -1,11 +1,10 @@
 """Conversations: trees of turns in one SQLite file, worked on without a screen."""
 
 from console.chats.conversation import Branch, OpenChat
-from console.chats.records import Beside, ChatSettings, Conversation, Preset, Tree, Turn, TurnNote
+from console.chats.records import ChatSettings, Conversation, Preset, SecondBranch, Tree, Turn, TurnNote
 from console.chats.store import ChatStore, ChatStoreError
 
 __all__ = [
-    "Beside",
     "Branch",
     "ChatSettings",
     "ChatStore",
@@ -13,6 +12,7 @@ __all__ = [
     "Conversation",
     "OpenChat",
     "Preset",
+    "SecondBranch",
     "Tree",
     "Turn",
     "TurnNote",

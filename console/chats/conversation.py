@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from console.chats.records import Beside, ChatSettings, Conversation, Tree, Turn, TurnNote
+from console.chats.records import ChatSettings, Conversation, SecondBranch, Tree, Turn, TurnNote
 from console.chats.store import ChatStore
 from console.link.chat import ChatDelta, ChatMessage
 from engine.errors import EngineError
@@ -25,19 +25,19 @@ class Branch:
 
 
 class OpenChat:
-    """kept: None is a new conversation, which is in the store from its first question on.
+    """saved: None is a new conversation, which is in the store from its first question on.
 
     branches: one, or two side by side that are asked the same.
     """
 
-    def __init__(self, store: ChatStore, kept: Conversation | None, settings: ChatSettings) -> None:
+    def __init__(self, store: ChatStore, saved: Conversation | None, settings: ChatSettings) -> None:
         self._store = store
-        self.id = kept.id if kept is not None else None
-        self.tree = store.tree(kept.id) if kept is not None else Tree()
-        first = Branch(kept.settings, self._known(kept.leaf)) if kept is not None else Branch(settings)
+        self.id = saved.id if saved is not None else None
+        self.tree = store.tree(saved.id) if saved is not None else Tree()
+        first = Branch(saved.settings, self._existing(saved.leaf)) if saved is not None else Branch(settings)
         self.branches = [first]
-        if kept is not None and kept.beside is not None:
-            self.branches.append(Branch(kept.beside.settings, self._known(kept.beside.leaf)))
+        if saved is not None and saved.beside is not None:
+            self.branches.append(Branch(saved.beside.settings, self._existing(saved.beside.leaf)))
 
     def path(self, branch: Branch) -> Sequence[Turn]:
         """The turns of a branch, oldest first."""
@@ -70,7 +70,7 @@ class OpenChat:
         self._show()
 
     def edit(self, question: Turn, text: str) -> list[Branch]:
-        """Ask otherwise, as another branch beside `question`: in each of the branches that asked it.
+        """Ask otherwise, as a sibling of `question`: in each of the branches that asked it.
 
         Returns those; what was said before stays where it is.
         """
@@ -123,7 +123,7 @@ class OpenChat:
         return turn
 
     def resume_answer(self, branch: Branch) -> Turn | None:
-        """The last answer of a branch, to be gone on with; None where there is none with words in it.
+        """The last answer of a branch, to be removed on with; None where there is none with words in it.
 
         Blanks at its end go: the model sees none of them, and says its own.
         """
@@ -140,14 +140,14 @@ class OpenChat:
         self._store.keep(turn)
 
     def delete(self, turn: Turn) -> None:
-        """Forget a turn and all that follows it, in all branches. Where it was shown, the branch made last beside it
+        """Forget a turn and all that follows it, in all branches. Where it was shown, its newest sibling
         is, or else what comes before it."""
-        gone = self.tree.beneath(turn.id)
-        self._store.remove(gone)
-        for each in reversed(gone):
+        removed = self.tree.beneath(turn.id)
+        self._store.remove(removed)
+        for each in reversed(removed):
             self.tree.remove(each)
         for branch in self.branches:
-            if branch.leaf in gone:
+            if branch.leaf in removed:
                 branch.leaf = self.tree.tip(turn.parent)
         self._show()
 
@@ -195,7 +195,7 @@ class OpenChat:
         return self.branches[1]
 
     def join(self, keep: Branch) -> None:
-        """Go on with one of the two alone; what the other was told stays as a branch."""
+        """Go on with one of the two alone; the turns of the other stay as a branch."""
         self.branches = [keep]
         self.set_settings(keep, keep.settings)
 
@@ -204,10 +204,10 @@ class OpenChat:
         if self.id is None:
             return
         first, *others = self.branches
-        beside = Beside(settings=others[0].settings, leaf=others[0].leaf) if others else None
-        self._store.show(self.id, first.leaf, beside)
+        second = SecondBranch(settings=others[0].settings, leaf=others[0].leaf) if others else None
+        self._store.show(self.id, first.leaf, second)
 
-    def _known(self, leaf: int | None) -> int | None:
+    def _existing(self, leaf: int | None) -> int | None:
         return leaf if self.tree.get(leaf) is not None else self.tree.tip(None)
 
 

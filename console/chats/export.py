@@ -51,7 +51,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(conversation: Conversation, tree: Tree) -> Export:
-    """All of it; turns are numbered anew."""
+    """All of it; turns are renumbered."""
     turns = tree.all()
     number = {turn.id: at for at, turn in enumerate(turns, start=1)}
     return Export(
@@ -77,18 +77,18 @@ def to_json(exported: Export) -> bytes:
 
 
 def from_json(data: bytes) -> Export:
-    """What `to_json` wrote; raises InvalidRequest saying what is wrong with it."""
+    """Read what `to_json` wrote; raises InvalidRequest with what is wrong in it."""
     try:
         exported = msgspec.json.decode(data, type=Export)
     except RecursionError:
         raise InvalidRequest("this is no exported conversation: it is nested too deeply") from None
     except ValueError as error:  # msgspec's errors are ValueErrors
         raise InvalidRequest(f"this is no exported conversation: {quote_value(str(error), _SHOWN)}") from None
-    known: set[int] = set()
+    seen: set[int] = set()
     for turn in exported.turns:
-        if turn.id in known or (turn.parent is not None and turn.parent not in known):
+        if turn.id in seen or (turn.parent is not None and turn.parent not in seen):
             raise InvalidRequest(f"this is no exported conversation: turn {turn.id} has no place in it")
-        known.add(turn.id)
+        seen.add(turn.id)
     return exported
 
 

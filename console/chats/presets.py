@@ -34,10 +34,10 @@ BUILTIN: tuple[Preset, ...] = (
 )
 
 
-def all_presets(kept: Sequence[Preset]) -> list[Preset]:
-    """The kept ones, then those built in; a kept one hides a built-in one of its name."""
-    names = {preset.name for preset in kept}
-    return [*kept, *(preset for preset in BUILTIN if preset.name not in names)]
+def all_presets(saved: Sequence[Preset]) -> list[Preset]:
+    """The saved ones, then the built-in ones; a saved one hides a built-in one of its name."""
+    names = {preset.name for preset in saved}
+    return [*saved, *(preset for preset in BUILTIN if preset.name not in names)]
 
 
 def applied(preset: Preset, settings: ChatSettings) -> ChatSettings:

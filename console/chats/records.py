@@ -1,4 +1,4 @@
-"""What is kept of conversations. Every value is JSON-able; fields may be added, never renamed: files hold them."""
+"""Records of conversations. Every value is JSON-able; fields may be added, never renamed: files hold them."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether it is an answer that failed before its first word."""
+        """True if it is an answer that failed before its first word."""
         return not self.content and bool(self.note.problem)
 
 
-class Beside(msgspec.Struct, frozen=True, kw_only=True):
+class SecondBranch(msgspec.Struct, frozen=True, kw_only=True):
     """The second of two branches that are asked side by side. leaf: its last turn."""
 
     settings: ChatSettings
@@ -84,7 +84,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     settings: ChatSettings
     changed: float
     leaf: int | None = None
-    beside: Beside | None = None
+    beside: SecondBranch | None = None
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):

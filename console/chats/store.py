@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from console.chats.records import Beside, ChatSettings, Conversation, Preset, Role, Tree, Turn, TurnNote
+from console.chats.records import ChatSettings, Conversation, Preset, Role, SecondBranch, Tree, Turn, TurnNote
 from engine.errors import EngineError
 from engine.system.files import make_private_file, make_private_folder
 
@@ -151,10 +151,10 @@ class ChatStore:
         """Give a conversation another title."""
         self._execute("UPDATE conversation SET title = ? WHERE id = ?", title.strip(), conversation)
 
-    def show(self, conversation: int, leaf: int | None, beside: Beside | None = None) -> None:
-        """Keep which branch is shown, and which one beside it."""
-        kept = _json(beside) if beside is not None else None
-        self._execute("UPDATE conversation SET leaf = ?, beside = ? WHERE id = ?", leaf, kept, conversation)
+    def show(self, conversation: int, leaf: int | None, second: SecondBranch | None = None) -> None:
+        """Save which branch is shown, and the second one of a comparison."""
+        encoded = _json(second) if second is not None else None
+        self._execute("UPDATE conversation SET leaf = ?, beside = ? WHERE id = ?", leaf, encoded, conversation)
 
     def delete(self, conversation: int) -> None:
         """Forget a conversation and its turns."""
@@ -223,7 +223,7 @@ class ChatStore:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        """What a query finds; in a file that broke meanwhile, nothing."""
+        """Return the rows of a query; in a file that broke meanwhile, nothing."""
         try:
             return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
@@ -271,7 +271,7 @@ def _memory(source: sqlite3.Connection | None = None) -> sqlite3.Connection:
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    """Ready for use: of this version, and no answer unfinished, as whoever gave it has ended."""
+    """Ready for use: of this version, and no answer unfinished, as its worker has ended."""
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
@@ -284,7 +284,7 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 _json = msgspec.json.encode
 _settings = msgspec.json.Decoder(ChatSettings)
-_beside = msgspec.json.Decoder(Beside)
+_second_branch = msgspec.json.Decoder(SecondBranch)
 _note = msgspec.json.Decoder(TurnNote)
 
 
@@ -295,7 +295,7 @@ def _conversation(row: tuple[int, str, bytes, float, int | None, bytes | None]) 
         settings=_settings.decode(row[2]),
         changed=row[3],
         leaf=row[4],
-        beside=_beside.decode(row[5]) if row[5] is not None else None,
+        beside=_second_branch.decode(row[5]) if row[5] is not None else None,
     )
 
 
@@ -310,7 +310,7 @@ def _new_id(cursor: sqlite3.Cursor) -> int:
 
 
 def _pattern(search: str) -> str:
-    """What LIKE finds `search` by, taken literally."""
+    """Return the LIKE pattern that matches `search` literally."""
     for special in "\\%_":
         search = search.replace(special, f"\\{special}")
     return f"%{search}%"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from console.chats import Beside, ChatSettings, ChatStore, ChatStoreError, Preset, Turn, TurnNote
+from console.chats import ChatSettings, ChatStore, ChatStoreError, Preset, SecondBranch, Turn, TurnNote
 from console.chats.presets import BUILTIN, all_presets, applied, described
 
 VERSION_1 = """
@@ -80,12 +80,12 @@ def test_a_conversation_is_there_after_the_program_ends(tmp_path: Path) -> None:
     chat = first.create(settings)
     question = first.add(chat, None, "user", "What is TTFT?")
     answer = first.add(chat, question.id, "assistant", "Time to first token.", note=note)
-    first.show(chat, answer.id, Beside(settings=ChatSettings(seed=7), leaf=question.id))
+    first.show(chat, answer.id, SecondBranch(settings=ChatSettings(seed=7), leaf=question.id))
     first.close()
     again = ChatStore(path)
     (kept,) = again.conversations()
     assert (kept.id, kept.title, kept.settings, kept.leaf) == (chat, "What is TTFT?", settings, answer.id)
-    assert kept.beside == Beside(settings=ChatSettings(seed=7), leaf=question.id)
+    assert kept.beside == SecondBranch(settings=ChatSettings(seed=7), leaf=question.id)
     assert again.tree(chat).path(kept.leaf) == [question, answer]
 
 
