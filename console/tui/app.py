@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from console.tui.screens.tune.autotune_draft import TuneDraft
 
 
-# When a snapshot is worth drawing: at once while something goes on, once a second while nothing does.
+# When to draw a snapshot: at once while requests run or something changed, else once a second.
 
 IDLE_REDRAW_S = 1.0
-"""Clocks, temperatures and loads of an engine that does nothing need no more."""
+"""Enough for the clock, temperatures and loads of an idle engine."""
 
 
 def should_redraw(before: Snapshot | None, now: Snapshot) -> bool:
-    """Whether `now` is to be drawn where `before` is on the screen."""
+    """Return whether `now` must be drawn where `before` is on the screen."""
     if before is None or now.running or now.queued:
         return True
     return abs(now.at - before.at) >= IDLE_REDRAW_S or _doings(now) != _doings(before) or _stands_still(before, now)
 
 
 def _doings(snapshot: Snapshot) -> tuple[object, ...]:
-    """All that changes only where somebody does something."""
+    """Return what changes with work or commands alone."""
     return (
         snapshot.status,
         snapshot.models,
@@ -65,14 +65,14 @@ def _doings(snapshot: Snapshot) -> tuple[object, ...]:
 
 
 def _stands_still(before: Snapshot, now: Snapshot) -> bool:
-    """Whether the clock tells nothing: of a recording that is paused, say."""
+    """Return whether another snapshot has the same time, as of a paused recording."""
     return now is not before and now.at == before.at
 
 
-# Screens made before anybody opens them, so that a key that does shows one at once.
+# Screens made ahead, so that a key shows one at once.
 
 PRELOAD_PAUSE_S = 0.2
-"""Between two screens: what keys ask for meanwhile comes first."""
+"""Pause between two screens, in which keys come first."""
 
 
 def preload_screens(app: StyledApp, modes: Iterable[str]) -> None:
@@ -138,8 +138,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
-        self.habits = Preferences(self, themes_folder)
-        self.habits.wear(theme or AUTO_THEME)
+        self.preferences = Preferences(self, themes_folder)
+        self.preferences.apply_theme(theme or AUTO_THEME)
         self.stylesheet = Stylesheet(variables=self.get_css_variables())
 
     def get_key_display(self, binding: Binding) -> str:
@@ -160,7 +160,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Start the clock."""
         if self._start is not None:
             self.switch_mode(self._start)
-        self.habits.settle()
+        self.preferences.start()
         self._clock = self.set_interval(1 / self._refresh_hz, self._tick)
 
     def on_ready(self) -> None:
@@ -302,7 +302,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             clients = f"{text.plural(api.clients, 'client')} in the last minute"
             connections = f"{text.plural(api.connections, 'connection')} {'is' if api.connections == 1 else 'are'} open"
             title = f"{connections}, {clients}. No request is running."
-            question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Keep on")
+            question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Cancel")
             self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
 
     def _switch_api_off(self, how: StopApi) -> None:
@@ -339,7 +339,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             self.push_screen(HelpScreen(self.screen))
 
     def action_doctor(self) -> None:
-        """What this machine has and lacks."""
+        """Show the doctor's findings about this machine."""
         from console.tui.screens.doctor.screen import DoctorScreen
 
         if not isinstance(self.screen, DoctorScreen):
@@ -353,7 +353,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             self.push_screen(InsightScreen())
 
     def action_benches(self, form: str = "") -> None:
-        """What was measured, and measuring more. form: of a bench, to be shown at once."""
+        """Show the benchmarks. form: name of a bench whose form opens at once."""
         from console.tui.screens.benches.screen import BenchesScreen
 
         if not isinstance(self.screen, BenchesScreen):
@@ -374,7 +374,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     @cached_property
     def _tune_draft(self) -> TuneDraft:
-        """What was asked of autotune last."""
+        """The last input of the autotune form."""
         from console.tui.screens.tune.autotune_draft import TuneDraft
 
         return TuneDraft()
@@ -390,21 +390,19 @@ class EricApp(StyledApp, inherit_bindings=False):
             self.exit()
             return
         title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
-        question = ConfirmScreen(
-            title, "Whoever asked gets what there is so far, and no more. Quit?", yes="Quit", no="Stay"
-        )
+        question = ConfirmScreen(title, "Their clients get the output so far. Quit?", yes="Quit", no="Cancel")
         self.push_screen(question, lambda leave: self.exit() if leave else None)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """What the palette offers besides the keys."""
+        """Yield the palette's commands that have no key."""
         from console.bench.kinds import PLANS  # not before the first frame
 
-        yield SystemCommand("Doctor", "What this machine has and lacks, and how to mend it", self.action_doctor)
-        yield SystemCommand("Benchmarks", "What was measured here, to be plotted and compared", self.action_benches)
+        yield SystemCommand("Doctor", "Check this machine and its install", self.action_doctor)
+        yield SystemCommand("Benchmarks", "Run benchmarks; plot and compare results", self.action_benches)
         for name, plan in {} if self.view.is_read_only else PLANS.items():
             yield SystemCommand(f"Bench {name}", plan.sentence(), partial(self.action_benches, name))
         if not self.view.is_read_only:
-            yield SystemCommand("Autotune", "Find the best settings of the model by trying them", self.action_autotune)
+            yield SystemCommand("Autotune", "Find the best settings of the model by measurement", self.action_autotune)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
 

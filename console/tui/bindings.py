@@ -71,7 +71,7 @@ def binding_owners() -> tuple[type[DOMNode], ...]:
 
 
 def can_conflict(one: type[DOMNode] | None, other: type[DOMNode] | None) -> bool:
-    """Whether a key can mean both owners' bindings at once: in one place, or in a place and one that it is within."""
+    """Return whether a key can trigger the bindings of both owners: in one place, or in a place and one around it."""
     if one is other:
         return True
     if one is None or other is None:

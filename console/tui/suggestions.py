@@ -1,4 +1,4 @@
-"""Words about words: what is like one that nobody knows, and the name of a class as a person would say it."""
+"""Suggestions for unknown words, and the names of classes as people write them."""
 
 from __future__ import annotations
 

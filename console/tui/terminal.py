@@ -73,8 +73,7 @@ def _log_lines(read_fd: int) -> None:
 
 
 class OpeningLink:
-    """What a screen polls is empty until the engine is there; whoever asks for more waits for it, which takes well
-    under a second.
+    """A link that polls empty until the engine is there; other calls wait for it, well under a second.
 
     opening: gives the link of the engine.  api: what is said of the HTTP server until then.
     """
@@ -113,7 +112,7 @@ class OpeningLink:
 
 
 QUIT_PATIENCE_S = 0.1
-"""What a worker gets to end by itself: whoever quits does not wait for one that hangs."""
+"""Time for a worker to end by itself: quitting does not wait for one that hangs."""
 
 
 def run_console(

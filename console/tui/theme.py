@@ -42,7 +42,7 @@ class _Part(BaseModel):
 
 
 class GpuColours(_Part):
-    """What holds the memory of a device, and how busy it is."""
+    """Parts of a device's memory, and its utilisation."""
 
     weights: Colour | None = None
     kv: Colour | None = None
@@ -139,7 +139,7 @@ class ThemeFile(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Themes:
-    """What a folder held: themes that can be used, and a sentence for each file that cannot."""
+    """Themes of a folder, and a sentence for each file with a mistake."""
 
     themes: tuple[Theme, ...]
     problems: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ def variable_defaults(theme: Theme) -> dict[str, str]:
 
 
 def builtin_folder() -> Path:
-    """Where the console's own themes lie: beside the package in the repository, inside it once installed."""
+    """Return the folder of the built-in themes: next to the package in the repository, inside it once installed."""
     package = Path(__file__).parents[1]
     inside = package / "themes"
     return inside if inside.is_dir() else package.parent / "themes"
@@ -202,10 +202,10 @@ def user_folder() -> Path:
 
 def _mistaken(variables: Mapping[str, str]) -> Iterator[str]:
     """Names that are no variable, and values that none of their kind can have."""
-    known = Theme(name="", primary="teal").to_color_system().generate() | dict.fromkeys(_STAND_INS, "")
+    names = Theme(name="", primary="teal").to_color_system().generate() | dict.fromkeys(_STAND_INS, "")
     for name, value in variables.items():
-        if name not in known:
-            yield f"{name} is no variable{did_you_mean(name, known)}"
+        if name not in names:
+            yield f"{name} is no variable{did_you_mean(name, names)}"
         elif name.endswith("-style"):
             if not set(value.split()) <= VALID_STYLE_FLAGS:
                 yield f"{name}: {value!r} is no style"

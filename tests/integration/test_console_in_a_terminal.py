@@ -120,7 +120,7 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     terminal.press("+", "+")
     terminal.wait_for("2 workers × 6 prompts")
     terminal.press("F5")
-    terminal.wait_for("What each change did", "workers 1 → 2", "→ 6")
+    terminal.wait_for("Effect of changes", "workers 1 → 2", "→ 6")
     terminal.press("u")
     terminal.wait(lambda screen: "× 4 prompts" in screen or "× 5 prompts" in screen, "the last change undone")
     terminal.press("F1", "[")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from textual.app import App
@@ -27,10 +27,10 @@ def screen_text(app: App[Any]) -> str:
     return "\n".join(rows(app))
 
 
-async def until(pilot: Pilot[None], met: Callable[[], bool]) -> None:
+async def until(pilot: Pilot[None], met: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:
     """Let the app go on until something is the case. Fails with the screen as it was when patience ended."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while not met():
                 await pilot.pause(0.01)
     except TimeoutError:
@@ -61,3 +61,31 @@ async def foretold(pilot: Pilot[None]) -> None:
     """The Models screen, once it says whether the selected model fits."""
     await listed(pilot)
     await until(pilot, lambda: "fit" in selected(pilot))
+
+
+def shows(
+    app: App[Any],
+    *words: str,
+    terminal_size: tuple[int, int],
+    press: Sequence[str] = (),
+    run_before: Callable[[Pilot[None]], Awaitable[None]] | None = None,
+) -> bool:
+    """Run an app as `snap_compare` does, and wait until the words are on the screen, in the order of reading."""
+
+    def found() -> bool:
+        text, at = screen_text(app), 0
+        for word in words:
+            if (at := text.find(word, at)) < 0:
+                return False
+            at += len(word)
+        return True
+
+    async def run() -> None:
+        async with app.run_test(size=terminal_size) as pilot:
+            if run_before is not None:
+                await run_before(pilot)
+            await pilot.press(*press)
+            await until(pilot, found, patience_s=10.0)
+
+    asyncio.run(run())
+    return True

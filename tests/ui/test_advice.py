@@ -14,7 +14,7 @@ from console.tui.screens.worker.screen import WorkerScreen
 from engine.errors import InvalidRequest
 from tests.fakes import advice_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text
+from tests.ui.seen import rows, screen_text, shows
 
 QUEUE = "18 requests wait"
 
@@ -178,8 +178,15 @@ def test_the_key_does_the_first_that_can_be_done() -> None:
     assert first_actionable((none,)) is None
 
 
-def test_advice_looks_right(snap_compare: object) -> None:
-    assert snap_compare(EricApp(FakeLink(advice_scenes.crowded())), terminal_size=(100, 30))  # type: ignore[operator]
+def test_advice_is_under_the_requests_one_row_each() -> None:
+    lines = (
+        "▲ 3 of 9 answers cut off",
+        "t open Models  ×",
+        "▲ 18 requests wait for 16",
+        "+1  max prompts +2  ×",
+        "x Cancel",
+    )
+    assert shows(EricApp(FakeLink(advice_scenes.crowded())), "Requests", *lines, terminal_size=(100, 30))
 
 
 async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:

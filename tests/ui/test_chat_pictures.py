@@ -14,7 +14,7 @@ from console.tui.screens.chat.settings import ChatSettingsScreen
 from tests.fakes import fleet_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, asked, console, ended, fill, opened
-from tests.ui.seen import screen_text, until
+from tests.ui.seen import screen_text, shows, until
 
 pytestmark = pytest.mark.long
 
@@ -81,22 +81,51 @@ async def presets(pilot: Pilot[None]) -> None:
     await until(pilot, lambda: "Inventive" in screen_text(pilot.app))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_a_conversation_looks_right(snap_compare: Any, chats: Path, size: tuple[int, int]) -> None:
-    assert snap_compare(console(FakeLink(), chats), terminal_size=size, run_before=drafting)
+QUESTION = "▌ Why does a bigger batch give more tokens per second?"
 
 
-def test_a_conversation_looks_right_in_the_light_theme(snap_compare: Any, chats: Path) -> None:
-    assert snap_compare(console(FakeLink(), chats, "ericllm-light"), terminal_size=(100, 30), run_before=drafting)
+def test_a_conversation_looks_right(snap_compare: Any, chats: Path) -> None:
+    assert snap_compare(console(FakeLink(), chats), terminal_size=(120, 40), run_before=drafting)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_two_answers_side_by_side_look_right(snap_compare: Any, chats: Path, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (100, 30)])
+def test_a_conversation_fits_a_small_terminal(chats: Path, size: tuple[int, int]) -> None:
+    answer = (
+        QUESTION,
+        "A worker computes its requests",
+        "• max_prompts is",
+        "def step(",
+        "sequence.append(",
+        "45.2 tok/s",
+        "[copy]",
+    )
+    box = "86 + 5 of 8,192 tokens", "presets", "And what does it cost?", "esc Stop", "^p palette"
+    assert shows(console(FakeLink(), chats), *answer, *box, terminal_size=size, run_before=drafting)
+
+
+def test_two_answers_side_by_side_look_right(snap_compare: Any, chats: Path) -> None:
     app = console(FakeLink(answer=ANSWER), chats)
-    assert snap_compare(app, terminal_size=size, run_before=side_by_side)
+    assert snap_compare(app, terminal_size=(80, 24), run_before=side_by_side)
 
 
-@pytest.mark.parametrize("before", [settings, presets])
-def test_how_a_chat_asks_looks_right(snap_compare: Any, chats: Path, before: Any) -> None:
+def test_the_settings_of_a_chat_fit_a_small_terminal(chats: Path) -> None:
     app = console(FakeLink(fleet_scenes.two_models()), chats)
-    assert snap_compare(app, terminal_size=(80, 24), run_before=before)
+    fields = "Chat settings", "Model", "System prompt", "Temperature", "0.3", "top_p", "Use (ctrl+s)"
+    assert shows(app, *fields, terminal_size=(80, 24), run_before=settings)
+
+
+def test_the_presets_of_a_chat_fit_a_small_terminal(chats: Path) -> None:
+    app = console(FakeLink(fleet_scenes.two_models()), chats)
+    names = (
+        "Presets",
+        "Model's own",
+        "Exact",
+        "Careful",
+        "Balanced",
+        "Inventive",
+        "min_p 0.05",
+        "Brief",
+        "Code",
+        "enter use",
+    )
+    assert shows(app, *names, terminal_size=(80, 24), run_before=presets)

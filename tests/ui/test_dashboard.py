@@ -15,7 +15,7 @@ from engine.errors import ErrorInfo
 from engine.snapshot import Snapshot
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text
+from tests.ui.seen import rows, screen_text, shows
 
 
 async def _seen(snapshot: Snapshot, size: tuple[int, int]) -> str:
@@ -248,8 +248,12 @@ def test_the_busy_dashboard_looks_right_on_a_small_terminal_in_the_light_theme(s
     assert snap_compare(app, terminal_size=(80, 24))  # type: ignore[operator]
 
 
-def test_eight_gpus_look_right_on_100x30(snap_compare: object) -> None:
-    assert snap_compare(EricApp(FakeLink(scenes.eight_gpus())), terminal_size=(100, 30))  # type: ignore[operator]
+def test_eight_gpus_have_a_row_each_on_100x30() -> None:
+    devices = [f"GPU{number} " for number in range(8)]
+    workers = [f"w{number}  GPU{number}" for number in range(8)]
+    rest = "Requests", "req-00000000", "req-00056075", "x Cancel"
+    app = EricApp(FakeLink(scenes.eight_gpus()))
+    assert shows(app, "■ weights", *devices, "Workers", *workers, *rest, terminal_size=(100, 30))
 
 
 def test_eight_gpus_look_right_on_80x24(snap_compare: object) -> None:

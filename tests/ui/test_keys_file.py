@@ -114,10 +114,10 @@ async def test_saved_keys_are_used_without_a_new_start() -> None:
     app = EricApp(FakeLink())
     async with app.run_test(size=(120, 30)) as pilot:
         saved('"help" = "H"')
-        app.habits.look()
+        app.preferences.look()
         await until(pilot, lambda: "H Help" in rows(app)[-1])
         keys_path().unlink()
-        app.habits.look()
+        app.preferences.look()
         await until(pilot, lambda: "? Help" in rows(app)[-1])
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from console.tui.app import EricApp
-from console.tui.screens.dashboard.screen import session_facts
+from console.tui.screens.dashboard.panels.session import session_facts
 from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
 from console.tui.screens.models.panel import FitPreview
 from console.tui.screens.models.table import ModelTable, model_kind, parameters
@@ -122,7 +122,7 @@ def test_the_engine_says_which_attention_computes_and_why() -> None:
 
 def test_the_session_says_how_many_guesses_held() -> None:
     totals = Totals(draft_tokens=1200, draft_accepted=900)
-    assert dict(session_facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens guessed ahead · 75% held"
+    assert dict(session_facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens drafted · 75% accepted"
     assert "drafts" not in dict(session_facts(scenes.busy()))
 
 

@@ -107,7 +107,7 @@ async def test_a_button_with_the_focus_is_reversed_without_colours(monkeypatch: 
     app = EricApp(FakeLink(scenes.busy()))
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("q")
-        await until(pilot, lambda: "Stay" in reversed_text(app))
+        await until(pilot, lambda: "Cancel" in reversed_text(app))
         assert "Quit" not in reversed_text(app)
 
 
@@ -134,7 +134,7 @@ async def test_sixteen_colours_get_the_theme_of_pure_ones(
     app = EricApp(FakeLink(), theme="auto")
     async with app.run_test():
         assert app.theme == theme
-        assert app.habits.worn == "auto"
+        assert app.preferences.theme_name == "auto"
 
 
 async def test_a_theme_that_is_asked_for_is_worn_with_sixteen_colours_too(monkeypatch: pytest.MonkeyPatch) -> None:

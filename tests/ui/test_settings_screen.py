@@ -16,7 +16,7 @@ from console.tui.widgets.table import Table
 from engine.errors import InsufficientMemory
 from tests.fakes.link import FakeLink
 from tests.fakes.link_settings import FILE, FakeSettings
-from tests.ui.seen import screen_text, until
+from tests.ui.seen import screen_text, shows, until
 
 PICTURED = (
     *("model", "models_dir", "backend", "dtype", "lora", "max_model_len", "num_workers", "max_prompts", "timeout"),
@@ -241,27 +241,47 @@ async def test_markup_in_a_value_is_text() -> None:
         assert screen_text(pilot.app).count("[red]x[/]") == 2
 
 
-@pytest.mark.parametrize(
-    ("size", "theme", "name", "keys"),
-    [
-        ((120, 40), "ericllm-dark", "port", ()),
-        ((80, 24), "ericllm-dark", "max_prompts", ("enter", "0", "enter")),
-        ((120, 40), "ericllm-light", "backend", ("enter",)),
-        ((140, 40), "ericllm-contrast", "max_prompts", ()),
-    ],
-    ids=["wide", "small", "light", "contrast"],
-)
-def test_the_settings_look_right(
-    snap_compare: Any, size: tuple[int, int], theme: str, name: str, keys: tuple[str, ...]
-) -> None:
+def pictured() -> EricApp:
     link = FakeLink()
-    saved = {**link.settings.sources.saved, "theme": theme}
+    saved = {**link.settings.sources.saved, "theme": "ericllm-dark"}
     link.settings = FakeSettings(link.settings.sources.saving(saved), names=PICTURED)
+    return an_app(link, theme="ericllm-dark")
 
+
+def test_the_settings_look_right(snap_compare: Any) -> None:
     async def there(pilot: Pilot[None]) -> None:
-        await at(pilot, name)
-        await pilot.press(*keys)
+        await at(pilot, "port")
         await pilot.app.workers.wait_for_complete()
         await pilot.pause()
 
-    assert snap_compare(an_app(link, theme=theme), terminal_size=size, run_before=there)
+    assert snap_compare(pictured(), terminal_size=(120, 40), run_before=there)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "keys", "words"),
+    [
+        (
+            (80, 24),
+            "max_prompts",
+            ("enter", "0", "enter"),
+            ("num_workers", "max_prompts", "value    8", "✖ --max_prompts 0: must be"),
+        ),
+        (
+            (120, 40),
+            "backend",
+            ("enter",),
+            ("What computes the tokens.", "choose, enter saves", "● auto", "○ torch", "○ exllamav2"),
+        ),
+        (
+            (140, 40),
+            "max_prompts",
+            (),
+            ("Requests that a worker works on", "value    8", "max_prompts       8", "file: 9000", "enter Edit"),
+        ),
+    ],
+    ids=["small", "choices", "wide"],
+)
+def test_a_setting_is_described_with_its_value(
+    size: tuple[int, int], name: str, keys: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    assert shows(pictured(), *words, terminal_size=size, run_before=lambda pilot: at(pilot, name), press=keys)

@@ -12,10 +12,10 @@ from console.tui.screens.models.loaded_models import loaded_models_text
 from console.tui.widgets.states import model_state
 from engine.config import DeviceShare
 from engine.errors import ErrorInfo
-from engine.snapshot import ModelStatus, Snapshot
+from engine.snapshot import ModelStatus
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import cells, foretold, listed, rows, screen_text, until
+from tests.ui.seen import cells, foretold, listed, rows, screen_text, shows, until
 
 pytestmark = pytest.mark.long
 
@@ -253,13 +253,27 @@ async def test_without_a_model_there_is_nothing_to_attach_to() -> None:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scene", "size"), [("two_models", (120, 40)), ("second_loading", (80, 24))])
-def test_several_models_look_right(snap_compare: object, scene: str, size: tuple[int, int]) -> None:
-    snapshot: Snapshot = getattr(fleet_scenes, scene)()
-    app = EricApp(FakeLink(snapshot), start="models")
-    assert snap_compare(app, terminal_size=size, run_before=foretold)  # type: ignore[operator]
+def test_several_models_look_right(snap_compare: object) -> None:
+    app = EricApp(FakeLink(fleet_scenes.two_models()), start="models")
+    assert snap_compare(app, terminal_size=(120, 40), run_before=foretold)  # type: ignore[operator]
 
 
-def test_two_models_look_right_on_the_dashboard(snap_compare: object) -> None:
+def test_a_second_model_that_loads_is_under_the_first_on_a_small_terminal() -> None:
+    app = EricApp(FakeLink(fleet_scenes.second_loading()), start="models")
+    words = (
+        "◔ demo",
+        "● NeuralHermes-7B",
+        "Engine",
+        "▸ ● ready  NeuralHermes-7B",
+        "GPU1",
+        "◔ loading  demo",
+        "◔ Read weights",
+        "35%",
+    )
+    assert shows(app, *words, terminal_size=(80, 24), run_before=foretold)
+
+
+def test_two_models_are_named_at_their_workers_on_the_dashboard() -> None:
     app = EricApp(FakeLink(fleet_scenes.two_models()))
-    assert snap_compare(app, terminal_size=(120, 40), press=["m"])  # type: ignore[operator]
+    words = "demo", "● ready", "+1 model", "Workers", "model", "NeuralHermes", "demo", "Requests"
+    assert shows(app, *words, terminal_size=(120, 40), press=["m"])

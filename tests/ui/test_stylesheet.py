@@ -54,7 +54,7 @@ async def test_another_theme_parses_all_anew_and_is_seen(parses: Counter[Any]) -
         await pilot.pause()
         before, dark = set(parses), app.screen.styles.background
         parses.clear()
-        app.habits.wear("ericllm-light")
+        app.preferences.apply_theme("ericllm-light")
         await until(pilot, lambda: app.screen.styles.background != dark)
         await pilot.pause()
     assert before <= set(parses) and max(parses.values()) == 1
@@ -83,7 +83,7 @@ async def test_a_screen_that_comes_back_is_styled_anew_only_where_the_look_chang
         await pilot.press("2")
         await pilot.pause()
         assert app.current_mode == "models" and app.screen not in styled
-        app.habits.wear("ericllm-light")
+        app.preferences.apply_theme("ericllm-light")
         await pilot.pause()
         light = app.screen.styles.background
         await pilot.press("1")

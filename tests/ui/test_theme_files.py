@@ -110,7 +110,7 @@ async def test_a_theme_is_worn_anew_when_its_file_is_saved() -> None:
     app = EricApp(FakeLink(), theme="mine")
     async with app.run_test() as pilot:
         (user_folder() / "mine.toml").write_text("primary = '#445566'\n[gpu]\nweights = '#778899'")
-        app.habits.look()
+        app.preferences.look()
         await pilot.pause()
         assert app.theme_variables["primary"] == "#445566"
         assert app.theme_variables["gpu-weights"] == "#778899"
@@ -122,8 +122,8 @@ async def test_a_theme_that_is_broken_while_it_is_worn_stays_on_and_is_told_once
     app = EricApp(FakeLink(), theme="mine")
     async with app.run_test(notifications=True) as pilot:
         (user_folder() / "mine.toml").write_text("primary = 'reddish'")
-        app.habits.look()
-        app.habits.look()
+        app.preferences.look()
+        app.preferences.look()
         await pilot.pause()
         assert app.theme_variables["primary"] == "#112233"
         (toast,) = app._notifications
@@ -135,5 +135,5 @@ async def test_a_theme_saved_while_the_console_runs_can_be_chosen() -> None:
     async with app.run_test():
         user_folder().mkdir(parents=True)
         (user_folder() / "late.toml").write_text("primary = '#112233'")
-        app.habits.look()
+        app.preferences.look()
         assert "late" in app.available_themes

@@ -167,8 +167,8 @@ def test_a_session_averages_over_busy_time() -> None:
     busy = Session(since=scenes.NOW, elapsed_s=200.0, busy_s=50.0, output_tokens=5000, prompt_tokens=1000, batch=3.0)
     text = said(words.session, of(session=busy))
     assert "25% · 50 s" in text
-    assert "100 tok/s out · 20 in" in text
-    assert "3.0 requests in a step" in text
+    assert "100 tok/s generated · 20 prefilled" in text
+    assert "average 3.0" in text
 
 
 def test_the_share_of_a_phase_is_of_all_time_spent() -> None:
@@ -210,7 +210,7 @@ def test_energy_has_its_cost_where_a_rate_is_set() -> None:
 
 
 def test_power_that_nobody_tells_is_said_to_be_unknown() -> None:
-    assert "no device in use tells what it draws" in said(words.power, of(energy=Energy(unmetered=1)))
+    assert "power not reported by this device" in said(words.power, of(energy=Energy(unmetered=1)))
     assert "no device is in use" in said(words.power, of(energy=Energy()))
     assert "1 device in use not counted" in said(words.power, of(energy=Energy(power_w=5.0, unmetered=1)))
 
@@ -240,6 +240,6 @@ def test_a_simulated_device_and_an_unmeasured_processor_are_said_to_be_so() -> N
     assert "l measures" not in text
     cpu = said(words.work, insight_scenes.one_answer())
     assert "not measured" in cpu
-    assert "l measures what the processor can" in cpu
+    assert "l measures peak CPU throughput" in cpu
     measured = insight_scenes.one_answer(limits=DeviceLimits(flops_16bit_per_s=1e11, bytes_per_s=2e10))
     assert "l measures" not in said(words.work, measured)

@@ -117,7 +117,7 @@ def test_the_card_says_all_that_is_known() -> None:
         "● decode on w1",
         "NeuralHermes-7B with poet",
         "api, client alice",
-        "204 tokens of 512 at most",
+        "204 of max 512 tokens",
         "temperature 0.7",
         "stop 1 string",
         "longest pauses: 1.19 s at 2.21 s",

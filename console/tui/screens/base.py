@@ -51,7 +51,7 @@ class AppScreen(Screen[T]):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """What keys mean now; orders mean nothing where none are taken."""
+        """The bindings that work now; a read-only console has those that change nothing."""
         active = super().active_bindings
         return without_mutating_bindings(active) if self.console.view.is_read_only else active
 
@@ -100,7 +100,7 @@ class ConsoleScreen(AppScreen[None]):
         yield KeyRow()
 
     def compose_body(self) -> ComposeResult:
-        """What is between the tabs and the footer."""
+        """Yield the widgets between the tabs and the footer."""
         yield from ()
 
     def update_body(self, view: View) -> None:
@@ -133,8 +133,8 @@ class ConsoleScreen(AppScreen[None]):
         self.redraw()
 
     def on_screen_resume(self, event: events.ScreenResume) -> None:
-        """Back from another mode: nothing stale. Textual would style every widget anew, too, where nothing changed, and
-        it says so twice of a screen that has just been made."""
+        """Back from another mode: draw what is stale. Textual would also style every widget again, changed or not, and
+        it sends this event twice to a screen that was just made."""
         look = self.console.look
         event.refresh_styles = look != self._look
         self._look = look

@@ -19,7 +19,7 @@ class LineScreen(ModalScreen[str | None]):
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Leave", id="line.leave", tooltip="Leave it as it was", show=False),
+        Binding("escape", "leave", "Cancel", id="line.leave", tooltip="Close without a change", show=False),
     ]
 
     def __init__(self, title: str, value: str = "", *, accept: str, placeholder: str = "") -> None:
@@ -36,7 +36,7 @@ class LineScreen(ModalScreen[str | None]):
             yield Input(self._value, placeholder=self._placeholder, compact=True)
             with Horizontal(classes="dialog-buttons"):
                 yield Button(f"{self._accept} (enter)", id="accept", compact=True)
-                yield Button("Leave (esc)", id="leave", compact=True)
+                yield Button("Cancel (esc)", id="leave", compact=True)
 
     def on_input_submitted(self) -> None:
         """Enter."""

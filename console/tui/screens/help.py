@@ -95,5 +95,5 @@ def _numbers() -> Iterator[Content]:
 def _line(term: str, meaning: str, link: Style | None = None) -> Content:
     first, *rest = textwrap.wrap(meaning, _MEANING)
     lines = "".join(f"\n{' ' * (_TERM + 2)}{more}" for more in rest)
-    told = Content(f"{first}{lines}")
-    return Content.assemble((f"  {term:<{_TERM}}", "bold $accent"), told if link is None else told.stylize(link))
+    content = Content(f"{first}{lines}")
+    return Content.assemble((f"  {term:<{_TERM}}", "bold $accent"), content if link is None else content.stylize(link))

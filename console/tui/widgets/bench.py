@@ -22,13 +22,13 @@ from console.tui.widgets.table import Cell, Column, Row, Table, cell
 
 # The settings of a bench: a line for each, with what it means.
 
-MOST_FIELDS = 8
+MAX_FIELDS = 8
 _LONG = (TRACE,)
 """Settings that name files."""
 
 
 class BenchFields(Grid):
-    """What is typed goes into the draft at once. without: settings that are not offered."""
+    """Fields that write into the draft as they are typed in. without: settings that are not offered."""
 
     def __init__(self, draft: BenchDraft, without: Sequence[str] = ()) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class BenchFields(Grid):
 
     def compose(self) -> ComposeResult:
         """As many lines as any bench has settings."""
-        for at in range(MOST_FIELDS):
+        for at in range(MAX_FIELDS):
             yield Label("", id=f"title-{at}", markup=False)
             yield Input(id=f"field-{at}", compact=True, select_on_focus=True)
             yield Label("", id=f"hint-{at}", classes="hint", markup=False)
@@ -52,7 +52,7 @@ class BenchFields(Grid):
         """The settings of a bench, as they are in the draft."""
         self._form = form
         fields = self._fields
-        for at in range(MOST_FIELDS):
+        for at in range(MAX_FIELDS):
             field = fields[at] if at < len(fields) else None
             for name in ("title", "field", "hint"):
                 self.query_one(f"#{name}-{at}").display = field is not None
@@ -107,7 +107,7 @@ class BenchFields(Grid):
 
 def shown_numbers(numbers: Sequence[Number], rows: Sequence[Measured]) -> list[Number]:
     """Those for a person that a row has; while there is no row, all of them."""
-    return [each for each in numbers if each.shown and (not rows or any(row.known(each.name) for row in rows))]
+    return [each for each in numbers if each.shown and (not rows or any(row.numbers(each.name) for row in rows))]
 
 
 def table_of(
@@ -115,27 +115,27 @@ def table_of(
 ) -> tuple[tuple[Column, ...], list[Row]]:
     """Columns and rows; where there is not the room, the last numbers go first."""
     shown = shown_numbers(numbers, rows)
-    said = [_said(keys, shown, row) for row in rows]
+    lines = [_texts(keys, shown, row) for row in rows]
     titles = [titled(each) for each in (*keys, *shown)]
     columns = tuple(
         Column(
             title,
-            max(len(title), *(len(row[at]) for row in said), 1),
+            max(len(title), *(len(row[at]) for row in lines), 1),
             "right" if at else "left",
             drop=max(0, at - len(keys)),
         )
         for at, title in enumerate(titles)
     )
-    return columns, [Row(" ".join(row[: len(keys)]), _cells(row, len(keys))) for row in said]
+    return columns, [Row(" ".join(row[: len(keys)]), _cells(row, len(keys))) for row in lines]
 
 
-def _said(keys: Sequence[Number], shown: Sequence[Number], row: Measured) -> list[str]:
-    known = (key_text(row.keys.get(key.name, "")) for key in keys)
-    return [*known, *(figure(row, each) for each in shown)]
+def _texts(keys: Sequence[Number], shown: Sequence[Number], row: Measured) -> list[str]:
+    names = (key_text(row.keys.get(key.name, "")) for key in keys)
+    return [*names, *(figure(row, each) for each in shown)]
 
 
-def _cells(said: Sequence[str], keys: int) -> tuple[Cell, ...]:
-    return tuple(cell(each, "$muted" if at < keys else "bold" if at == keys else "") for at, each in enumerate(said))
+def _cells(texts: Sequence[str], keys: int) -> tuple[Cell, ...]:
+    return tuple(cell(each, "$muted" if at < keys else "bold" if at == keys else "") for at, each in enumerate(texts))
 
 
 NO_ROW = "The first row is being measured."

@@ -1,5 +1,9 @@
-"""The last row of every screen: the keys that work here and now, each to be clicked. Help, quit and the palette never
-give way; where there is not room for all others, those of the whole console do first."""
+"""The last row of every screen: the keys that work here and now, each of which can be clicked.
+
+Help, quit and the palette are always shown; where there is not room for all others, the keys of every screen go first.
+Textual's Footer mounts a widget for each key: a change of focus on the dashboard took 211 ms of CPU with it, and 39
+with this one (mean of 40).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _WORDS = "$footer-description-foreground"
 
 @dataclass(frozen=True, slots=True)
 class FooterKey:
-    """What is shown of one action, or of several that belong together. keys: (as shown, action, whose it is)."""
+    """The keys of one action, or of several that belong together. keys: (as shown, action, whose it is)."""
 
     keys: tuple[tuple[str, str, DOMNode], ...]
     words: str
@@ -34,12 +38,12 @@ class FooterKey:
 
     @property
     def lasts(self) -> bool:
-        """Whether it never gives way."""
+        """True if it is always shown."""
         return self.keys[0][1] in LASTING
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether it is the whole console's."""
+        """True if it works on every screen."""
         return self.keys[0][1].startswith("app.")
 
 
@@ -57,7 +61,7 @@ class KeyRow(Widget):
         self._targets: list[tuple[str, DOMNode]] = []
 
     def on_mount(self) -> None:
-        """Be told when other keys work."""
+        """Follow the keys that work."""
         self.screen.bindings_updated_signal.subscribe(self, self._changed)
         self._changed(self.screen)
 
@@ -124,7 +128,7 @@ def _shown(row: KeyRow, active: Iterable[ActiveBinding]) -> Iterator[FooterKey]:
 
 
 def _typed(row: KeyRow, binding: Binding) -> bool:
-    """Whether the key is text to whatever has the focus."""
+    """Return whether the key is text to the widget with the focus."""
     character = _SIGNS.get(binding.key) or key_to_character(binding.key)
     focused = row.screen.focused
     return focused is not None and focused.check_consume_key(binding.key, character)

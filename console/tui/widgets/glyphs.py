@@ -1,4 +1,4 @@
-"""What the console draws with: block characters, or ASCII where a terminal has none."""
+"""Characters that the console draws with: blocks, or ASCII where a terminal has none."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ _KEY_NAMES = {"⏎": "enter", "⌫": "bksp", "⇥": "tab", "←": "left", "→":
 
 
 def key_name(app: App[Any], shown: str) -> str:
-    """What a key is called: a glyph where the terminal has it, else a word."""
+    """Return the name of a key: a glyph where the terminal has it, else a word."""
     return _KEY_NAMES.get(shown, shown) if is_ascii(app) else shown
 
 
 def wants_ascii(environ: Mapping[str, str] = os.environ, encoding: str | None = None) -> bool:
-    """Whether the terminal lacks block characters: a locale that is not UTF-8, or the Linux console's small font."""
+    """Return whether the terminal lacks block characters: its locale is not UTF-8, or it is the Linux console."""
     encoding = encoding if encoding is not None else getattr(sys.__stdout__, "encoding", None) or "utf-8"
     return not encoding.lower().replace("-", "").startswith("utf") or environ.get("TERM") == "linux"
 
 
 def is_ascii(app: App[object]) -> bool:
-    """Whether this app draws in ASCII."""
+    """Return whether this app draws in ASCII."""
     return app.has_class("-ascii")
 
 
 def is_lettered(app: App[object]) -> bool:
-    """Whether the parts of a bar are told by letters: block characters or colours are lacking."""
+    """Return whether the parts of a bar are marked by letters: block characters or colours are lacking."""
     return is_ascii(app) or app.no_color
 
 

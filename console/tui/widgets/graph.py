@@ -1,4 +1,4 @@
-"""Graph: a bounded curve over time in eighth blocks, with its bound and unit beside it and marks where a knob moved."""
+"""Graph: a bounded curve over time in eighth blocks, with its bound and unit, and marks where a knob moved."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Graph(Widget):
         self._top_label = ""
 
     def show(self, title: Content, span: Span) -> None:
-        """Draw anew, where anything changed."""
+        """Draw the graph again, where anything changed."""
         changed = not title.is_same(self._title)
         self._title, self._span = title, span
         if self._replot() or changed:
@@ -143,7 +143,7 @@ def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -
 
 # Scatter: a few named points between zero and round bounds, the one that counts now drawn full.
 
-_LEAST = 1e-4
+_MIN_BOUND = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Scatter(Widget):
         self._label: Callable[[float], str] = str
 
     def show(self, title: Content, points: Sequence[Point], label: Callable[[float], str], empty: str) -> None:
-        """label: how x is written.  empty: what is said where there is no point."""
+        """label: how x is written.  empty: text where there is no point."""
         shown = (empty, title, tuple(points))
         if shown[0] != self._shown[0] or not title.is_same(self._shown[1]) or shown[2] != self._shown[2]:
             self._shown, self._label = shown, label
@@ -194,8 +194,8 @@ class Scatter(Widget):
         (empty, title, points), rows = self._shown, self.size.height - 2
         width = max(0, self.size.width - GUTTER)
         if y == 0 or not points or not width or rows < 1:
-            said = title if y == 0 else Content.styled(empty if y == 1 else "", "$muted")
-            return fitted(self.app, said.truncate(self.size.width, ellipsis=True))
+            line = title if y == 0 else Content.styled(empty if y == 1 else "", "$muted")
+            return fitted(self.app, line.truncate(self.size.width, ellipsis=True))
         top, right = bounds(points)
         if y > rows:
             axis = f"{self._label(right):>{self.size.width}}"
@@ -209,11 +209,11 @@ class Scatter(Widget):
 def bounds(points: Sequence[Point]) -> tuple[float, float]:
     """Round upper edges of y and x, above all points."""
     top = nice_bound(max(point.y for point in points) * HEADROOM)
-    return top, nice_bound(max(point.x for point in points) * HEADROOM, _LEAST)
+    return top, nice_bound(max(point.x for point in points) * HEADROOM, _MIN_BOUND)
 
 
 def place(points: Sequence[Point], width: int, rows: int) -> list[list[_Cell]]:
-    """Rows of cells, uppermost first. A point's name stands beside it where there is room; the one that counts is
+    """Rows of cells, uppermost first. A point's name stands next to it where there is room; the one that counts is
     placed first and drawn over others, then the front."""
     top, right = bounds(points)
     cells = [[_BLANK] * width for _ in range(rows)]

@@ -24,7 +24,7 @@ from engine.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class KnobValues:
-    """What the knobs show. now: workers there are while they become `workers`; limit: what memory allows of prompts,
+    """Values of the knobs. now: workers there are while they become `workers`; limit: what memory allows of prompts,
     0 where that is all."""
 
     workers: int = 0
@@ -159,7 +159,7 @@ class StatusLine(Widget):
         self._view: _View | None = None
 
     def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus = HERE) -> None:
-        """Draw anew, where anything changed."""
+        """Draw the line again, where anything changed."""
         before, self._view = self.render(), _View(snapshot, api, standing)
         if not self.render().is_same(before):
             self.refresh()
@@ -192,12 +192,12 @@ def _left(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus, brevity: int
         parts.append(name)
     if standing.reach == "starting":
         return _DOT.join([*parts, Content.styled("◌ starting", "$worker-loading")])
-    told = _told(snapshot, brevity)
-    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *told))))
+    remarks = _remarks(snapshot, brevity)
+    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *remarks))))
     status = snapshot.status
     if status.state in ("ready", "draining"):
         parts.append(_shape(snapshot, brevity))
-    parts += told
+    parts += remarks
     if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
         parts.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
     return _DOT.join(parts)
@@ -228,8 +228,8 @@ def _out_of_reach(standing: LinkStatus, brevity: int) -> list[Content]:
         again = "" if standing.retry_in_s is None else f", trying again in {math.ceil(standing.retry_in_s)} s"
         reason = f": {standing.reason}" if brevity == 0 else ""
     head = "✖ refused" if standing.reach == "refused" else "✖ connection lost" if again else "✖ cannot be read"
-    told = (head + again + reason, head + again + reason, head + again + reason, head, head)[brevity]
-    return [name, Content.styled(told, "$worker-failed")][brevity > 3 :]
+    sentence = (head + again + reason, head + again + reason, head + again + reason, head, head)[brevity]
+    return [name, Content.styled(sentence, "$worker-failed")][brevity > 3 :]
 
 
 def _model(snapshot: Snapshot, brevity: int) -> Content | None:
@@ -263,15 +263,15 @@ def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
     )
 
 
-def _told(snapshot: Snapshot, brevity: int) -> list[Content]:
+def _remarks(snapshot: Snapshot, brevity: int) -> list[Content]:
     """That there are more models than this one, and that devices are simulated."""
-    told: list[Content] = []
+    remarks: list[Content] = []
     if (more := len(snapshot.models) - 1) > 0:
         words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
-        told.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
+        remarks.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
     if simulated(snapshot):
-        told.append(Content.styled("simulated", "$warning"))
-    return told
+        remarks.append(Content.styled("simulated", "$warning"))
+    return remarks
 
 
 def _shape(snapshot: Snapshot, brevity: int) -> Content:

@@ -1,5 +1,4 @@
-"""Panels that show numbers which change now and then: only what is another is drawn anew. Textual would draw a panel
-with all that is in it whenever its title is set, the same or not."""
+"""Draw only what changed in a panel: Textual draws it with its children whenever its title is set, changed or not."""
 
 from __future__ import annotations
 

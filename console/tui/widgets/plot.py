@@ -87,7 +87,7 @@ def draw(
     """Rows of cells, uppermost first, of the curve `front` filled to the ground and of `behind` rising above it.
 
     A value above `top` fills its column; a value above zero shows at least an eighth.
-    shaded: fill what is behind with a shade, where colours cannot tell it from the front.
+    shaded: fill what is behind with a shade, where colours cannot distinguish it from the front.
     """
     blocks = ASCII_COLUMNS if ascii_only else COLUMNS
     low = [_eighths(value, top, rows) for value in front]

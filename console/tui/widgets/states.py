@@ -1,4 +1,4 @@
-"""What a state looks like: always a glyph and a word besides the colour, so that none of them is needed alone."""
+"""The look of states: a glyph and a word besides the colour, so that none is needed alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def worker_state(worker: WorkerReading) -> State:
 
 
 def is_dead(worker: WorkerReading) -> bool:
-    """Whether it died so often that it is left so; others that failed never got ready."""
+    """Return whether it crashed too often to be restarted; others that failed never got ready."""
     return worker.state == "failed" and worker.last_error is not None and "deaths" in worker.last_error.details
 
 

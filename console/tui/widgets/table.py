@@ -1,4 +1,4 @@
-"""Table: rows with a cursor that stays on its row while rows come and go. Only lines that changed are drawn anew."""
+"""Table: rows with a cursor that stays on its row while rows come and go. Only lines that changed are drawn."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def _escaped(pieces: Cell) -> Cell:
 
 
 def _cut(pieces: Cell, room: int) -> Cell:
-    """What fits in `room`, with an ellipsis at its end."""
+    """Return the part that fits in `room`, with an ellipsis at its end."""
     cut = list[tuple[str, str]]()
     for text, style in pieces:
         width = cell_len(text)
         if width >= room:
-            kept = set_cell_size(text, room - 1) + "…" if room > 0 else ""
-            return (*cut, (kept, style))
+            shortened = set_cell_size(text, room - 1) + "…" if room > 0 else ""
+            return (*cut, (shortened, style))
         cut.append((text, style))
         room -= width
     return tuple(cut)
@@ -137,7 +137,7 @@ def _cut(pieces: Cell, room: int) -> Cell:
 __all__ = ["Cell", "Column", "Listing", "Row", "Table", "cell"]
 
 
-_LEAST_UNPINNED = 3
+_MIN_UNPINNED = 3
 """Rows that scroll beneath those that stay on top, however many these are."""
 
 
@@ -231,7 +231,7 @@ class Table(ScrollView, can_focus=True):
 
     @property
     def cursor_key(self) -> str | None:
-        """The key of the row under the cursor; None until somebody moved it there."""
+        """The key of the row under the cursor; None until it is first moved."""
         return self._cursor
 
     def show(
@@ -284,7 +284,7 @@ class Table(ScrollView, can_focus=True):
             self.call_after_refresh(self.scroll_to, y=self._first + found - before, animate=False, force=True)
 
     def on_resize(self) -> None:
-        """What is said where there is no row wraps anew."""
+        """Wrap the text of the empty table again."""
         self._resize()
 
     def _resize(self) -> None:
@@ -302,7 +302,7 @@ class Table(ScrollView, can_focus=True):
     @property
     def _pinned(self) -> int:
         """How many rows stay on top: not all that is seen, so that the others can be looked at."""
-        return min(self._to_pin, max(0, self.size.height - 1 - _LEAST_UNPINNED))
+        return min(self._to_pin, max(0, self.size.height - 1 - _MIN_UNPINNED))
 
     def _row_at(self, y: int) -> int:
         """The number of the row on line `y` of the table, from 1."""
@@ -416,7 +416,7 @@ class Table(ScrollView, can_focus=True):
             self.post_message(self.Chosen(self, self._cursor))
 
     def on_click(self, event: events.Click) -> None:
-        """The row that was clicked; twice opens it. A title tells that it was."""
+        """Select the row that was clicked; two clicks open it. A click on a title posts a message."""
         if event.y == 0 and self._rows:
             self._title_clicked(event.x)
         elif event.y > 0 and (at := self._row_at(event.y)) < len(self._rows):

@@ -1,4 +1,4 @@
-"""What there is to say about a worker in a few words: why it died, when it starts again, how much it may take on."""
+"""A worker in a few words: why it crashed, when it restarts, how many requests it may take."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def current_phase(progress: LoadProgress, pace: Pace | None = None) -> list[Cont
         ("━" * (_BAR_CELLS - filled), "$gpu-free"),
         f" {text.percent(done)}",
     )
-    said = ", ".join(word for word in (_phase_numbers(progress), pace_text(progress, pace)) if word)
-    return [bar, Content.styled(f"  {said}", "$muted")]
+    numbers = ", ".join(word for word in (_phase_numbers(progress), pace_text(progress, pace)) if word)
+    return [bar, Content.styled(f"  {numbers}", "$muted")]
 
 
 def pace_text(progress: LoadProgress, pace: Pace | None) -> str:
-    """ "1.2 GiB/s, 5.1 s left", "" where nothing can be told."""
+    """ "1.2 GiB/s, 5.1 s left", "" where it is not measurable."""
     if pace is None:
         return ""
     if pace.left_s is None:
@@ -82,7 +82,7 @@ def _phase_numbers(progress: LoadProgress) -> str:
 
 # Where the layers of a worker lie and what they take: planned against used, device by device, in aligned columns.
 
-_LEAST_BAR, _MOST_BAR = 8, 40
+_MIN_BAR, _MAX_BAR = 8, 40
 _NUMBER = 8
 _MUCH_MORE = 5
 _KINDS = (
@@ -107,7 +107,7 @@ def placement_map(
     unit = text.common_unit([share.total_bytes for share in (*planned, *used)])
     names = max(len(device_name(device)) for device in devices)
     fixed = names + len("  planned ") + _NUMBER * (len(_KINDS) + 1)
-    room = min(_MOST_BAR, max(_LEAST_BAR, width - fixed))
+    room = min(_MAX_BAR, max(_MIN_BAR, width - fixed))
     head = "".join(f"{title:>{_NUMBER}}" for title in (*(title for title, *_ in _KINDS), unit))
     lines = [Content.styled(" " * (fixed - len(head) + room) + head, "$muted")]
     for device in devices:
@@ -126,8 +126,8 @@ def placement_map(
 def difference(planned: Sequence[DeviceShare], used: Sequence[DeviceShare], device: str) -> Content:
     """ "planned 16.7 → used 16.2 GiB, −3%", of one device."""
     before, after = _share(planned, device), _share(used, device)
-    known = [share.total_bytes for share in (before, after) if share is not None]
-    unit = text.common_unit(known)
+    totals = [share.total_bytes for share in (before, after) if share is not None]
+    unit = text.common_unit(totals)
     numbers = [
         Content.assemble((f"{word} ", "$muted"), text.in_unit(share.total_bytes, unit))
         for word, share in (("planned", before), ("used", after))
@@ -137,8 +137,8 @@ def difference(planned: Sequence[DeviceShare], used: Sequence[DeviceShare], devi
     if before is None or after is None or not before.total_bytes:
         return line
     change = round(100 * (after.total_bytes / before.total_bytes - 1))
-    said = f"{'+' if change > 0 else '−'}{abs(change)}%" if change else "as planned"
-    return Content.assemble(line, (f", {said}", "$warning" if change > _MUCH_MORE else "$muted"))
+    label = f"{'+' if change > 0 else '−'}{abs(change)}%" if change else "as planned"
+    return Content.assemble(line, (f", {label}", "$warning" if change > _MUCH_MORE else "$muted"))
 
 
 def devices_of(*shares: Sequence[DeviceShare]) -> list[str]:
@@ -176,7 +176,7 @@ def num_slots(worker: WorkerReading) -> int:
 
 
 def crash_reason(worker: WorkerReading) -> str:
-    """Why it died: "SIGKILL", "exit 1", "hung, silent for 31 s", else the whole sentence; "" where it did not."""
+    """Return why it crashed: "SIGKILL", "exit 1", "hung, silent for 31 s", else the sentence; "" where it did not."""
     if worker.last_error is None:
         return ""
     details = worker.last_error.details
@@ -191,7 +191,7 @@ def crash_reason(worker: WorkerReading) -> str:
 
 
 def failure_text(worker: WorkerReading) -> str:
-    """What follows the state's word: " in 4 s: SIGKILL", " after 5 deaths: exit 1"; "" where all is well."""
+    """Return the end of the state's word: " in 4 s: SIGKILL", " after 5 crashes: exit 1"; "" for a healthy worker."""
     if worker.state not in ("restarting", "failed"):
         return ""
     why = text.clip(crash_reason(worker), 160)
@@ -199,7 +199,7 @@ def failure_text(worker: WorkerReading) -> str:
         wait = f" in {countdown(worker.retry_in_s)}" if worker.retry_in_s is not None else ""
         return f"{wait}: {why}" if why else wait
     if is_dead(worker) and worker.deaths_in_a_row:
-        return f" after {text.plural(worker.deaths_in_a_row, 'death')}: {why}"
+        return f" after {worker.deaths_in_a_row} {'crash' if worker.deaths_in_a_row == 1 else 'crashes'}: {why}"
     return f" {why}"
 
 
@@ -209,7 +209,7 @@ def countdown(left_s: float) -> str:
 
 
 def time_left(pace: Pace | None) -> str:
-    """ ", 12 s left", ", 2:05 left"; "" where it cannot be told."""
+    """ ", 12 s left", ", 2:05 left"; "" where it is not measurable."""
     if pace is None or pace.left_s is None:
         return ""
     whole_s = max(1, math.ceil(pace.left_s))

@@ -85,14 +85,14 @@ class AddressScreen(ModalScreen[tuple[str, int] | None]):
 
 
 class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
-    """A name, scopes and limits for a new key; None for no key. taken: names that there are."""
+    """A name, scopes and limits for a new key; None for no key. existing: names that there are."""
 
     AUTO_FOCUS = "#key-name"
     BINDINGS: ClassVar[list[BindingType]] = [_CLOSE]
 
-    def __init__(self, taken: frozenset[str]) -> None:
+    def __init__(self, existing: frozenset[str]) -> None:
         super().__init__()
-        self._taken = taken
+        self._existing = existing
         self._scopes: set[Scope] = {"use"}
 
     def compose(self) -> ComposeResult:
@@ -145,7 +145,7 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
         name = self.query_one("#key-name", Input).value.strip()
         if not name:
             self._complain("Type a name for the key.")
-        elif name in self._taken:
+        elif name in self._existing:
             self._complain(f"There is a key called {name} already.")
         elif not self._scopes:
             self._complain("A key that may do nothing is of no use: switch one of the three on.")
@@ -163,7 +163,7 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
 
 
 class _Scopes(Table):
-    """What a key may do, each to be switched."""
+    """Scopes of a key, each of which can be switched."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "choose", "Switch", id="key.scope", tooltip="Let the key do this, or not", show=False),

@@ -75,7 +75,7 @@ class ApiHead(Widget):
         self._view: _View | None = None
 
     def show(self, status: ApiStatus, report: ApiReport, curl: str) -> None:
-        """Draw anew, where anything changed."""
+        """Draw the head again, where anything changed."""
         before, self._view = self.render(), _View(status, report, curl)
         if not self.render().is_same(before):
             self.refresh()
@@ -95,7 +95,7 @@ class ApiHead(Widget):
 
 
 def place_line(status: ApiStatus, width: int) -> Content:
-    """Whether it listens, where, and who may come."""
+    """Return the line about the server: listening or not, where, and for which clients."""
     if status.error is not None and not status.running:
         state = Content.styled(f"✖ off: {status.error.message}", "$worker-failed")
     elif status.stopping:
@@ -120,7 +120,7 @@ def _who(status: ApiStatus) -> Content:
 
 
 def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
-    """What is under way, how often it is asked, what fails."""
+    """Return the line about requests: running, per minute, failed."""
     failures = report.failures_per_min
     return _as_fits(
         [
@@ -209,9 +209,11 @@ class ApiScreen(ConsoleScreen):
         """The server, then who may ask and how, then who does, then what went wrong."""
         yield ApiHead(id="api-head")
         with Container(id="api-rules"):
-            yield TablePanel("Keys", KEY_COLUMNS, empty="No keys: whoever reaches it may ask. w makes one.", id="keys")
+            yield TablePanel(
+                "Keys", KEY_COLUMNS, empty="No keys: any client may send requests. w makes one.", id="keys"
+            )
             yield TablePanel("Dialects", DIALECT_COLUMNS, empty="There are no dialects.", id="dialects")
-        yield TablePanel("Clients", CLIENT_COLUMNS, empty="Nobody asked within the last minute.", id="clients")
+        yield TablePanel("Clients", CLIENT_COLUMNS, empty="No client in the last minute.", id="clients")
         yield TablePanel("Failures", FAILURE_COLUMNS, empty="No request failed.", id="failures")
 
     def update_body(self, view: View) -> None:
@@ -247,7 +249,7 @@ class ApiScreen(ConsoleScreen):
     # -- what the keys do -------------------------------------------------------------------------------------------
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Enter: a dialect is switched, a key's limits or a failure are told in full."""
+        """Enter: switch a dialect, or show a key's limits or a failure in full."""
         if event.table.id == "dialects-table":
             self.action_dialect()
         elif chosen := next(
@@ -287,8 +289,8 @@ class ApiScreen(ConsoleScreen):
 
     def action_make_key(self) -> None:
         """Ask for a name and scopes, make the key, show it once."""
-        taken = frozenset(key.name for key in self._report.keys)
-        self.app.push_screen(KeyScreen(taken), self._make)
+        existing = frozenset(key.name for key in self._report.keys)
+        self.app.push_screen(KeyScreen(existing), self._make)
 
     def _make(self, wanted: tuple[str, tuple[Scope, ...], KeyLimits] | None) -> None:
         if wanted is not None:
@@ -311,7 +313,7 @@ class ApiScreen(ConsoleScreen):
             self.notify("That key comes from --api-key: change it there, and start again.", severity="warning")
         else:
             last = len(self._report.keys) == 1
-            after = "It is the last one: nobody needs a key then." if last else "Its clients are refused from then on."
+            after = "It is the last one: clients need no key then." if last else "Its clients are refused from then on."
             question = ConfirmScreen(f"Revoke the key {name}?", after, yes="Revoke", no="Keep")
             self._ask(question, lambda: self.perform(self.link.api.revoke_key(name), done=f"{name} is revoked"))
 
@@ -329,7 +331,7 @@ class ApiScreen(ConsoleScreen):
             self.perform(switch(chosen.name, True), done=f"{title} is on")
             return
         question = ConfirmScreen(
-            f"Switch {title} off?", "Its clients get a 404 that says so.", yes="Switch off", no="Leave it on"
+            f"Switch {title} off?", "Its clients get a 404 that says so.", yes="Switch off", no="Cancel"
         )
         self._ask(question, lambda: self.perform(switch(chosen.name, False), done=f"{title} is off"))
 

@@ -70,12 +70,12 @@ class TablePanel(Vertical):
         return self._table
 
     def say(self, title: str) -> None:
-        """Another title in the frame, which is drawn anew only where it is another."""
+        """Set the title in the frame; draw it only where it changed."""
         set_title(self, to_ascii(title) if is_ascii(self.app) else title)
 
 
 def key_row(key: KeyReading, now: float) -> Row:
-    """What it may do, and what it did."""
+    """Return a row with the key's scopes and its use."""
     may = [scope for scope in SCOPES if scope in key.scopes]
     return Row(
         key.name,
@@ -115,7 +115,7 @@ def client_row(client: ClientReading, now: float) -> Row:
 
 
 def failure_row(failure: Failure, key: str) -> Row:
-    """When, what, and who it was told."""
+    """Return a row: time, error and client."""
     style = "$error" if failure.status >= 500 else "$warning"
     return Row(
         key,

@@ -98,9 +98,9 @@ def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:
         if sum(piece.cell_length for piece in pieces) + _GAP * (len(pieces) - 1) <= width:
             return Content(" " * _GAP).join(pieces)
     here = next((number for number, reading in enumerate(readings) if reading.in_view), 0)
-    kept = [_piece(here, readings[here], 21)] if readings else []
+    pieces = [_piece(here, readings[here], 21)] if readings else []
     more = Content.styled(f"and {text.plural(len(readings) - 1, 'other')}, I goes on", "$muted")
-    return Content(" " * _GAP).join([*kept, more])
+    return Content(" " * _GAP).join([*pieces, more])
 
 
 def _piece(number: int, reading: InstanceReading, longest: int) -> Content:

@@ -118,8 +118,8 @@ class ReplayBar(ConsoleRow):
 
 def replay_bar(reading: PlayReading, width: int) -> Content:
     """The bar in `width` cells."""
-    _, cells, told = _parts(reading, width)
-    state, clock, lasts = told
+    _, cells, labels = _parts(reading, width)
+    state, clock, lasts = labels
     done = round(reading.share * cells)
     style = "$warning" if reading.paused else "$success"
     return Content.assemble(

@@ -1,4 +1,4 @@
-"""What is typed into the form of a bench: kept while other benches, sizes and places are looked at. Pure."""
+"""Values typed into the form of a bench, kept while other benches, sizes and places are shown. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TRACE = "trace"
 
 @dataclass(slots=True)
 class BenchDraft:
-    """quick: whether what nobody typed is as for a first look.  server: its url is "" for the engine."""
+    """quick: values that were not typed are those of a quick run.  server: its url is "" for the engine."""
 
     quick: bool = True
     server: BenchServer = BenchServer(url="")  # noqa: RUF009 - frozen
     _typed: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def offered(self, form: BenchForm, setting: BenchField) -> str:
-        """What a setting is where nobody typed anything."""
+        """Return the default of a setting."""
         if setting.traced and self._typed.get((form.bench, TRACE)):
             return setting.traced
         return setting.quick if self.quick else setting.full
 
     def value(self, form: BenchForm, setting: BenchField) -> str:
-        """What a setting is."""
+        """Return the value of a setting."""
         return self._typed.get((form.bench, setting.name), self.offered(form, setting))
 
     def type(self, form: BenchForm, setting: BenchField, text: str) -> None:

@@ -124,8 +124,8 @@ class BenchPlace(Vertical):
         return self.query_one(box, Input).value.strip()
 
 
-_SHARED = "It asks the engine that serves: whoever else asks shares it meanwhile, and both are slower for it."
-_SERVER = "It asks that server as its clients do: whoever else asks it, or uses this machine, is in the numbers."
+_SHARED = "It measures the serving engine. Other clients share it meanwhile, and both are slower."
+_SERVER = "It measures that server as a client. Other load on it or on this machine affects the numbers."
 _ELSEWHERE = "Servers, and traces, are for a console on that machine, and for 'ericllm bench'."
 _SIZES = {True: "a first look: fewer and shorter requests", False: "in full, as on the command line"}
 
@@ -146,7 +146,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
         Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Begin the bench"),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
-        Binding("escape", "dismiss(None)", "Leave", id="bench.leave", tooltip="Measure nothing", show=False),
+        Binding("escape", "dismiss(None)", "Cancel", id="bench.leave", tooltip="Close the form", show=False),
     ]
 
     def __init__(self, link: EngineLink, *, model: str = "", bench: str = "", draft: BenchDraft | None = None) -> None:
@@ -159,11 +159,11 @@ class BenchFormScreen(ModalScreen[bool | None]):
         self._starting = False
 
     def compose(self) -> ComposeResult:
-        """What is asked; below it the benches on the left, the settings of the one under the cursor on the right."""
+        """The target; below it the benches on the left, the settings of the selected one on the right."""
         elsewhere = self._elsewhere
         with Vertical(classes="dialog bench-form") as page:
             page.border_title = "Bench"
-            page.border_subtitle = "enter starts it, tab goes on, esc leaves"
+            page.border_subtitle = "enter starts it, tab goes on, esc cancels"
             yield BenchPlace(self._draft, elsewhere)
             with Horizontal(id="bench-choice"):
                 yield Table((Column("bench", 9),), id="bench-kinds")
@@ -176,7 +176,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
                 yield Button("Start (enter)", id="start", compact=True)
                 yield Button(_SWITCHES[self._draft.quick], id="size", compact=True)
                 yield Button("Server (ctrl+o)", id="place", compact=True, disabled=bool(elsewhere))
-                yield Button("Leave (esc)", id="leave", compact=True)
+                yield Button("Cancel (esc)", id="leave", compact=True)
 
     @property
     def _elsewhere(self) -> str:
@@ -234,8 +234,8 @@ class BenchFormScreen(ModalScreen[bool | None]):
         measures = Content(form.measures if form is not None else "")
         self.query_one("#bench-measures", Static).update(fitted(self.app, measures))
         whom = _SERVER if self._draft.server.url else _SHARED
-        said = [whom, f"{_SIZES[self._draft.quick].capitalize()}.", *([_ELSEWHERE] if self._elsewhere else [])]
-        self.query_one("#bench-shared", Static).update(" ".join(said) if form is not None and form.fields else "")
+        sentences = [whom, f"{_SIZES[self._draft.quick].capitalize()}.", *([_ELSEWHERE] if self._elsewhere else [])]
+        self.query_one("#bench-shared", Static).update(" ".join(sentences) if form is not None and form.fields else "")
         self._complain(self._draft.refused(form) if form is not None else "")
 
     def _complain(self, sentence: str) -> None:
@@ -243,8 +243,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
         self._say(f"✖ {first}{sentence[1:]}" if sentence else "", "$error")
 
     def _say(self, sentence: str, style: str) -> None:
-        said = fitted(self.app, Content.styled(sentence, style))
-        self.query_one("#bench-problem", Static).update(said)
+        self.query_one("#bench-problem", Static).update(fitted(self.app, Content.styled(sentence, style)))
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 

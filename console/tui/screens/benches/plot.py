@@ -16,7 +16,7 @@ from console.tui.widgets.glyphs import ROWS, fitted
 from console.tui.widgets.panel import set_title
 
 _EIGHTHS = 8
-_LEAST_CELLS = 8
+_MIN_CELLS = 8
 _GAP = "  "
 NO_NUMBERS = "It has no number to draw."
 
@@ -38,7 +38,7 @@ class BenchPlot(VerticalScroll, can_focus=False):
         yield Static(id="bars", markup=False)
 
     def show(self, result: BenchResult, column: Column | None, about: str = "") -> None:
-        """Draw a column of a result; None where it has none. about: what the title says beside it."""
+        """Draw a column of a result; None where it has none. about: the end of the title."""
         self._shown = result, column
         set_title(self, f"{titled(column)}{about}" if column is not None else "Plot")
         self._draw()
@@ -64,8 +64,8 @@ class BenchPlot(VerticalScroll, can_focus=False):
 
 def plottable_columns(result: BenchResult) -> list[Column]:
     """The columns that can be drawn: those of the table in its order, then all others that have a number."""
-    known = [each for each in result.columns if any(row.known(each.name) for row in result.rows)]
-    return sorted(known, key=lambda each: not each.shown)
+    columns = [each for each in result.columns if any(row.numbers(each.name) for row in result.rows)]
+    return sorted(columns, key=lambda each: not each.shown)
 
 
 def bars(result: BenchResult, column: Column, width: int) -> list[Content]:
@@ -75,24 +75,24 @@ def bars(result: BenchResult, column: Column, width: int) -> list[Content]:
     rooms = [max(map(len, each)) for each in zip(titles, *names, strict=True)]
     figures = [figure(row, column) for row in result.rows]
     room = max(map(len, figures), default=0)
-    cells = max(_LEAST_CELLS, width - sum(rooms) - len(_GAP) * (len(rooms) + 1) - room)
+    cells = max(_MIN_CELLS, width - sum(rooms) - len(_GAP) * (len(rooms) + 1) - room)
     most = max((spread[1] for row in result.rows if (spread := row.spread(column.name))), default=0.0)
     style = "$graph-ttft" if column.better == "lower" else "$graph-tokens"
     return [
-        Content.styled(_beside(titles, rooms), "bold $muted"),
+        Content.styled(_aligned(titles, rooms), "bold $muted"),
         *(
             Content.assemble(
-                (_beside(name, rooms), "$muted"),
+                (_aligned(name, rooms), "$muted"),
                 _GAP,
                 _bar(row, column.name, most, cells).stylize(style),
-                (f"{_GAP}{said:>{room}}", "bold"),
+                (f"{_GAP}{label:>{room}}", "bold"),
             )
-            for row, name, said in zip(result.rows, names, figures, strict=True)
+            for row, name, label in zip(result.rows, names, figures, strict=True)
         ),
     ]
 
 
-def _beside(words: Sequence[str], rooms: Sequence[int]) -> str:
+def _aligned(words: Sequence[str], rooms: Sequence[int]) -> str:
     return _GAP.join(f"{word:>{room}}" for word, room in zip(words, rooms, strict=True))
 
 

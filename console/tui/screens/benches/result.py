@@ -165,7 +165,7 @@ class BenchResultScreen(ModalScreen[None]):
         self._draw()
 
     def action_write(self) -> None:
-        """Beside where the console was started."""
+        """Write the result into the folder where the console was started."""
         self.run_worker(self._write(), group="write", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:

@@ -32,7 +32,7 @@ from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.table import Table
 from engine.errors import EngineError
 
-MOST_OVER_TIME = 50
+MAX_OVER_TIME = 50
 _ENDINGS = {"done": ("✓", "$success"), "cancelled": ("◇", "$warning"), "failed": ("✖", "$error")}
 
 
@@ -97,14 +97,14 @@ class BenchesScreen(ConsolePage[None]):
         self._over_time = False
 
     def compose(self) -> ComposeResult:
-        """What goes on, the results, and the plot of the selected one."""
+        """The bench under way, the results, and the plot of the selected one."""
         with Vertical(id="benches-page") as page:
             page.border_title = "Benchmarks"
             with Vertical(id="bench-now", classes="panel") as now:
                 now.border_title = "Under way"
                 now.display = False
                 yield BenchProgressPanel()
-            yield Static(id="bench-said", markup=False)
+            yield Static(id="bench-outcome", markup=False)
             with Vertical(id="bench-results", classes="panel") as results:
                 results.border_title = "Results"
                 yield BenchHistoryTable()
@@ -145,12 +145,12 @@ class BenchesScreen(ConsolePage[None]):
                 self._read_history(report.number)
 
     def _say(self, report: BenchReport) -> None:
-        said = self.query_one("#bench-said", Static)
-        said.display = report.state in _ENDINGS
-        if said.display:
+        outcome = self.query_one("#bench-outcome", Static)
+        outcome.display = report.state in _ENDINGS
+        if outcome.display:
             glyph, style = _ENDINGS[report.state]
             line = Content.assemble((f" {glyph} ", f"bold {style}"), (f"{report.bench}: {report.said}", "$foreground"))
-            said.update(fitted(self.app, line))
+            outcome.update(fitted(self.app, line))
 
     def _read_history(self, choose: int = 0) -> None:
         self.run_worker(self._reading(choose), group="history", exclusive=True, exit_on_error=False)
@@ -213,7 +213,7 @@ class BenchesScreen(ConsolePage[None]):
             for each in self._entries
             if (each.bench, each.model, each.target) == (entry.bench, entry.model, entry.target)
         ]
-        return {each.id: await self._result(each) for each in alike[:MOST_OVER_TIME]}
+        return {each.id: await self._result(each) for each in alike[:MAX_OVER_TIME]}
 
     async def _result(self, entry: BenchEntry) -> BenchResult:
         """Read once: a result never changes."""
@@ -309,5 +309,4 @@ class BenchesScreen(ConsolePage[None]):
         self.console.perform(forget(), done=f"Result {entry.id} is forgotten")
 
     def _complain(self, error: EngineError) -> None:
-        said = error.message[:1].upper() + error.message[1:]
-        self.notify(said, severity="error", markup=False, timeout=8)
+        self.notify(error.message[:1].upper() + error.message[1:], severity="error", markup=False, timeout=8)

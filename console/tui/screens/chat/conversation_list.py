@@ -99,12 +99,12 @@ class ChatShelf(Vertical):
 
     @property
     def search(self) -> str:
-        """What is looked for."""
+        """The search words."""
         return self.query_one(Input).value.strip()
 
     @property
     def searching(self) -> bool:
-        """Whether the field is up."""
+        """True while the search field is shown."""
         return not self.query_one(Input).has_class("-hidden")
 
     def start_search(self) -> None:

@@ -29,12 +29,14 @@ MAX_IMPORT_BYTES = 64 * 2**20
 
 def export_to_file(store: ChatStore, chat: OpenChat, path: Sequence[Turn], kind: Kind, folder: Path) -> Path:
     """Markdown of the turns of `path`, or JSON of all branches, in a new file. Raises ChatStoreError."""
-    kept = store.conversation(chat.id) if chat.id is not None else None
-    if kept is None:
+    conversation = store.conversation(chat.id) if chat.id is not None else None
+    if conversation is None:
         raise ChatStoreError("There is nothing to export yet.")
-    markdown = to_markdown(kept.title, kept.settings, path).encode()
+    markdown = to_markdown(conversation.title, conversation.settings, path).encode()
     try:
-        return write_new(folder, kept.title, kind, markdown if kind == "md" else to_json(export(kept, chat.tree)))
+        return write_new(
+            folder, conversation.title, kind, markdown if kind == "md" else to_json(export(conversation, chat.tree))
+        )
     except OSError as error:
         raise ChatStoreError(f"The conversation cannot be written to {folder}: {error.strerror}") from None
 
@@ -46,18 +48,18 @@ def import_from_file(store: ChatStore, path: Path) -> int:
         if file.stat().st_size > MAX_IMPORT_BYTES or not file.is_file():
             raise InvalidRequest(f"{path} is no file of up to {MAX_IMPORT_BYTES // 2**20} MiB")
         data = file.read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, or the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, or the home of an unknown user
         raise InvalidRequest(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return read_into(store, from_json(data))
 
 
-# What the draft takes of the context: counted beside the screen's loop, once typing rests, and never twice at once.
+# Tokens of the draft: counted off the screen's loop, once typing pauses, one count at a time.
 
 QUIET_S = 0.2
 
 
 class DraftCounter:
-    """panes: those that would be asked; of two, the line tells of the one with less room."""
+    """panes: those that would answer; of two, the line shows the one with less room."""
 
     def __init__(self, panes: Callable[[], Sequence[Pane]], box: ChatInput, line: ChatLine) -> None:
         self._panes = panes
@@ -67,11 +69,11 @@ class DraftCounter:
         self._model: object = None
 
     def ask(self) -> None:
-        """Something changed: count anew soon."""
+        """Count again soon."""
         self._asked.set()
 
     def model_is(self, model: object) -> None:
-        """Count anew where that is another one than before."""
+        """Count again where the model changed."""
         if model != self._model:
             self._model = model
             self.ask()
@@ -105,7 +107,7 @@ class ConversationsScreen(ConsoleScreen):
         self._panes: list[Pane] = []
         self._at = 0
         self._title = ""
-        self._told = ""
+        self._problem = ""
 
     def compose_body(self) -> ComposeResult:
         """Conversations on the left; transcripts, the line and the box on the right."""
@@ -141,7 +143,7 @@ class ConversationsScreen(ConsoleScreen):
         return character is not None and character.isprintable()
 
     def on_key(self, event: events.Key) -> None:
-        """What is typed outside the box goes into it."""
+        """Put what is typed outside the box into it."""
         if event.is_printable and "+" not in event.key:
             self._type(event.character or "")
             event.stop()
@@ -171,9 +173,9 @@ class ConversationsScreen(ConsoleScreen):
         if self._panes:
             status = view.snapshot.status
             self._counter.model_is((view.model_name, status.state, status.spec))
-        if self._panes and self._store.problem != self._told:
-            self._told = self._store.problem
-            self.notify(self._told, severity="error", markup=False, timeout=10)
+        if self._panes and self._store.problem != self._problem:
+            self._problem = self._store.problem
+            self.notify(self._problem, severity="error", markup=False, timeout=10)
 
     # -- conversations -----------------------------------------------------------------------------------------------
 
@@ -181,8 +183,8 @@ class ConversationsScreen(ConsoleScreen):
         """Show a conversation, None is a new one with the settings of the last."""
         await self._halt()
         settings = self._chat.branches[0].settings
-        kept = self._store.conversation(chat) if chat is not None else None
-        self._chat = OpenChat(self._store, kept, settings)
+        conversation = self._store.conversation(chat) if chat is not None else None
+        self._chat = OpenChat(self._store, conversation, settings)
         await self._show_panes()
         if (box := self.query_one(ChatInput)).editing is not None:
             box.ask_otherwise(None)
@@ -210,8 +212,8 @@ class ConversationsScreen(ConsoleScreen):
     def _show_list(self) -> None:
         shelf = self.query_one(ChatShelf)
         self.query_one(ChatList).show(self._store.conversations(shelf.search), self._chat.id)
-        kept = self._store.conversation(self._chat.id) if self._chat.id is not None else None
-        self._title = (kept.title if kept is not None else "") or "New conversation"
+        conversation = self._store.conversation(self._chat.id) if self._chat.id is not None else None
+        self._title = (conversation.title if conversation is not None else "") or "New conversation"
         self.redraw()
 
     def _changed(self) -> None:

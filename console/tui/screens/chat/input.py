@@ -61,7 +61,7 @@ class ChatLine(Horizontal):
         yield Static(Content("  ").join(links), id="ways")
 
     def show(self, count: DraftCount | None, max_tokens: int | None = None) -> None:
-        """None: there is nobody who could count."""
+        """None: no model can count."""
         line, warning = count_line(count, max_tokens) if count is not None else ("", False)
         self.set_class(warning, "-warning")
         count_now = fitted(self.app, Content(("▲ " if warning else "") + line))
@@ -91,7 +91,7 @@ class ChatInput(TextArea):
 
     @dataclass
     class Submitted(Message):
-        """A question was sent. Whoever takes it clears the box; a question nobody takes stays in it."""
+        """A question was sent. Its receiver clears the box; a refused question stays there."""
 
         text: str
         editing: Turn | None
@@ -106,7 +106,7 @@ class ChatInput(TextArea):
         """Ask a question otherwise; None leaves that."""
         self.editing = question
         self.text = question.content if question is not None else ""
-        self.border_title = "Edit the question: enter asks it as a new branch, esc leaves it" if question else None
+        self.border_title = "Edit the question: enter sends it as a new branch, esc cancels" if question else None
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:

@@ -190,7 +190,7 @@ class _Walk:
         return Table(Content(""), *self._sides(), "", tuple(map(tuple, rows)))
 
     def _sides(self) -> tuple[Content, Content, Content | None]:
-        """What stands left of the next piece: its first line, the others, and the empty line above."""
+        """Left margin of the next piece: of its first line, of the others, and of the empty line above."""
         rest = Content("").join(each.rest for each in self._containers)
         first = Content("").join(each.rest if each.begun else each.first for each in self._containers)
         beyond = Content("").join(each.rest for each in self._containers if each.begun)

@@ -58,7 +58,7 @@ class Pane:
 
     @property
     def answering(self) -> bool:
-        """Whether an answer is under way."""
+        """True while an answer is under way."""
         return self._worker is not None and self._worker.is_running
 
     async def show(self) -> None:
@@ -66,8 +66,8 @@ class Pane:
         await self.transcript.show(self.path, self._place, hint=HINT)
 
     def title(self, snapshot: Snapshot, *, named: str) -> None:
-        """Say who would answer. named: the conversation; "" where it stands beside another pane, and how it asks is
-        what tells the two apart."""
+        """Show which model would answer. named: the conversation; "" next to another pane, where the settings are shown
+        instead."""
         spec = snapshot.status.spec
         ready = snapshot.status.state in ANSWERING and spec is not None
         model = self.branch.settings.model or (spec.name if spec is not None and ready else "no model")
@@ -155,7 +155,7 @@ class Pane:
                 await worker.wait()
 
     async def count(self, draft: str, before: Turn | None = None) -> DraftCount:
-        """What asking `draft` would take; before: in place of that question."""
+        """Count the tokens of asking `draft`; before: in place of that question."""
         messages = self.chat.messages(self.branch, before)
         return await self._console.link.conversation.count_tokens(messages, draft, self.model)
 

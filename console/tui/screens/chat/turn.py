@@ -146,11 +146,11 @@ class TurnWidget(Widget):
         self.show_foot()
 
     def show_foot(self) -> None:
-        """Write the line beneath anew."""
+        """Write the line beneath again."""
 
 
 class Question(TurnWidget):
-    """What the operator asked."""
+    """A question of the operator."""
 
     DEFAULT_CSS = """
     Question {
@@ -172,15 +172,15 @@ class Question(TurnWidget):
 
 
 class StreamingText(Protocol):
-    """What an answer is shown in."""
+    """The container of an answer."""
 
     @property
     def follows(self) -> bool:
-        """Whether its end is what is looked at."""
+        """True while its end is in view."""
 
 
 class Answer(TurnWidget):
-    """What the model said, while it says it and afterwards.
+    """An answer of the model, while it streams and afterwards.
 
     While an answer streams, Markdown is parsed at most so often that parsing takes a fifth of the loop's time:
     a long answer never delays a key. Nothing is parsed while the answer is out of sight, or its reader scrolled away.
@@ -247,7 +247,7 @@ class Answer(TurnWidget):
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:
-        prose, told_s = self.query_one(Prose), 0.0
+        prose, shown_s = self.query_one(Prose), 0.0
         while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
@@ -260,8 +260,8 @@ class Answer(TurnWidget):
             self._written += len(text)
             started = time.perf_counter()
             prose.append(text)
-            if started - told_s >= NUMBERS_INTERVAL_S:
-                told_s = started
+            if started - shown_s >= NUMBERS_INTERVAL_S:
+                shown_s = started
                 self.show_foot()
             parse_s = time.perf_counter() - started
             await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))

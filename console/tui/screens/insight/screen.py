@@ -1,4 +1,4 @@
-"""Insight: where time, tokens and energy go, over a session that the operator can begin anew."""
+"""Insight: where time, tokens and energy go, over a session whose counters the operator can reset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.snapshot import Snapshot
 
 # InsightPanel: a titled panel as high as what it says.
 
-_LEAST_CELLS = 30
+_MIN_CELLS = 30
 
 
 class InsightPanel(Static):
@@ -38,17 +38,17 @@ class InsightPanel(Static):
         self.border_title = title
         self._words = words
         self._snapshot: Snapshot | None = None
-        self._said = Content("")
+        self._shown = Content("")
 
     def show(self, snapshot: Snapshot) -> None:
-        """Say it anew, where anything changed."""
+        """Draw the lines again, where anything changed."""
         self._snapshot = snapshot
-        room = Room(max(_LEAST_CELLS, self.content_size.width), is_ascii(self.app), is_lettered(self.app))
-        said = fitted(self.app, Content("\n").join(self._words(snapshot, room)))
-        if not said.is_same(self._said):
-            higher = said.plain.count("\n") != self._said.plain.count("\n")
-            self._said = said
-            self.update(said, layout=higher)
+        room = Room(max(_MIN_CELLS, self.content_size.width), is_ascii(self.app), is_lettered(self.app))
+        shown = fitted(self.app, Content("\n").join(self._words(snapshot, room)))
+        if not shown.is_same(self._shown):
+            higher = shown.plain.count("\n") != self._shown.plain.count("\n")
+            self._shown = shown
+            self.update(shown, layout=higher)
 
     def on_resize(self) -> None:
         """Charts are drawn to the width."""
@@ -64,10 +64,10 @@ class InsightScreen(ConsolePage[None]):
         ConsoleBinding(
             "r",
             "reset",
-            "Count anew",
+            "Reset counters",
             id="insight.reset",
             mutates=True,
-            tooltip="Count the numbers of the session anew",
+            tooltip="Reset the counters of the session",
         ),
         ConsoleBinding(
             "l",
@@ -75,7 +75,7 @@ class InsightScreen(ConsolePage[None]):
             "Measure the processor",
             id="insight.measure",
             mutates=True,
-            tooltip="Find out what this machine's processor can at most: takes all cores for some seconds",
+            tooltip="Measure peak CPU throughput: takes all cores for some seconds",
         ),
         Binding("escape,n,q", "dismiss", "Close", id="insight.close", tooltip="Close insight", key_display="esc"),
     ]
@@ -87,7 +87,7 @@ class InsightScreen(ConsolePage[None]):
             with Horizontal(id="insight-columns"):
                 with Vertical(classes="column"):
                     yield InsightPanel("Session", words.session, id="insight-session")
-                    yield InsightPanel("Where time goes", words.time_spent, id="insight-time")
+                    yield InsightPanel("Latency breakdown", words.time_spent, id="insight-time")
                     yield InsightPanel("Goodput", words.goodput, id="insight-goodput")
                     yield InsightPanel("How requests ended", words.endings, id="insight-endings")
                     yield InsightPanel("Energy", words.power, id="insight-energy")
@@ -95,8 +95,8 @@ class InsightScreen(ConsolePage[None]):
                     yield InsightPanel("Prompts, in tokens", words.prompts, id="insight-prompts")
                     yield InsightPanel("Answers, in tokens", words.answers, id="insight-answers")
                     yield InsightPanel("Context", words.context, id="insight-context")
-                    yield InsightPanel("Guesses that held, by position", words.drafts, id="insight-drafts")
-                    yield InsightPanel("Work of the devices", words.work, id="insight-work")
+                    yield InsightPanel("Draft acceptance by position", words.drafts, id="insight-drafts")
+                    yield InsightPanel("Device utilisation", words.work, id="insight-work")
         yield KeyRow()
 
     def on_mount(self) -> None:
@@ -112,19 +112,19 @@ class InsightScreen(ConsolePage[None]):
                 panel.show(snapshot)
 
     def action_reset(self) -> None:
-        """Ask, then count anew."""
+        """Reset the counters, after a question."""
         question = ConfirmScreen(
-            "Count the session anew?",
-            "What this page says of it is forgotten. Totals, graphs and the energy of today stay.",
-            yes="Count anew",
-            no="Go on",
+            "Reset counters?",
+            "The numbers of this page start again at zero. Totals, graphs and today's energy stay.",
+            yes="Reset",
+            no="Cancel",
         )
         self.app.push_screen(question, lambda sure: self._reset() if sure else None)
 
     def _reset(self) -> None:
-        self.console.perform(self.console.link.insight.reset(), done="The session is counted anew")
+        self.console.perform(self.console.link.insight.reset(), done="Counters reset")
 
     def action_measure(self) -> None:
         """Have the processor measured."""
-        self.notify("Measuring what the processor can takes some seconds.", markup=False)
-        self.console.perform(self.console.link.insight.measure(), done="The processor was measured")
+        self.notify("Measuring peak CPU throughput takes some seconds.", markup=False)
+        self.console.perform(self.console.link.insight.measure(), done="Peak CPU throughput measured")

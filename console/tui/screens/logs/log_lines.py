@@ -30,7 +30,7 @@ class Wanted:
 
     @property
     def everything(self) -> bool:
-        """Whether no line is left out."""
+        """True if no line is left out."""
         return self.level <= logging.DEBUG and not self.source and not self.word
 
 
@@ -38,7 +38,7 @@ class Wanted:
 class Line:
     """One line of the log. source: its part of the program; sought: what a word is looked for in.
 
-    row, rows: for whoever draws it: where it begins, and what it is wrapped to in `width` cells.
+    row, rows: for drawing: the first row, and the line wrapped to `width` cells.
     """
 
     entry: LogEntry
@@ -112,7 +112,7 @@ class LogLines:
         return True
 
     def has_below(self, level: int) -> bool:
-        """Whether there are lines below a level."""
+        """Return whether there are lines below a level."""
         return any(line.entry.level < level for line in self._lines)
 
     def as_text(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Logs: what the engine, its workers and the API said."""
+"""Logs: lines of the engine, its workers and the API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.system.files import private_opener
 
-# The parts of the program that said something, with how many lines each has; one of them, or all, is chosen.
+# The sources of lines, with their counts; one of them, or all, is chosen.
 
 ALL = "all"
 _COLUMNS = (Column("from", 8, grow=8), Column("lines", 6, "right"))
@@ -74,7 +74,7 @@ class LogsScreen(ConsoleScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "find", "Find", id="logs.filter", tooltip="Show only lines with a word", key_display="/"),
         Binding("v", "level", "Level", id="logs.level", tooltip="Show fewer levels, then all again"),
-        Binding("s", "sources", "Source", id="logs.source", tooltip="Show only what one part of the program said"),
+        Binding("s", "sources", "Source", id="logs.source", tooltip="Show only one source"),
         Binding("f,G,end", "follow", "Follow", id="logs.bottom", tooltip="Go to the newest line and follow it"),
         Binding("c", "copy", "Copy", id="logs.copy", tooltip="Copy the chosen line, or else the newest one"),
         Binding("e", "export", "Export", id="logs.export", tooltip="Save the lines that are shown to a file"),
@@ -85,10 +85,10 @@ class LogsScreen(ConsoleScreen):
     def __init__(self) -> None:
         super().__init__()
         self._seen = 0
-        self._said = Content("")
+        self._state = Content("")
 
     def compose_body(self) -> ComposeResult:
-        """Sources beside the lines; under them the word and what is shown."""
+        """Sources next to the lines; under them the search word and the filter."""
         with Horizontal(id="log-body"):
             yield LogSources()
             yield LogView()
@@ -97,7 +97,7 @@ class LogsScreen(ConsoleScreen):
             yield Static(id="log-state", markup=False)
 
     def update_body(self, view: View) -> None:
-        """What came since the last look."""
+        """Add the lines since the last frame."""
         if view.published.log_total == self._seen:
             return
         before, (self._seen, entries) = self._seen, self.link.logs(self._seen)
@@ -113,13 +113,13 @@ class LogsScreen(ConsoleScreen):
         return self.query_one(LogView)
 
     def _say(self) -> None:
-        """What is shown of what there is, and whether it is followed."""
+        """Show the filter, and whether new lines are followed."""
         view = self._view
         self.query_one(LogSources).show(view.lines.sources(), view.lines.wanted.source)
-        said = state_line(view.lines, follows=view.follows, unseen=view.unseen)
-        if not said.is_same(self._said):
-            self._said = said
-            self.query_one("#log-state", Static).update(fitted(self.app, said))
+        state = state_line(view.lines, follows=view.follows, unseen=view.unseen)
+        if not state.is_same(self._state):
+            self._state = state
+            self.query_one("#log-state", Static).update(fitted(self.app, state))
 
     def _filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
         self._view.filter(level=level, source=source, word=word)
@@ -199,7 +199,7 @@ class LogsScreen(ConsoleScreen):
         self.notify("Copied the chosen line" if self._view.chosen is not None else "Copied the newest line")
 
     def action_export(self) -> None:
-        """What is shown, into a file where the console was started."""
+        """Write the shown lines into a file where the console was started."""
         lines = self._view.lines
         if lines.shown:
             self.run_worker(self._export(lines.as_text(), len(lines.shown)), group="export", exit_on_error=False)

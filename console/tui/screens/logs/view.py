@@ -25,7 +25,7 @@ from engine.snapshot import LogEntry
 
 SOURCE_CELLS = 8
 _BEFORE = 8 + 2 + 5 + 2 + SOURCE_CELLS + 1
-_LEAST_CELLS = 20
+_MIN_CELLS = 20
 _STYLES = {"debug": "$muted", "info": "", "warn": "$warning", "error": "bold $error"}
 _EMPTY = "Nothing was logged yet."
 _NONE_WANTED = "No line passes the filter; escape shows all again."
@@ -75,7 +75,7 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def follows(self) -> bool:
-        """Whether new lines are scrolled to."""
+        """True if the view scrolls to new lines."""
         return self._follows
 
     @property
@@ -96,7 +96,7 @@ class LogView(ScrollView, can_focus=True):
         if self._chosen is not None and self._chosen.row < self._first_row:
             self._chosen = None
         self._unseen = 0 if self._follows else self._unseen + len(added)
-        self._resize(gone=self._first_row - top)
+        self._resize(removed=self._first_row - top)
 
     def clear(self) -> None:
         """Show no line any more."""
@@ -127,7 +127,7 @@ class LogView(ScrollView, can_focus=True):
         """Wrap lines, once it is known how wide, and give them rows after all others."""
         if not self._width:
             return
-        room = max(_LEAST_CELLS, self._width - _BEFORE)
+        room = max(_MIN_CELLS, self._width - _BEFORE)
         for line in lines:
             if line.width != room:
                 line.rows, line.width = wrapped(line.message, room), room
@@ -138,13 +138,13 @@ class LogView(ScrollView, can_focus=True):
         self._end = 0
         self._place(self._lines.shown)
 
-    def _resize(self, *, gone: int = 0) -> None:
-        """gone: rows that were taken away at the beginning."""
+    def _resize(self, *, removed: int = 0) -> None:
+        """removed: rows that were taken away at the beginning."""
         self.virtual_size = Size(0, max(1, self._end - self._first_row))
         if self._follows:
             self.call_after_refresh(self._keep_up)
-        elif gone:
-            self.scroll_to(y=max(0.0, self.scroll_y - gone), animate=False, force=True)
+        elif removed:
+            self.scroll_to(y=max(0.0, self.scroll_y - removed), animate=False, force=True)
         self.refresh()
 
     def _keep_up(self) -> None:
@@ -152,7 +152,7 @@ class LogView(ScrollView, can_focus=True):
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
     def on_resize(self) -> None:
-        """Another width wraps lines anew; what is at the top stays there."""
+        """Wrap the lines to the width; the line at the top stays there."""
         width = self.scrollable_content_region.width
         if width != self._width:
             at_top = self._line_at(0)

@@ -209,8 +209,8 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
     ]
     lines += [Content(""), *phase_list(detail)]
     if longest := pauses(detail.bursts):
-        said = ", ".join(f"{text.seconds(long)} at {text.seconds(at)}" for at, long in longest)
-        lines.append(Content.assemble(("longest pauses: ", "$muted"), said))
+        listed = ", ".join(f"{text.seconds(long)} at {text.seconds(at)}" for at, long in longest)
+        lines.append(Content.assemble(("longest pauses: ", "$muted"), listed))
     return lines
 
 
@@ -223,8 +223,12 @@ def _numbers(detail: RequestDetail) -> Iterator[Content]:
     yield _fact("from", _from(row), "priority", str(row.priority))
     cached = f", {row.cached_tokens:,} cached" if row.cached_tokens else ""
     yield _fact("prompt", f"{text.plural(row.prompt_tokens, 'token')}{cached}", "TTFT", text.seconds(row.ttft_s))
-    most = f" of {row.max_tokens:,} at most" if row.max_tokens else ""
-    yield _fact("answer", f"{text.plural(row.output_tokens, 'token')}{most}", "ITL", text.seconds(row.itl_s))
+    answer = (
+        f"{row.output_tokens:,} of max {row.max_tokens:,} tokens"
+        if row.max_tokens
+        else text.plural(row.output_tokens, "token")
+    )
+    yield _fact("answer", answer, "ITL", text.seconds(row.itl_s))
     yield _fact("waited", text.seconds(row.queued_s), "tok/s", text.rate(row.tokens_per_s))
 
 
@@ -236,10 +240,10 @@ def _sampling(detail: RequestDetail, width: int) -> list[Content]:
     if not detail.timeline:
         return []
     if not detail.sampling:
-        return [_title("Sampling"), Content.styled("Neutral: nothing was asked for.", "$muted")]
-    said = "  ".join(f"{name}{_GLUE}{_value(value)}" for name, value in detail.sampling.items())
-    lines = textwrap.wrap(said, max(20, width), break_long_words=False)
-    return [_title("Sampling", "what is not neutral"), *(Content(line.replace(_GLUE, " ")) for line in lines)]
+        return [_title("Sampling"), Content.styled("Defaults.", "$muted")]
+    values = "  ".join(f"{name}{_GLUE}{_value(value)}" for name, value in detail.sampling.items())
+    lines = textwrap.wrap(values, max(20, width), break_long_words=False)
+    return [_title("Sampling", "non-default values"), *(Content(line.replace(_GLUE, " ")) for line in lines)]
 
 
 def _value(value: object) -> str:
@@ -277,7 +281,7 @@ class RequestScreen(ConsolePage[None]):
         self._row = row
         self._detail: RequestDetail | None = None
         self._looking = False
-        self._gone = ""
+        self._problem = ""
         self._shown: tuple[Content, Content] | None = None
 
     def compose(self) -> ComposeResult:
@@ -297,8 +301,8 @@ class RequestScreen(ConsolePage[None]):
 
     def show_view(self, view: View) -> None:
         """Ask for the request's details, until it has ended and they are complete."""
-        known = self._detail is not None and self._detail.row.state == "finished"
-        if not (known or self._looking or self._gone):
+        complete = self._detail is not None and self._detail.row.state == "finished"
+        if not (complete or self._looking or self._problem):
             self._looking = True
             self.run_worker(self._look(), group="look", exit_on_error=False)
 
@@ -306,7 +310,7 @@ class RequestScreen(ConsolePage[None]):
         try:
             self._detail = await self.console.link.requests.detail(self._row.id, self._row.order)
         except EngineError as error:
-            self._gone = error.message
+            self._problem = error.message
         finally:
             self._looking = False
         self._show()
@@ -314,7 +318,7 @@ class RequestScreen(ConsolePage[None]):
     def _show(self) -> None:
         page, detail = self.query_one(VerticalScroll), self._detail
         if detail is None:
-            self.query_one("#request-card", Static).update(self._gone)
+            self.query_one("#request-card", Static).update(self._problem)
             return
         ended = detail.row.state == "finished"
         page.border_subtitle = "it ended; esc closes" if ended else "x cancels it, esc closes"

@@ -22,7 +22,7 @@ _MAX_ROW_BYTES = 2**13
 
 Value = float | str | tuple[int, str] | None
 Entry = tuple[bool, Value, int, str, RequestRow]
-"""Whether there is a value, the value, what the row is told from every other by, and the row: never compared."""
+"""Order of the missing value, the value, the row's order and id as tie-breakers, and the row: never compared."""
 
 _STATES = {"queued": 0, "prefill": 1, "decode": 2, "finished": 3}
 _FAILED = ("error", "timeout")
@@ -48,12 +48,12 @@ SORTS: Mapping[str, Callable[[RequestRow], Value]] = {
 
 
 def key_of(row: RequestRow) -> str:
-    """What a request is told from every other by: ids may be used again."""
+    """Return the key of a request: ids may be used again."""
     return f"{row.id}#{row.order}"
 
 
 def matches(row: RequestRow, words: Sequence[str], show: Show) -> bool:
-    """Whether a row has all the words (casefolded) in id, source, client, model or state, and a state that is shown."""
+    """Return whether a row has all words (casefolded) in id, source, client, model or state, and a state in `show`."""
     ended = row.state == "finished"
     if show != "all" and not (
         (show == "finished" and ended)
@@ -64,12 +64,12 @@ def matches(row: RequestRow, words: Sequence[str], show: Show) -> bool:
         return False
     if not words:
         return True
-    told = f"{row.id} {row.source} {row.client} {row.model} {row.finish or row.state}".casefold()
-    return all(word in told for word in words)
+    searched = f"{row.id} {row.source} {row.client} {row.model} {row.finish or row.state}".casefold()
+    return all(word in searched for word in words)
 
 
 class RequestList:
-    """The requests as they are shown. most: how many of those that ended are kept."""
+    """The requests as they are shown. most: number of ended requests that are kept."""
 
     def __init__(self, *, most: int = KEPT_ROWS) -> None:
         self._most = most
@@ -126,7 +126,7 @@ class RequestList:
 
     @property
     def filtered(self) -> bool:
-        """Whether rows may be hidden."""
+        """True if rows may be hidden."""
         return bool(self._words) or self.show != "all"
 
     # -- order --------------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ class RequestList:
         self._sorted += self._entries(new.values())
         if (many := len(self._ended) - self._most) > 0:
             oldest = list(islice(self._ended.items(), many))
-            gone = {id(row) for _, row in oldest}
-            self._sorted = [entry for entry in self._sorted if id(entry[4]) not in gone]
+            dropped = {id(row) for _, row in oldest}
+            self._sorted = [entry for entry in self._sorted if id(entry[4]) not in dropped]
             for key, _ in oldest:
                 del self._ended[key]
         self._sorted.sort(reverse=self.descending)

@@ -73,7 +73,7 @@ class RequestsScreen(ConsoleScreen):
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     def update_body(self, view: View) -> None:
-        """What is live, and what ended since the last look."""
+        """Add what ended since the last frame to what is live."""
         self._seen, ended = self.link.requests.finished(self._seen)
         self._requests.update([row for row in view.snapshot.requests if row.state != "finished"], ended)
         self._show(view)
@@ -152,9 +152,7 @@ class RequestsScreen(ConsoleScreen):
             self.notify("No request waits.")
             return
         title = f"{text.plural(queued, 'request')} {'waits' if queued == 1 else 'wait'} for a worker."
-        question = ConfirmScreen(
-            title, "Their clients get no answer. Cancel them?", yes="Cancel them", no="Let them be"
-        )
+        question = ConfirmScreen(title, "Their clients get no answer. Cancel them?", yes="Cancel them", no="Keep them")
         self.app.push_screen(question, lambda yes: self._cancel_queued() if yes else None)
 
     def _cancel_queued(self) -> None:

@@ -152,7 +152,7 @@ def clock(at: float) -> str:
 
 
 def count_text(requests: RequestList, running: int, queued: int) -> Content:
-    """What is shown of how many."""
+    """Return the counts: shown, running, queued, ended."""
     shown = len(requests)
     parts = [f"{running} running", f"{queued} queued", f"{requests.ended:,} ended"]
     if requests.filtered:

@@ -69,7 +69,7 @@ def origin(row: SettingRow) -> str:
 
 
 def note(row: SettingRow) -> tuple[str, str]:
-    """What is not as the file has it, and its style: what comes and when, or that the file does not count."""
+    """Return how the value differs from the file's, and a style: the next value and when it applies, or the file's."""
     if row.waits:
         comes = "another one" if row.secret else row.saved if row.saved is not None else row.default or "nothing"
         return f"→ {comes} {_NEXT['start' if row.source == 'console' else row.when]}", "$warning"
@@ -110,7 +110,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
     SettingPanel #typed { display: none; }
     SettingPanel.-typing #typed, SettingPanel.-choosing #choices { display: block; }
     SettingPanel #problem { height: auto; color: $error; }
-    SettingPanel #told { height: auto; }
+    SettingPanel #description { height: auto; }
     """
 
     @dataclass
@@ -133,15 +133,15 @@ class SettingPanel(VerticalScroll, can_focus=False):
         self._shown: tuple[SettingRow, bool] | None = None
 
     def compose(self) -> ComposeResult:
-        """What it is above what it is changed with."""
-        yield Static("", id="told", markup=False)
+        """The setting's description above the field that changes it."""
+        yield Static("", id="description", markup=False)
         yield Input(id="typed", compact=True, select_on_focus=True)
         yield Table((Column("choose, enter saves", 20, grow=60),), id="choices")
         yield Static("", id="problem", markup=False)
 
     @property
     def editing(self) -> bool:
-        """Whether a value is being typed or chosen."""
+        """True while a value is being typed or chosen."""
         return self.has_class("-typing") or self.has_class("-choosing")
 
     def show(self, row: SettingRow) -> None:
@@ -153,7 +153,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
         self._shown = row, brief
         set_title(self, row.name)
         self.border_subtitle = f"used {USED[row.when]}"
-        self.query_one("#told", Static).update(fitted(self.app, Content("\n").join(_about(row, brief=brief))))
+        self.query_one("#description", Static).update(fitted(self.app, Content("\n").join(_about(row, brief=brief))))
 
     def edit(self) -> None:
         """Let the value be changed: in a box, or in a list where there are few."""
@@ -175,7 +175,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
             box.value = "" if row.secret else row.saved if row.saved is not None else row.value
             box.placeholder = "Type it; it is saved and not shown." if row.secret else _unset(row)
             box.focus()
-        self.border_subtitle = "enter saves, esc leaves"
+        self.border_subtitle = "enter saves, esc cancels"
         self.call_after_refresh(self.scroll_end, animate=False)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
 
 
 class _Stars(Highlighter):
-    """What is typed, a star for each letter: a box's own dots are not in ASCII."""
+    """A star for each letter typed: a box's own dots are not in ASCII."""
 
     def __call__(self, text: str | Text) -> Text:
         return Text("*" * len(text), no_wrap=True, overflow="ignore", end="")

@@ -23,7 +23,7 @@ from engine.errors import EngineError
 
 
 class SettingsScreen(ConsoleScreen):
-    """A searched table of all settings; beside it (below, where it is narrow) the one under the cursor."""
+    """A searchable table of all settings; next to it (below, where it is narrow) the selected one."""
 
     MODE = "settings"
     AUTO_FOCUS = "SettingTable"
@@ -59,7 +59,7 @@ class SettingsScreen(ConsoleScreen):
         self._only_changed = False
 
     def compose_body(self) -> ComposeResult:
-        """Search above the table; the setting beside them."""
+        """Search above the table; the setting next to them."""
         with Horizontal(id="settings"):
             with Vertical(classes="panel", id="listed"):
                 yield Input(placeholder="/ finds a setting by a word", id="find", compact=True)
@@ -67,22 +67,22 @@ class SettingsScreen(ConsoleScreen):
             yield SettingPanel()
 
     def update_body(self, view: View) -> None:
-        """What somebody turned elsewhere, or wrote into the file."""
+        """Show values that were changed elsewhere or in the file."""
         rows = [self._as_seen(row) for row in self.link.settings.rows()]
         if rows != self._rows:
             self._rows = rows
             self._show()
 
     def _as_seen(self, row: SettingRow) -> SettingRow:
-        """The theme is the console's own affair: which there are, and which is worn."""
+        """Return the row as the screen shows it: themes and the theme in use are the console's own."""
         if row.name != "theme":
             return row
         choices = (AUTO_THEME, *sorted(self.app.available_themes))
         row = msgspec.structs.replace(row, kind="choice", choices=choices)
-        worn = self.console.habits.worn
-        if worn == row.value or self.query_one(SettingPanel).editing:
+        theme = self.console.preferences.theme_name
+        if theme == row.value or self.query_one(SettingPanel).editing:
             return row
-        return msgspec.structs.replace(row, value=worn, source="console", where="", waits=True)
+        return msgspec.structs.replace(row, value=theme, source="console", where="", waits=True)
 
     def _show(self) -> None:
         found = [row for row in self._rows if self._matches(row)]
@@ -93,9 +93,9 @@ class SettingsScreen(ConsoleScreen):
         self._describe()
 
     def _matches(self, row: SettingRow) -> bool:
-        told = f"{row.name} {row.name.replace('_', ' ')} {row.group} {row.help}".lower()
+        searched = f"{row.name} {row.name.replace('_', ' ')} {row.group} {row.help}".lower()
         is_changed = row.source != "default" or row.saved is not None
-        return all(word in told for word in self._word.lower().split()) and (is_changed or not self._only_changed)
+        return all(word in searched for word in self._word.lower().split()) and (is_changed or not self._only_changed)
 
     def _describe(self) -> None:
         row = self._chosen()
@@ -142,7 +142,7 @@ class SettingsScreen(ConsoleScreen):
         panel = self.query_one(SettingPanel)
         if panel.editing:
             panel.close()
-            self._wear(None)
+            self._apply_theme(None)
         elif self._word or self._only_changed:
             self.query_one("#find", Input).value = ""
             self._only_changed = False
@@ -171,7 +171,7 @@ class SettingsScreen(ConsoleScreen):
     def on_setting_panel_pointed(self, event: SettingPanel.Pointed) -> None:
         """A theme is tried on while the cursor is on it."""
         if event.row.name == "theme":
-            self._wear(event.value)
+            self._apply_theme(event.value)
 
     def on_setting_panel_entered(self, event: SettingPanel.Entered) -> None:
         """Save it; a secret only if one was typed."""
@@ -197,28 +197,28 @@ class SettingsScreen(ConsoleScreen):
         if panel.editing:
             panel.close()
             self.query_one(SettingTable).focus()
-        self.notify(_said(saved), markup=False)
+        self.notify(_outcome(saved), markup=False)
         self.redraw()
         self._describe()
 
     def _use(self, row: SettingRow) -> None:
-        """What the console itself goes by."""
+        """Apply a setting of the console itself."""
         if row.name == "theme":
-            self._wear(row.value)
+            self._apply_theme(row.value)
         elif row.name == "refresh_hz":
             self.console.refresh_at(int(row.value))
 
-    def _wear(self, theme: str | None) -> None:
-        """Put on a theme; None: the one that the settings say."""
+    def _apply_theme(self, theme: str | None) -> None:
+        """Apply a theme; None: the one of the settings."""
         if theme is None:
             row = next((row for row in self.link.settings.rows() if row.name == "theme"), None)
             theme = row.value if row is not None else None
         if theme is not None:
-            self.console.habits.wear(theme)
+            self.console.preferences.apply_theme(theme)
 
 
-def _said(row: SettingRow) -> str:
-    """What became of it."""
+def _outcome(row: SettingRow) -> str:
+    """Return the outcome of a save."""
     if row.wins:
         return f"{row.name} is saved; {row.wins} wins over it as long as it is given."
     what = f"{row.name} is out of the file" if row.saved is None else f"{row.name} is saved"

@@ -1,4 +1,4 @@
-"""What autotune is to find, and with what: the knobs that are turned, and a few settings, before it begins."""
+"""The form of autotune, its progress and its results: the knobs it varies, and a few settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from console.link.protocol import EngineLink
 from console.link.status import link_status
 from console.link.tuning import Tried, TuneOrder, TuningReport
 from console.tui.screens.benches.bench_draft import TRACE
-from console.tui.screens.tune.autotune_draft import FORM, KNOBS, LOADED_ANEW, TuneDraft
+from console.tui.screens.tune.autotune_draft import FORM, KNOBS, RELOADING, TuneDraft
 from console.tui.widgets.bench import BenchFields
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.graph import Point
@@ -75,7 +75,7 @@ def _state(report: TuningReport) -> Content:
     if report.now is not None:
         now = "  ".join(f"{HEADINGS[knob]} {report.now.value(knob)}" for knob in report.knobs)
         left = text.seconds(max(0.0, report.budget_s - report.elapsed_s))
-        more = f"  {len(report.tried)} of {report.size:,} tried, {left} left at most  ·  {now}"
+        more = f"  {len(report.tried)} of {report.size:,} tried, max {left} left  ·  {now}"
     else:
         more = f"  {report.said}"
     return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
@@ -142,10 +142,10 @@ def _half(low: float | None, high: float | None) -> float | None:
 
 
 _MEANWHILE = (
-    "Whoever else asks goes first, no request is lost, and everything is put back in the end. Cache bits and guesses "
-    "load the model anew each time they are turned; a knob that cannot be turned here is left out."
+    "Other clients go first, no request is lost, and all settings are restored in the end. Cache bits and draft tokens "
+    "reload the model on each change; a knob that cannot be changed here is left out."
 )
-_HOW: dict[bool, str] = {True: "loads anew", False: "as it serves"}
+_HOW: dict[bool, str] = {True: "reloads", False: "as it serves"}
 _ELSEWHERE = " A trace is for a console on that machine."
 
 
@@ -158,7 +158,7 @@ class TuneFormScreen(ModalScreen[bool | None]):
         Binding("space", "switch", "On or off", id="tune.switch", tooltip="Turn the selected knob, or leave it"),
         Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
-        Binding("escape", "dismiss(None)", "Leave", id="tune.leave", tooltip="Try nothing", show=False),
+        Binding("escape", "dismiss(None)", "Cancel", id="tune.leave", tooltip="Close the form", show=False),
     ]
 
     def __init__(self, link: EngineLink, *, model: str = "", draft: TuneDraft | None = None) -> None:
@@ -169,11 +169,11 @@ class TuneFormScreen(ModalScreen[bool | None]):
         self._starting = False
 
     def compose(self) -> ComposeResult:
-        """What it does; the knobs on the left, the settings on the right; what it means for others."""
+        """Its purpose; the knobs on the left, the settings on the right; its effect on other clients."""
         elsewhere = bool(link_status(self._link).name)
         with Vertical(classes="dialog bench-form tune-form") as page:
             page.border_title = "Autotune"
-            page.border_subtitle = "enter starts it, tab goes on, esc leaves"
+            page.border_subtitle = "enter starts it, tab goes on, esc cancels"
             yield Static(FORM.measures, id="tune-measures", markup=False)
             with Horizontal(id="tune-choice"):
                 yield Table((Column("turned", 13), Column("", 12, drop=1)), id="tune-turned")
@@ -183,7 +183,7 @@ class TuneFormScreen(ModalScreen[bool | None]):
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Start (enter)", id="start", compact=True)
                 yield Button("Knob on or off (space)", id="switch", compact=True)
-                yield Button("Leave (esc)", id="leave", compact=True)
+                yield Button("Cancel (esc)", id="leave", compact=True)
 
     def on_mount(self) -> None:
         """As it was left."""
@@ -199,15 +199,15 @@ class TuneFormScreen(ModalScreen[bool | None]):
         self._table.show([self._row(knob) for knob in KNOBS])
 
     def _row(self, knob: KnobName) -> Row:
-        kept = knob in self._draft.kept
-        mark, style = ("○", "$muted") if kept else ("●", "$success")
-        how = "stays" if kept else _HOW[knob in LOADED_ANEW]
-        name = ((f"{mark} ", style), (HEADINGS[knob], "$muted" if kept else ""))
+        fixed = knob in self._draft.fixed
+        mark, style = ("○", "$muted") if fixed else ("●", "$success")
+        how = "stays" if fixed else _HOW[knob in RELOADING]
+        name = ((f"{mark} ", style), (HEADINGS[knob], "$muted" if fixed else ""))
         return Row(knob, (name, cell(how, "$muted")))
 
     def _complain(self, sentence: str) -> None:
-        said = f"✖ {sentence[:1].upper()}{sentence[1:]}" if sentence else ""
-        self.query_one("#tune-problem", Static).update(fitted(self.app, Content.styled(said, "$error")))
+        shown = f"✖ {sentence[:1].upper()}{sentence[1:]}" if sentence else ""
+        self.query_one("#tune-problem", Static).update(fitted(self.app, Content.styled(shown, "$error")))
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 

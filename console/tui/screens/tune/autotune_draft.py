@@ -14,9 +14,9 @@ from console.tuning.autotune.table import HEADINGS
 from engine.errors import InvalidRequest
 
 KNOBS: tuple[KnobName, ...] = tuple(HEADINGS)
-LOADED_ANEW: tuple[KnobName, ...] = ("cache_bits", "draft_tokens")
-"""Knobs that are turned by another load."""
-_LEAST_MINUTES = 0.05
+RELOADING: tuple[KnobName, ...] = ("cache_bits", "draft_tokens")
+"""Knobs whose change reloads the model."""
+_MIN_MINUTES = 0.05
 
 
 def _asked(name: str, title: str, offered: str, hint: str) -> BenchField:
@@ -27,9 +27,9 @@ FORM = BenchForm(
     bench="autotune",
     measures="Tries settings under load for the most tok/s that keep TTFT and ITL.",
     fields=(
-        _asked("minutes", "minutes", "10", "that it may take at most"),
-        _asked("slo_ttft_s", "TTFT at most", "", "500ms; none: as in Settings"),
-        _asked("slo_itl_s", "ITL at most", "", "50ms; none: as in Settings"),
+        _asked("minutes", "minutes", "10", "time limit"),
+        _asked("slo_ttft_s", "max TTFT", "", "500ms; none: as in Settings"),
+        _asked("slo_itl_s", "max ITL", "", "50ms; none: as in Settings"),
         _asked("percentile", "percentile", "95", "of TTFT and ITL that keep that"),
         _asked("users", "users", "", "at once; none: one per place"),
         _asked("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
@@ -41,23 +41,23 @@ FORM = BenchForm(
 
 @dataclass(slots=True)
 class TuneDraft:
-    """typed: into the fields of FORM.  kept: knobs that stay as they are."""
+    """typed: into the fields of FORM.  fixed: knobs that stay as they are."""
 
     typed: BenchDraft = field(default_factory=BenchDraft)
-    kept: set[KnobName] = field(default_factory=set)
+    fixed: set[KnobName] = field(default_factory=set)
 
     def switch(self, knob: KnobName) -> None:
         """Turn that knob too, or not any more."""
-        self.kept ^= {knob}
+        self.fixed ^= {knob}
 
     def order(self, model: str) -> TuneOrder:
         """All of it. Raises InvalidRequest, its param the field."""
-        if len(self.kept) == len(KNOBS):
+        if len(self.fixed) == len(KNOBS):
             raise InvalidRequest("no knob is left to be turned: space switches one on", param="knobs")
         typed = {each.name: self.typed.value(FORM, each).strip() for each in FORM.fields}
         return TuneOrder(
             model=model,
-            minutes=_number(typed, "minutes", _LEAST_MINUTES, MAX_MINUTES),
+            minutes=_number(typed, "minutes", _MIN_MINUTES, MAX_MINUTES),
             slo_ttft_s=_duration(typed, "slo_ttft_s"),
             slo_itl_s=_duration(typed, "slo_itl_s"),
             percentile=_number(typed, "percentile", 1, 99.9),
@@ -65,7 +65,7 @@ class TuneDraft:
             output=typed["output"],
             trace=typed[TRACE],
             users=_whole(typed, "users", 1, MAX_USERS) if typed["users"] else None,
-            kept=tuple(knob for knob in KNOBS if knob in self.kept),
+            kept=tuple(knob for knob in KNOBS if knob in self.fixed),
         )
 
 

@@ -73,19 +73,19 @@ def knob_lines(snapshot: Snapshot, model: ModelReading | None) -> Content:
     )
 
 
-def _knob(name: str, value: str, action: str, keys: str, said: str) -> Content:
+def _knob(name: str, value: str, action: str, keys: str, label: str) -> Content:
     return Content.assemble(
         (f"{name:<{_NAME}}", "$muted"),
         _link(" − ", action.format(-1)),
         (f"{value:^{_VALUE}}", "bold"),
         _link(" + ", action.format(1)),
         (f"  {keys}  ", "$primary"),
-        (said, "$muted"),
+        (label, "$muted"),
     )
 
 
-def _link(said: str, action: str) -> Content:
-    return Content.styled(said, "bold $primary").stylize(Style.from_meta({"@click": action}))
+def _link(label: str, action: str) -> Content:
+    return Content.styled(label, "bold $primary").stylize(Style.from_meta({"@click": action}))
 
 
 def _workers(snapshot: Snapshot) -> str:
@@ -100,15 +100,15 @@ def _prompts(snapshot: Snapshot) -> str:
     limit = prompts_limit(snapshot)
     allowed = f"; memory allows {limit}" if limit else ""
     if not found:
-        return f"of each worker{allowed}"
-    taken, places = sum(worker.active for worker in found), len(found) * (limit or snapshot.max_prompts)
-    return f"of each worker; {taken} of {text.plural(places, 'place')} taken{allowed}"
+        return f"per worker{allowed}"
+    used, slots = sum(worker.active for worker in found), len(found) * (limit or snapshot.max_prompts)
+    return f"per worker · {used} of {text.plural(slots, 'slot')} in use{allowed}"
 
 
 def _idle(seconds: float) -> str:
     if not seconds:
-        return "it keeps its memory, asked or not"
-    return "without a request, then its memory is freed"
+        return "stays loaded when idle"
+    return "idle, then the model is unloaded"
 
 
 IDLE = Binding.Group("Idle unload", compact=True)
@@ -177,7 +177,7 @@ class TuneScreen(ConsoleScreen):
         super().__init__()
         self._zoom = _ZOOM
         self._ttft = False
-        self._told: tuple[tuple[Effect, ...], bool] | None = None
+        self._effects: tuple[tuple[Effect, ...], bool] | None = None
         self._seen = ObservedSettings()
         self._report = TuningReport()
         self._finding = False
@@ -194,7 +194,7 @@ class TuneScreen(ConsoleScreen):
             )
             yield Scatter(id="tune-settings")
         with Vertical(id="tune-changes", classes="panel") as changes:
-            changes.border_title = "What each change did"
+            changes.border_title = "Effect of changes"
             yield EffectTable(id="changes")
             yield Static(id="change", markup=False)
         with Vertical(id="tune-found", classes="panel") as found:
@@ -217,8 +217,8 @@ class TuneScreen(ConsoleScreen):
         self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
 
     def _show_effects(self, found: tuple[Effect, ...], *, named: bool) -> None:
-        if self._told != (found, named):
-            self._told = (found, named)
+        if self._effects != (found, named):
+            self._effects = (found, named)
             self.query_one(EffectTable).show_effects(found, named=named)
             self._show_change()
 
@@ -236,20 +236,20 @@ class TuneScreen(ConsoleScreen):
     def _show_settings(self, snapshot: Snapshot) -> None:
         latency = "TTFT" if self._ttft else "ITL"
         if self._finding and self._report.state != "none":
-            title = Content.styled(f"tok/s by {latency} p{self._report.percentile:g}, as tried", "$muted")
+            title = Content.styled(f"tried: tok/s vs. {latency} p{self._report.percentile:g}", "$muted")
             points = points_of(self._report, ttft=self._ttft)
             self.query_one(Scatter).show(title, points, text.seconds, NOTHING_YET)
             return
         spec = snapshot.status.spec
         seen = self._seen.of(snapshot, spec.name if spec is not None else "")
-        title = Content.styled(f"tok/s by {latency} p95", "$muted")
+        title = Content.styled(f"tok/s vs. {latency} p95", "$muted")
         self.query_one(Scatter).show(title, _points(seen, ttft=self._ttft), text.seconds, NO_POINTS)
 
     def _show_change(self) -> None:
         effect = self.query_one(EffectTable).chosen(self.console.effects.found)
         several = len(self.console.view.published.models) > 1
-        said = effect_details(effect, named=several) if effect is not None else Content("")
-        self.query_one("#change", Static).update(fitted(self.app, said))
+        label = effect_details(effect, named=several) if effect is not None else Content("")
+        self.query_one("#change", Static).update(fitted(self.app, label))
 
     def on_table_moved(self, event: Table.Moved) -> None:
         """Say more of another change."""
@@ -270,7 +270,7 @@ class TuneScreen(ConsoleScreen):
     def action_find(self) -> None:
         """Ask with what to begin, or stop what goes on."""
         if self._report.under_way:
-            self.perform(self.link.tuning.cancel(), done="The engine is as it was before")
+            self.perform(self.link.tuning.cancel(), done="Settings restored")
             return
         if self.console.view.model is None:
             self.notify("There is no model yet. Press 2 to load one.", severity="warning")
@@ -285,7 +285,7 @@ class TuneScreen(ConsoleScreen):
         self.perform(self.link.tuning.use_best(), done="The best settings are in use, and will be from now on")
 
     def action_view(self) -> None:
-        """What changes did, or what was tried."""
+        """Switch between the effects of changes and the settings tried."""
         if self._report.state == "none":
             self.notify("No settings were tried yet. Press f to do so.")
             return
@@ -298,7 +298,7 @@ class TuneScreen(ConsoleScreen):
         """Set the knob of the change under the cursor back."""
         effect = self.query_one(EffectTable).chosen(self.console.effects.found)
         if effect is None:
-            self.notify("No knob was turned yet.")
+            self.notify("No changes yet.")
             return
         change, models = effect.change, self.console.view.published.models
         name = change.knob.replace("_", " ")

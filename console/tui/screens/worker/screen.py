@@ -27,7 +27,7 @@ from console.tui.widgets.states import worker_state
 from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map
 from engine.snapshot import LogEntry, Snapshot, WorkerReading
 
-# Everything about one worker, as lines: state, placement, load, work, deaths and what it said at the last of them.
+# Everything about one worker, as lines: state, placement, load, work, crashes and its last log lines.
 
 _LABEL = 12
 _CLOCK = 9
@@ -43,7 +43,7 @@ def worker_card(
     log: Sequence[LogEntry] = (),
     ascii_only: bool = False,
 ) -> Content:
-    """The whole card in `width` cells. pace: of its load, where that can be told.  log: its last lines."""
+    """Return the card in `width` cells. pace: of its load, where it is measurable.  log: its last lines."""
     words = _last_words(worker, width)
     down = worker.state in ("restarting", "failed")
     sections = (
@@ -60,9 +60,9 @@ def worker_card(
 
 def _headline(worker: WorkerReading, width: int) -> Content:
     state = worker_state(worker)
-    said = failure_text(worker)
+    failure = failure_text(worker)
     where = f"  on {devices_name(worker.devices)}" + (" (simulated)" if _is_simulated(worker) else "")
-    line = Content.assemble((f"{state.glyph} {state.word}", f"bold {state.style}"), (said, "bold $foreground"))
+    line = Content.assemble((f"{state.glyph} {state.word}", f"bold {state.style}"), (failure, "bold $foreground"))
     return line.truncate(max(10, width - len(where)), ellipsis=True) + Content.styled(where, "$muted")
 
 
@@ -96,13 +96,13 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
     step = text.seconds(worker.step_s) if worker.step_s else "–"
     yield _fact("step", step, "last step", _age(worker))
     pages = stats.pages_total
-    held = text.percent(1 - stats.pages_free / pages) if pages else "–"
-    kv = f"{held} of {worker.kv_tokens:,} tokens" if worker.kv_tokens else held
+    used = text.percent(1 - stats.pages_free / pages) if pages else "–"
+    kv = f"{used} of {worker.kv_tokens:,} tokens" if worker.kv_tokens else used
     yield _fact("KV", kv, "RAM", text.size(worker.rss_bytes) if worker.rss_bytes else "–")
     loaded = f"in {text.seconds(worker.load_s)}" if worker.load_s is not None else "–"
     yield _fact("loaded", loaded, "preempted", str(stats.preemptions))
     wait = f", next start in {worker.retry_in_s:.1f} s" if worker.retry_in_s is not None else ""
-    yield _fact("deaths", f"{worker.deaths_in_a_row} in a row{wait}", "restarts", str(worker.restarts))
+    yield _fact("crashes", f"{worker.deaths_in_a_row}{wait}", "restarts", str(worker.restarts))
 
 
 def _process(worker: WorkerReading) -> str:
@@ -131,7 +131,7 @@ def _last_words(worker: WorkerReading, width: int) -> list[Content]:
         for key, name in (("signal", "signal"), ("code", "exit code"), ("silent_s", "silent for seconds:"))
         if details.get(key) not in (None, "")
     ]
-    lines = [_title("Last death", ", ".join(numbers)), *sentence]
+    lines = [_title("Last crash", ", ".join(numbers)), *sentence]
     if worker.log_tail:
         lines.append(Content.styled("Its last lines:", "$muted"))
         lines += [Content.styled(f"▏ {text.clip(line, width - 2)}", "$foreground") for line in worker.log_tail]
@@ -144,9 +144,9 @@ def _log(log: Sequence[LogEntry], width: int) -> list[Content]:
     return [
         _title("Log"),
         *(
-            Content.assemble((f"{local_time(line.at)} ", "$muted"), said)
+            Content.assemble((f"{local_time(line.at)} ", "$muted"), message)
             for line in log
-            if (said := text.clip(line.message, max(10, width - _CLOCK)))
+            if (message := text.clip(line.message, max(10, width - _CLOCK)))
         ),
     ]
 
@@ -231,7 +231,7 @@ class WorkerScreen(ConsolePage[None]):
         return Content("  ").join(key_hint(self, f"worker.{name}", name, action) for name, action in actions)
 
     def _read_log(self) -> None:
-        """What was logged of the worker since the last time."""
+        """Read what was logged of the worker since the last frame."""
         self._logged, lines = self.console.link.logs(self._logged)
         self._log.extend(line for line in lines if line.source == self._worker)
 
@@ -243,7 +243,7 @@ class WorkerScreen(ConsolePage[None]):
         elif worker.active:
             works = f"{worker.id} works on {text.plural(worker.active, 'request')}."
             moved = "They go on where they are, on another worker or on this one when it is back. Restart it?"
-            question = ConfirmScreen(works, moved, yes="Restart", no="Leave it")
+            question = ConfirmScreen(works, moved, yes="Restart", no="Cancel")
             self.app.push_screen(question, lambda yes: self._restart() if yes else None)
         else:
             self._restart()
@@ -264,7 +264,7 @@ class WorkerScreen(ConsolePage[None]):
                 f"Drain {worker.id}?",
                 f"It{works} takes nothing new and goes: one worker less.",
                 yes="Drain",
-                no="Keep it",
+                no="Cancel",
             )
             self.app.push_screen(question, lambda yes: self._drain() if yes else None)
 

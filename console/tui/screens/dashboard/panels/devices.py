@@ -25,7 +25,7 @@ from engine.snapshot import DeviceReading, ProcessMemory, Second
 
 @dataclass(frozen=True, slots=True)
 class MemoryKind:
-    """What may hold memory. style: a CSS variable; letter: what fills the bar in ASCII; width: of its numbers."""
+    """A kind of use of memory. style: a CSS variable; letter: what fills the bar in ASCII; width: of its numbers."""
 
     label: str
     field: str
@@ -35,7 +35,7 @@ class MemoryKind:
     width: int
 
     def sign(self, letters: bool, gap: str = " ") -> str:
-        """What stands before its name in a legend; nothing where its name begins with its letter and room is scarce."""
+        """Return the mark before its name in a legend; "" where its name begins with its letter and room is scarce."""
         if not letters:
             return self.mark + gap
         return "" if not gap and self.label.lower().startswith(self.letter) else f"{self.letter} "
@@ -60,13 +60,13 @@ MEMORY_KINDS = (
 
 
 def legend(width: int, *, letters: bool = False) -> Content:
-    """What the colours of the bars mean, or their letters."""
+    """Return the legend of the bars' colours, or of their letters."""
     parts = [Content.assemble((kind.sign(letters), kind.style), (kind.label, "$muted")) for kind in MEMORY_KINDS]
     return _joined(parts, width)
 
 
 def _legend_parts(device: DeviceReading, letters: bool, gap: str = " ") -> list[Content]:
-    """Nobody else can hold memory of a simulated device."""
+    """Return the parts of a legend; simulated devices have no memory of other programs."""
     return [
         Content.assemble(
             (kind.sign(letters, gap), kind.style),
@@ -105,15 +105,15 @@ def _joined(parts: Sequence[Content], width: int) -> Content:
 SPAN_S = 120
 _LABEL = 7
 _GAP = 2
-_LEAST_SPARK = 8
-_LEAST_BARS = 14
+_MIN_SPARK = 8
+_MIN_BARS = 14
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn and how. history: shares of utilisation and memory, in the order of the devices.
+    """The devices as they are drawn. history: shares of utilisation and memory, in the order of the devices.
 
-    letters: tell what holds memory by letters, where colours cannot.
+    letters: mark the kinds of memory by letters, where colours cannot.
     """
 
     devices: Sequence[DeviceReading]
@@ -128,7 +128,7 @@ class Panel:
         return max((len(reading_name(device)) for device in self.devices), default=0)
 
     def past(self, index: int, width: int, of: Callable[[Second], Sequence[float | None]]) -> list[float | None]:
-        """What was of device `index` in the last SPAN_S seconds, in `width` columns, or in as many seconds."""
+        """Return the history of device `index` over the last SPAN_S seconds, in `width` columns."""
 
         def share(second: Second) -> float | None:
             shares = of(second)
@@ -145,7 +145,7 @@ class Panel:
         return spark(self.past(index, width, _memory), "$gpu-weights", ascii_only=self.ascii_only)
 
     def bar(self, device: DeviceReading, width: int) -> Content:
-        """What holds its memory, side by side."""
+        """Return the bar of its memory, kind by kind."""
         parts = [BarSegment(float(kind.size(device)), kind.style, kind.letter) for kind in MEMORY_KINDS]
         return stack(parts, width, ascii_only=self.letters)
 
@@ -204,17 +204,26 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     """One row each with what it was, is and holds. numbers: GiB of each kind in columns, under a head that is the
     legend too."""
     readings = [Content("  ").join(_readings(device)) for device in panel.devices]
-    beside = max((each.cell_length for each in readings), default=0)
-    held = max((len(_held(device)) for device in panel.devices), default=0)
-    fixed = panel.names + 1 + len(" 100%") + _GAP + 1 + held + len(" GiB") + (beside + _GAP if beside else 0)
+    readings_width = max((each.cell_length for each in readings), default=0)
+    used = max((len(_used(device)) for device in panel.devices), default=0)
+    fixed = (
+        panel.names
+        + 1
+        + len(" 100%")
+        + _GAP
+        + 1
+        + used
+        + len(" GiB")
+        + (readings_width + _GAP if readings_width else 0)
+    )
     room = max(
-        _LEAST_SPARK + 8,
+        _MIN_SPARK + 8,
         panel.width
         - fixed
         - (_GAP - 1 + sum(1 + kind.cells(panel.letters) for kind in MEMORY_KINDS) if numbers else 0),
     )
-    past = max(_LEAST_SPARK, min(2 * _LEAST_SPARK + 4, room * 2 // 5))
-    lines = [_head(panel, past, room - past, held)] if numbers else []
+    past = max(_MIN_SPARK, min(2 * _MIN_SPARK + 4, room * 2 // 5))
+    lines = [_head(panel, past, room - past, used)] if numbers else []
     for at, (device, reading) in enumerate(zip(panel.devices, readings, strict=True)):
         lines.append(
             Content.assemble(
@@ -223,10 +232,10 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
                 (f" {text.percent(device.utilisation):>4}", "bold $foreground"),
                 " " * _GAP,
                 panel.bar(device, room - past),
-                (f" {_held(device):>{held}}", "bold $foreground"),
+                (f" {_used(device):>{used}}", "bold $foreground"),
                 (" GiB", "$muted"),
                 _numbers(device, panel.letters) if numbers else "",
-                " " * (_GAP + beside - reading.cell_length) if beside else "",
+                " " * (_GAP + readings_width - reading.cell_length) if readings_width else "",
                 reading,
             )
         )
@@ -234,7 +243,7 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
 
 
 def other_processes(devices: Sequence[DeviceReading], width: int) -> list[Content]:
-    """One row with the programs that hold the memory called others, where the driver tells; the largest first."""
+    """Return a row with the other programs that use memory, as far as the driver lists them; the largest first."""
     found = [
         (process.used_bytes, _stranger(reading_name(device), process))
         for device in devices
@@ -254,9 +263,9 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
     readings = Content("   ").join(_readings(device))
     name = text.clip(device.name, width - label - readings.cell_length - 1)
     title = Content.assemble((f"{reading_name(device):<{label}}", "bold $foreground"), (name, "$muted"))
-    held = f"{_held(device)} GiB"
-    past = max(_LEAST_SPARK, (width - _LABEL - len(held) - 2) // 3) if panel.history else 0
-    room = max(_LEAST_SPARK, width - _LABEL - len(held) - 1 - (past + 1 if past else 0))
+    used = f"{_used(device)} GiB"
+    past = max(_MIN_SPARK, (width - _LABEL - len(used) - 2) // 3) if panel.history else 0
+    room = max(_MIN_SPARK, width - _LABEL - len(used) - 1 - (past + 1 if past else 0))
     gap = " " if past else ""
     return [
         Content.assemble(title, " " * max(1, width - title.cell_length - readings.cell_length), readings),
@@ -265,23 +274,23 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
             meter(device.utilisation, room, "$gpu-use"),
             gap,
             panel.utilisation(at, past),
-            (f" {text.percent(device.utilisation):>{len(held)}}", "bold $foreground"),
+            (f" {text.percent(device.utilisation):>{len(used)}}", "bold $foreground"),
         ),
         Content.assemble(
             (f"{'memory':<{_LABEL}}", "$muted"),
             panel.bar(device, room),
             gap,
             panel.memory(at, past),
-            (f" {held}", "bold $foreground"),
+            (f" {used}", "bold $foreground"),
         ),
     ]
 
 
 def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
-    held = _held(device)
-    fixed = panel.names + 1 + len(" 100%  ") + len(f" {held} GiB")
+    used = _used(device)
+    fixed = panel.names + 1 + len(" 100%  ") + len(f" {used} GiB")
     found = _readings(device, brief=True)
-    while found and fixed + sum(reading.cell_length + 2 for reading in found) + _LEAST_BARS > width:
+    while found and fixed + sum(reading.cell_length + 2 for reading in found) + _MIN_BARS > width:
         found.pop()
     readings = Content(" ").join(found)
     room = max(8, width - fixed - (readings.cell_length + 2 if readings else 0))
@@ -291,16 +300,16 @@ def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
         meter(device.utilisation, level, "$gpu-use"),
         (f" {text.percent(device.utilisation):>4}  ", "bold $foreground"),
         panel.bar(device, room - level),
-        (f" {held}", "bold $foreground"),
+        (f" {used}", "bold $foreground"),
         (" GiB", "$muted"),
         "  " if readings else "",
         readings,
     )
 
 
-def _head(panel: Panel, past: int, bar: int, held: int) -> Content:
+def _head(panel: Panel, past: int, bar: int, used: int) -> Content:
     before = panel.names + 1
-    title = f"{'':<{before}}{'busy, 2 min':<{past + len(' 100%') + _GAP}}{'memory':<{bar + 1 + held + len(' GiB')}}"
+    title = f"{'':<{before}}{'busy, 2 min':<{past + len(' 100%') + _GAP}}{'memory':<{bar + 1 + used + len(' GiB')}}"
     letters = panel.letters
     kinds = [Content.assemble((kind.sign(letters, ""), kind.style), (kind.label, "$muted")) for kind in MEMORY_KINDS]
     placed = [
@@ -314,7 +323,7 @@ def _numbers(device: DeviceReading, letters: bool) -> Content:
     return Content(" " * (_GAP - 1) + "".join(cells))
 
 
-def _held(device: DeviceReading) -> str:
+def _used(device: DeviceReading) -> str:
     """ " 4.1/24.0", as wide as it can become."""
     total = text.gib(device.total_bytes)
     return f"{text.gib(device.total_bytes - device.free_bytes)}/{total}".rjust(2 * len(total) + 1)
@@ -333,8 +342,8 @@ def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
 
 def _stranger(device: str, process: ProcessMemory) -> Content:
     name = process.name.rpartition("/")[2] or "process"
-    held = f" {text.size(process.used_bytes)}" if process.used_bytes else ""
-    return Content.assemble(f"{text.clip(name, 20)} ({process.pid})", (f"{held} on {device}", "$muted"))
+    used = f" {text.size(process.used_bytes)}" if process.used_bytes else ""
+    return Content.assemble(f"{text.clip(name, 20)} ({process.pid})", (f"{used} on {device}", "$muted"))
 
 
 FEW = 2
@@ -391,7 +400,7 @@ class DevicesPanel(DashboardPanel):
         return Content("\n").join(self._lines(self.size.width))
 
     def _heading(self) -> Content:
-        """What the colours mean, too, where no line says it."""
+        """Return the title, with the legend where no line has it."""
         name = Content(title(self._devices))
         if not self._is_headed(self.size.width):
             return name
@@ -433,7 +442,7 @@ class ManyDevicesPanel(DevicesPanel):
 
 
 def is_many(devices: Sequence[DeviceReading]) -> bool:
-    """Whether there are more cards than can have several rows each."""
+    """Return whether there are more cards than can have several rows each."""
     return sum(device.kind != "cpu" for device in devices) > FEW
 
 

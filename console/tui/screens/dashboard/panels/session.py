@@ -58,8 +58,8 @@ def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         attention = f" · {model.attention} attention" if model.attention else ""
         yield "backend", f"{model.backend} · {model.dtype} · {text.size(model.weights_bytes)} weights{attention}"
     if totals.draft_tokens:
-        held = text.percent(totals.draft_accepted / totals.draft_tokens)
-        yield "drafts", f"{totals.draft_tokens:,} tokens guessed ahead · {held} held"
+        accepted = text.percent(totals.draft_accepted / totals.draft_tokens)
+        yield "drafts", f"{totals.draft_tokens:,} tokens drafted · {accepted} accepted"
 
 
 def _requests(snapshot: Snapshot) -> Iterator[str]:

@@ -139,7 +139,7 @@ class ThroughputPanel(DashboardPanel):
 
 
 def number_lines(snapshot: Snapshot, width: int) -> Content:
-    """What the big numbers say, in two rows of `width` cells; the last are left out where they do not fit."""
+    """Return the big numbers as two rows of `width` cells; the last are left out where they do not fit."""
     hits = text.percent(snapshot.prefix_hit_rate)
     first = (
         _number("out", text.rate(snapshot.output_tokens_per_s), " tok/s", "$graph-tokens"),

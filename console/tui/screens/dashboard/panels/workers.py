@@ -97,7 +97,7 @@ def _model_column(workers: tuple[WorkerReading, ...], room: int) -> Column:
 def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = False, pace: Pace | None = None) -> Row:
     """One worker's cells; the state of one that does not serve takes the room of the numbers that it has not.
 
-    brief: a load in per cent instead of phase and bytes.  pace: of its load, where that can be told.
+    brief: a load in per cent instead of phase and bytes.  pace: of its load, where it is measurable.
     """
     pages = worker.stats.pages_total
     usage = 1 - worker.stats.pages_free / pages if pages else None
@@ -121,11 +121,11 @@ def _state(worker: WorkerReading, brief: bool, pace: Pace | None) -> Cell:
     state = worker_state(worker)
     pieces = [(f"{state.glyph} {state.word}", state.style)]
     if worker.state == "loading" and worker.progress is not None:
-        known = worker.progress.total > 0
-        done = text.percent(text.fraction(worker.progress)) if brief and known else text.progress(worker.progress)
+        has_total = worker.progress.total > 0
+        done = text.percent(text.fraction(worker.progress)) if brief and has_total else text.progress(worker.progress)
         pieces.append((f" {done}{time_left(pace)}", state.style))
-    if said := failure_text(worker):
-        pieces.append((said, "$foreground"))
+    if failure := failure_text(worker):
+        pieces.append((failure, "$foreground"))
     if worker.restarts:
         pieces.append((f" ↻{worker.restarts}", "$worker-failed"))
     return tuple(pieces)
@@ -139,7 +139,7 @@ def _empty(snapshot: Snapshot, standing: LinkStatus) -> str:
     if status.state == "loading":
         return "Starting …"
     if status.state == "idle":
-        return "Unloaded while nobody asks; the next request loads the model again."
+        return "Unloaded while idle; the next request loads the model again."
     if standing.reach == "starting":
         return "Starting …"
     return "No model loaded." if standing.read_only else "No model loaded. Press 2 to choose one."
