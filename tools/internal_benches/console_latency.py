@@ -22,6 +22,7 @@ from console.chats.records import ChatSettings
 from console.chats.store import ChatStore
 from console.settings.schema import APP_NAME
 from engine.errors import WorkerFailed
+from engine.metrics.distributions import percentiles
 from engine.system.child_process import child_environment, python_command
 from tools.internal_benches.pty_child import PtyChild
 
@@ -129,9 +130,9 @@ def screen_text(report: ScreenReport) -> str:
 
 def _goals(loaded: _Loaded, late_s: Sequence[float], when: str) -> tuple[Goal, ...]:
     return (
-        Goal(f"gap of the loop, p99{when}", 1e3 * _percentile(late_s, 0.99), 50, "ms"),
-        Goal(f"key shown, p99{when}", 1e3 * _percentile(loaded.keys_s, 0.99), 100, "ms"),
-        Goal(f"another screen shown, p99{when}", 1e3 * _percentile(loaded.screens_s, 0.99), 100, "ms"),
+        Goal(f"gap of the loop, p99{when}", _p99_ms(late_s), 50, "ms"),
+        Goal(f"key shown, p99{when}", _p99_ms(loaded.keys_s), 100, "ms"),
+        Goal(f"another screen shown, p99{when}", _p99_ms(loaded.screens_s), 100, "ms"),
         Goal(f"CPU of the screen{when}", 100 * loaded.cpu_share, 10, "%"),
     )
 
@@ -290,10 +291,10 @@ async def _stream(http: aiohttp.ClientSession, number: int, tokens: itertools.co
                     next(tokens)
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
-    """A percentile of one or more values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _p99_ms(seconds: Sequence[float]) -> float:
+    """Of one value at least."""
+    (value,) = percentiles(seconds, 0.99)
+    return 1e3 * (value or 0.0)
 
 
 def _free_port() -> int:
