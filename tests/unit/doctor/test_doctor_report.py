@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
+import sys
+from pathlib import Path
 
+import msgspec
+import pytest
+
+import engine.backends
 from console.runtime.doctor import as_json, as_text
 from engine.backends.exllamav2.doctor import Exllama
+from engine.doctor.examine import examine
 from engine.doctor.facts import Package, Toolchain, Torch
 from tests.fakes.examined import exllama, found
 from tests.fakes.machines import CPU_TORCH_ON_A_GPU_MACHINE, H100_TO_COMPILE, TOOLS, TURING, WITHOUT_GPU, changed
@@ -51,3 +57,17 @@ def test_the_report_as_json_carries_the_verdict() -> None:
     assert value["backend"] == "exllamav2"
     assert value["verdict"].startswith("The exllamav2 backend cannot run here")
     assert {"area", "name", "state", "value", "advice"} == set(value["findings"][0])
+
+
+def test_the_doctor_of_an_added_backend_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "example").mkdir()
+    (tmp_path / "example" / "__init__.py").write_text("")
+    (tmp_path / "example" / "doctor.py").write_text(
+        "from engine.doctor.report import Finding\n"
+        "def findings(facts, *, wanted):\n"
+        "    yield Finding('Example', 'example', 'ok', facts.machine)\n"
+    )
+    monkeypatch.setattr(engine.backends, "__path__", [*engine.backends.__path__, str(tmp_path)])
+    assert found(examine(WITHOUT_GPU, "torch"), "example").value == "x86_64"
+    for name in ("engine.backends.example.doctor", "engine.backends.example"):
+        del sys.modules[name]
