@@ -160,7 +160,7 @@ async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(d
 async def test_what_a_field_means_is_what_its_class_says(document: dict[str, Any]) -> None:
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["priority"]["description"] == "as vLLM has it, lower goes first."
-    assert body["echo"]["description"].startswith("the prompt stands before each answer")
+    assert body["echo"]["description"].startswith("each answer begins with the prompt")
 
 
 def test_a_docstring_s_fields_may_share_a_meaning_and_a_line() -> None:
