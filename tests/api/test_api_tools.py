@@ -266,7 +266,7 @@ async def test_ids_of_another_model_s_calls_are_made_to_fit_the_template(tmp_pat
 async def test_a_model_whose_template_knows_no_tools_says_so(api: Served) -> None:
     error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER])
     assert error["param"] == "tools"
-    assert error["message"] == "tools are not supported: this model's chat template knows none"
+    assert error["message"] == "tools are not supported: this model's chat template has none"
 
 
 async def test_past_calls_are_refused_where_the_template_would_leave_them_out(api: Served) -> None:

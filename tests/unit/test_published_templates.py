@@ -64,7 +64,7 @@ def template_of(name: str) -> ChatTemplate:
 
 def format_of(name: str) -> ToolFormat:
     """The format that is found for it."""
-    return next(each for each in FORMATS if each.marks(template_of(name).source))
+    return next(each for each in FORMATS if each.matches(template_of(name).source))
 
 
 def rendered(name: str, messages: list[dict[str, Any]], *, opens_answer: bool) -> tuple[str, str]:
@@ -90,7 +90,7 @@ def test_the_format_of_a_published_template_is_found(name: str) -> None:
 def test_a_published_template_of_another_format_has_none() -> None:
     template = template_of("glm4moe")
     assert template.uses("tools")
-    assert not any(each.marks(template.source) for each in FORMATS)
+    assert not any(each.matches(template.source) for each in FORMATS)
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)

@@ -50,7 +50,7 @@ def written(request: pytest.FixtureRequest) -> ToolFormat:
 
 def model_of(folder: Path, written: ToolFormat, *, control: bool) -> Tokenizer:
     """A tokenizer whose template is of this format; control: whether its markers are control tokens."""
-    signs = " ".join(sign.replace("\\?", "").replace("\\", "") for sign in written.signs)
+    signs = " ".join(sign.replace("\\?", "").replace("\\", "") for sign in written.patterns)
     signs = signs.replace("(start_header_id|header_start)", "start_header_id")
     template = "{# " + signs + " #}{{ tools }}{{ messages[0].content }}"
     return Tokenizer.from_folder(write_tool_model(folder, template, written.shape.markers if control else ()))
@@ -96,7 +96,7 @@ def test_whatever_the_grammar_allows_is_a_call_that_fits(
 ) -> None:
     tokenizer = model_of(tmp_path, written, control=control)
     use = tool_use(tokenizer, [WEATHER, NOW], choice)
-    assert use.written is written
+    assert use.tool_format is written
     for seed in range(3):
         text = written_at_random(tokenizer, use, seed, [])
         reader = use.reader()
@@ -156,7 +156,7 @@ def test_one_call_is_all_that_is_allowed_where_no_parallel_calls_are_wanted_or_t
 def test_plain_text_of_a_parameter_that_has_to_fit_a_pattern_is_refused_in_strict_tools(tmp_path: Path) -> None:
     [coder] = [each for each in FORMATS if each.name == "Qwen3-Coder"]
     schema = {"type": "object", "properties": {"zip": {"type": "string", "pattern": "[0-9]+"}}}
-    with pytest.raises(InvalidRequest, match="pattern cannot be held to here"):
+    with pytest.raises(InvalidRequest, match="pattern cannot be enforced"):
         tool_use(model_of(tmp_path, coder, control=False), [Tool(name="find", parameters=schema, strict=True)])
 
 

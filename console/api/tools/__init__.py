@@ -1,13 +1,13 @@
-"""Tools: what clients offer, how the loaded model is told of them and calls them, and what an answer made of that.
+"""Tools: definitions of clients, formats in which models write calls, and parsing of calls in answers.
 
-A dialect makes `ToolUse` of what it was sent, gives its definitions to the chat template, its demands to the engine,
-and the answer's text to its readers:
+A dialect makes a `ToolUse` from its request, passes the definitions to the chat template, the grammar to the engine,
+and the answer's text to a reader:
 
     use = tool_use(model.tokenizer, tools, ToolChoice("auto"), parallel=True)      # raises InvalidRequest
     prompt = await chat_prompt(model, turns, tools=use.definitions)
     params = use.applied(params)
     reader = use.reader()                                                          # one for each answer
-    pieces = reader.feed(delta.text), reader.finish(); or  said, calls = whole(reader, answer.text)
+    pieces = reader.feed(delta.text), reader.finish(); or  text, calls = whole(reader, answer.text)
 """
 
 from console.api.tools.calls import (
@@ -29,7 +29,7 @@ from console.api.tools.calls import (
     result_turn,
     spoken,
 )
-from console.api.tools.formats import ToolFormat, format_of, known_format
+from console.api.tools.formats import ToolFormat, format_of, require_format
 from console.api.tools.stream_reader import CallReader, whole
 from console.api.tools.tool_use import NO_TOOLS, ToolUse, finish_of, tool_use
 
@@ -54,8 +54,8 @@ __all__ = [
     "finish_of",
     "fitting",
     "format_of",
-    "known_format",
     "named",
+    "require_format",
     "result_turn",
     "spoken",
     "tool_use",

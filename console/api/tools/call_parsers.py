@@ -1,4 +1,4 @@
-"""The shapes in which models write calls. Formats differ by shape and by the markers around it."""
+"""Parsers of the shapes in which models write calls. Formats differ by shape and markers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from console.api.tools.json_stream import (
-    Give,
+    Emit,
     Malformed,
-    Reading,
+    Parser,
     Source,
     collect_string,
     no_constant,
@@ -19,57 +19,57 @@ from console.api.tools.json_stream import (
     read_value,
 )
 
-# A call written as a JSON object: {"name": ..., "arguments": {...}}, in any order, under the names that models use.
+# A call as a JSON object: {"name": ..., "arguments": {...}}, in any order, with the keys that models use.
 
 NAME_KEYS = frozenset({"name", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
 
 class Sink(Protocol):
-    """Takes calls as they are read."""
+    """Receives calls as they are parsed."""
 
     def begin(self, name: str) -> None:
-        """A call of `name` begins; raises Malformed where it cannot be one."""
+        """Begin a call of `name`. Raises Malformed where it cannot be one."""
 
     def member(self, key: str) -> None:
-        """It has a member that no call needs; raises Malformed where that makes it none."""
+        """Receive another member's key. Raises Malformed where a call cannot have it."""
 
     def arguments(self, text: str) -> None:
-        """More of its arguments."""
+        """Receive more of its arguments."""
 
     def complete(self) -> None:
-        """It is whole."""
+        """End the call."""
 
 
-def read_call(source: Source, sink: Sink) -> Reading[None]:
-    """One call, from its { to its }. Raises Malformed."""
+def read_call(source: Source, sink: Sink) -> Parser[None]:
+    """Parse one call, from its { to its }. Raises Malformed."""
     call = _Call(sink)
     yield from _read_members(source, call)
     call.finish()
 
 
-def read_arguments(source: Source, give: Give) -> Reading[None]:
-    """A call's arguments: an object, given away as it comes; one in a string, as some models write it; null for none.
+def read_arguments(source: Source, emit: Emit) -> Parser[None]:
+    """Parse a call's arguments: an object, emitted as it is read; one in a string, as some models write it; or null.
 
     Raises Malformed.
     """
     match (yield from source.peek()):
         case "{":
-            yield from read_value(source, give)
+            yield from read_value(source, emit)
         case '"':
-            give(_object_in((yield from collect_string(source))))
+            emit(_object_in((yield from collect_string(source))))
         case _:
             yield from source.expect("null")
-            give("{}")
+            emit("{}")
 
 
 class _Call:
-    """A call whose members come in any order: arguments wait for the name."""
+    """A call with members in any order: arguments wait for the name."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._name: str | None = None
-        self._early: list[str] = []
+        self._pending: list[str] = []
         self._has_arguments = False
 
     def take_name(self, name: str) -> None:
@@ -77,17 +77,17 @@ class _Call:
             raise Malformed("it has two names")
         self._name = name
         self._sink.begin(name)
-        for text in self._early:
+        for text in self._pending:
             self._sink.arguments(text)
 
     def take_other(self, key: str) -> None:
         self._sink.member(key)
 
-    def begin_arguments(self) -> Give:
+    def begin_arguments(self) -> Emit:
         if self._has_arguments:
             raise Malformed("it has arguments twice")
         self._has_arguments = True
-        return self._early.append if self._name is None else self._sink.arguments
+        return self._pending.append if self._name is None else self._sink.arguments
 
     def finish(self) -> None:
         if self._name is None:
@@ -97,25 +97,25 @@ class _Call:
         self._sink.complete()
 
 
-def _read_members(source: Source, call: _Call) -> Reading[None]:
+def _read_members(source: Source, call: _Call) -> Parser[None]:
     yield from source.expect("{")
-    if (yield from read_space(source, _drop)) == "}":
+    if (yield from read_space(source, _ignore)) == "}":
         source.take()
         return
     while True:
-        yield from read_space(source, _drop)
+        yield from read_space(source, _ignore)
         key = yield from collect_string(source)
-        yield from read_space(source, _drop)
+        yield from read_space(source, _ignore)
         yield from source.expect(":")
-        yield from read_space(source, _drop)
+        yield from read_space(source, _ignore)
         yield from _read_member(source, call, key)
-        if (yield from read_space(source, _drop)) == "}":
+        if (yield from read_space(source, _ignore)) == "}":
             source.take()
             return
         yield from source.expect(",")
 
 
-def _read_member(source: Source, call: _Call, key: str) -> Reading[None]:
+def _read_member(source: Source, call: _Call, key: str) -> Parser[None]:
     if key in NAME_KEYS:
         call.take_name((yield from collect_string(source)))
     elif key in ARGUMENT_KEYS:
@@ -126,7 +126,7 @@ def _read_member(source: Source, call: _Call, key: str) -> Reading[None]:
         call.take_name((yield from collect_string(source)))
     else:
         call.take_other(key)
-        yield from read_value(source, _drop)
+        yield from read_value(source, _ignore)
 
 
 def _object_in(text: str) -> str:
@@ -139,30 +139,30 @@ def _object_in(text: str) -> str:
     return text if text.strip() else "{}"
 
 
-def _drop(text: str) -> None:
-    """White space and members that are no part of a call, an id say."""
+def _ignore(text: str) -> None:
+    """Ignore white space and members that are not part of a call, such as an id."""
 
 
 class Schemas(Sink, Protocol):
-    """A sink that knows what the tools take."""
+    """A sink that knows the schemas of the tools."""
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """Of the arguments of a tool; {} for one that there is not."""
+        """Return the schema of a tool's arguments; {} for an unknown tool."""
 
 
 class Shape(Protocol):
-    """How calls are written."""
+    """A way to write calls."""
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What calls begin with."""
+        """Markers that begin calls."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every text that is no part of names and arguments; the tokenizer may have a control token for it."""
+        """All texts besides names and arguments; the tokenizer may have control tokens for them."""
 
-    def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
-        """The calls after `opening`, one of those above. Raises Malformed."""
+    def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
+        """Parse the calls after `opening`, one of `openings`. Raises Malformed."""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
@@ -171,10 +171,10 @@ _KEY = re.compile(r"[^<>\n]+")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Objects between `opening` and `closing`: one, several in a row, or an array of them. The closing may lack.
+    """Objects between `opening` and `closing`: one, several, or an array. The closing may be missing.
 
-    array: the model writes an array even for one.  name, arguments: under which names it writes a call's; others of
-    `call_object` are read as well.
+    array: True if the model writes an array even for one.  name, arguments: keys that it writes; NAME_KEYS and
+    ARGUMENT_KEYS are all read.
     """
 
     opening: str
@@ -191,21 +191,21 @@ class JsonCalls:
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.opening, self.closing)))
 
-    def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
+    def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
         yield from source.skip_space()
-        if (yield from source.tries("[")):
+        if (yield from source.accept("[")):
             yield from _read_array(source, sink)
         else:
             yield from _read_objects(source, sink)
         if (yield from source.skip_space()) and self.closing:
-            yield from source.closes(self.closing)
+            yield from source.accept_closing(self.closing)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """`opening` name `separator` {arguments} `closing`, several in a row, inside `section` where there is one.
+    """`opening` name `separator` {arguments} `closing`, repeated, inside `section` if there is one.
 
-    kind: what stands before the name. fenced: arguments stand in a Markdown block. numbered: "functions.NAME:0".
+    kind: prefix of the name.  fenced: True for arguments in a Markdown block.  numbered: True for "functions.NAME:0".
     """
 
     opening: str
@@ -225,32 +225,32 @@ class NamedCalls:
         texts = (*self.section, self.opening, self.kind[self.kind.find("<") :], self.separator, self.closing)
         return tuple(text for text in texts if text.strip())
 
-    def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
+    def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
         if opening == self.section[0]:
             yield from source.skip_space()
             yield from source.expect(self.opening)
         while True:
             yield from self._read_one(source, sink)
-            if not (yield from source.skip_space()) or not (yield from source.closes(self.opening)):
+            if not (yield from source.skip_space()) or not (yield from source.accept_closing(self.opening)):
                 break
         if self.section[1]:
-            yield from source.closes(self.section[1])
+            yield from source.accept_closing(self.section[1])
 
-    def _read_one(self, source: Source, sink: Schemas) -> Reading[None]:
+    def _read_one(self, source: Source, sink: Schemas) -> Parser[None]:
         if self.kind:
             yield from source.expect(self.kind)
         sink.begin(self._name((yield from _name_before(source, self.separator))))
         if self.fenced:
             yield from source.skip_space()
-            yield from source.tries("```json")
+            yield from source.accept("```json")
         yield from source.skip_space()
         yield from read_arguments(source, sink.arguments)
         sink.complete()
         yield from source.skip_space()
-        if self.fenced and (yield from source.closes("```")):
+        if self.fenced and (yield from source.accept_closing("```")):
             yield from source.skip_space()
         if self.closing:
-            yield from source.closes(self.closing)
+            yield from source.accept_closing(self.closing)
 
     def _name(self, text: str) -> str:
         return text.removeprefix("functions.").rpartition(":")[0] or text if self.numbered else text
@@ -258,8 +258,8 @@ class NamedCalls:
 
 @dataclass(frozen=True, slots=True)
 class MistralCalls:
-    """[TOOL_CALLS] and an array of objects; or, as newer models write (named), [TOOL_CALLS]name[ARGS]{arguments} for
-    each. Either is read."""
+    """[TOOL_CALLS] and an array of objects; or, by newer models (named), [TOOL_CALLS]name[ARGS]{arguments} per call.
+    Both are read."""
 
     named: bool = False
 
@@ -271,20 +271,20 @@ class MistralCalls:
     def markers(self) -> tuple[str, ...]:
         return ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
-    def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
+    def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
         yield from source.skip_space()
-        if (yield from source.tries("[")):
+        if (yield from source.accept("[")):
             yield from _read_array(source, sink)
         elif (yield from source.peek()) == "{":
             yield from _read_objects(source, sink)
         else:
             yield from self._read_named(source, sink)
 
-    def _read_named(self, source: Source, sink: Schemas) -> Reading[None]:
+    def _read_named(self, source: Source, sink: Schemas) -> Parser[None]:
         name = yield from _collect(source, _NAME)
-        if (yield from source.tries("[CALL_ID]")):
+        if (yield from source.accept("[CALL_ID]")):
             yield from _collect(source, _NAME)
-        yield from source.tries("[ARGS]")
+        yield from source.accept("[ARGS]")
         yield from source.skip_space()
         if (yield from source.peek()) != "{":
             raise Malformed("its arguments are missing")
@@ -297,7 +297,7 @@ class MistralCalls:
 class XmlCalls:
     """<function=NAME> <parameter=KEY> value </parameter> ... </function>, inside <tool_call> or not (Qwen3-Coder).
 
-    What a parameter's schema calls a string is one as it stands; the text of any other value is JSON.
+    A parameter whose schema is a string is plain text; any other value is JSON.
     """
 
     @property
@@ -308,71 +308,74 @@ class XmlCalls:
     def markers(self) -> tuple[str, ...]:
         return ("<tool_call>", "</tool_call>")
 
-    def read(self, source: Source, sink: Schemas, opening: str) -> Reading[None]:
+    def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
         if opening == "<tool_call>":
             yield from source.skip_space()
             yield from source.expect("<function=")
         name = yield from _name_before(source, ">")
         sink.begin(name)
         properties = sink.schema(name).get("properties")
-        lead = "{"
-        while (yield from self._another(source)):
+        separator = "{"
+        while (yield from self._next_parameter(source)):
             key = yield from _name_before(source, ">", _KEY)
-            sink.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: ")
+            sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             schema = properties.get(key) if isinstance(properties, dict) else None
             yield from _read_xml_value(source, sink, schema if isinstance(schema, dict) else {})
-            lead = ", "
-        sink.arguments("{}" if lead == "{" else "}")
+            separator = ", "
+        sink.arguments("{}" if separator == "{" else "}")
         sink.complete()
         if (yield from source.skip_space()):
-            yield from source.closes("</tool_call>")
+            yield from source.accept_closing("</tool_call>")
 
-    def _another(self, source: Source) -> Reading[bool]:
+    def _next_parameter(self, source: Source) -> Parser[bool]:
         yield from source.skip_space()
-        tag = yield from source.tries("<parameter=", "</function>")
+        tag = yield from source.accept("<parameter=", "</function>")
         if not tag:
             raise Malformed("neither a parameter nor </function> follows")
         return tag == "<parameter="
 
 
-def kinds_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names for a value; those of its alternatives, where it has some."""
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema allows for a value, its alternatives included."""
     named = schema.get("type")
-    kinds = {named} if isinstance(named, str) else set(map(str, named)) if isinstance(named, list) else set()
+    types = {named} if isinstance(named, str) else set(map(str, named)) if isinstance(named, list) else set()
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else ():
-            kinds |= kinds_of(one) if isinstance(one, Mapping) else set()
-    return kinds
+            types |= types_of(one) if isinstance(one, Mapping) else set()
+    return types
 
 
-def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Reading[None]:
-    """A value up to its closing tag, without the line breaks that stand around it."""
-    yield from source.tries("\r\n", "\n")
-    ends = ("\n</parameter>", "</parameter>")
-    kinds = kinds_of(schema)
-    if kinds == {"string"}:
+def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Parser[None]:
+    """Parse a value up to its closing tag, without surrounding line breaks."""
+    yield from source.accept("\r\n", "\n")
+    endings = ("\n</parameter>", "</parameter>")
+    types = types_of(schema)
+    if types == {"string"}:
         sink.arguments('"')
-        ended, tail = (yield from source.until(ends, lambda text: sink.arguments(_escaped(text)), partial=True)), '"'
+        ended, ending = (
+            (yield from source.until(endings, lambda text: sink.arguments(_escaped(text)), partial=True)),
+            '"',
+        )
     else:
         pieces: list[str] = []
-        ended, tail = (yield from source.until(ends, pieces.append)), _as_json("".join(pieces), kinds)
+        ended, ending = (yield from source.until(endings, pieces.append)), _as_json("".join(pieces), types)
     if not ended:
         raise Malformed("a parameter has no end")
-    sink.arguments(tail)
+    sink.arguments(ending)
 
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _as_json(text: str, kinds: set[str]) -> str:
-    """The value that the text is, or that text as a string; True, False and None are Python's, as models write them.
+def _as_json(text: str, types: set[str]) -> str:
+    """Return the text as JSON: its value, or a string. Accepts Python\'s True, False and None, which models write.
 
-    kinds: the types that it may have; where a string is one of them, it is that, if not null.
+    kinds: allowed types; if a string is allowed, it is one, unless it is null.
     """
     stripped = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
-    if "string" in kinds:
-        return "null" if stripped == "null" and "null" in kinds else json.dumps(text, ensure_ascii=False)
+    if "string" in types:
+        return "null" if stripped == "null" and "null" in types else json.dumps(text, ensure_ascii=False)
     try:
         json.loads(stripped, parse_constant=no_constant)
     except (ValueError, RecursionError):
@@ -380,16 +383,16 @@ def _as_json(text: str, kinds: set[str]) -> str:
     return stripped
 
 
-def _name_before(source: Source, separator: str, pattern: re.Pattern[str] = _NAME) -> Reading[str]:
-    """A name, and the separator after it."""
+def _name_before(source: Source, separator: str, pattern: re.Pattern[str] = _NAME) -> Parser[str]:
+    """Parse a name, and the separator after it."""
     yield from source.skip_space()
     name = yield from _collect(source, pattern)
     yield from source.expect(separator)
     return name
 
 
-def _collect(source: Source, pattern: re.Pattern[str]) -> Reading[str]:
-    """All that `pattern` matches, at least one character."""
+def _collect(source: Source, pattern: re.Pattern[str]) -> Parser[str]:
+    """Collect all that `pattern` matches. Raises Malformed for nothing."""
     text = ""
     while (yield from source.more()) and (more := source.take_all(pattern)):
         text += more
@@ -398,24 +401,24 @@ def _collect(source: Source, pattern: re.Pattern[str]) -> Reading[str]:
     return text
 
 
-def _read_array(source: Source, sink: Sink) -> Reading[None]:
-    """The objects of an array, after its [."""
+def _read_array(source: Source, sink: Sink) -> Parser[None]:
+    """Parse the objects of an array, after its [."""
     while True:
         yield from source.skip_space()
         yield from read_call(source, sink)
         yield from source.skip_space()
-        if not (yield from source.tries(",")):
+        if not (yield from source.accept(",")):
             break
     yield from source.expect("]")
 
 
-def _read_objects(source: Source, sink: Sink, separators: tuple[str, ...] = (";", ",")) -> Reading[None]:
-    """Objects in a row, with white space or a separator between them."""
+def _read_objects(source: Source, sink: Sink, separators: tuple[str, ...] = (";", ",")) -> Parser[None]:
+    """Parse consecutive objects, separated by white space or a separator."""
     while True:
         yield from read_call(source, sink)
         if not (yield from source.skip_space()):
             return
-        if (yield from source.tries(*separators)):
+        if (yield from source.accept(*separators)):
             yield from source.skip_space()
         if not (yield from source.more()) or (yield from source.peek()) != "{":
             return

@@ -1,4 +1,4 @@
-"""Tools, the calls that models make of them, and what a reader of answers finds."""
+"""Tools, calls of them, and the pieces that a CallReader finds in answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ToolMode = Literal["none", "auto", "required"]
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the client would run. parameters: JSON Schema of its arguments, None for none.
+    """A function of the client. parameters: JSON Schema of its arguments, None for none.
 
-    strict: arguments are held to that schema.
+    strict: True to enforce that schema.
     """
 
     name: str
@@ -30,24 +30,25 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Of its arguments, whatever the client left out."""
+        """Schema of its arguments; an empty object without parameters."""
         return self.parameters or {"type": "object", "properties": {}}
 
     def definition(self) -> dict[str, object]:
-        """As chat templates take it: OpenAI's shape. Nothing is left out, for templates put these together blindly."""
+        """Return the definition for chat templates, in OpenAI's shape, with all members, as templates do not check."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether tools are called: never, as the model likes, at least one; name: this one, where mode is "required"."""
+    """Choice of the client: no calls, as the model decides, or at least one. name: of the tool, with mode
+    "required"."""
 
     mode: ToolMode = "auto"
     name: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. arguments: a JSON object, as text.  cut: the answer ended within the call, and so does that text."""
+    """A call. arguments: a JSON object, as text.  cut: True if the answer, and so that text, ended within the call."""
 
     id: str
     name: str
@@ -56,13 +57,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 JsonObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
-"""A JSON object as it was written, which nothing reads on its way."""
+"""A JSON object as the model wrote it, passed on unparsed."""
 
 
 def arguments_of(text: str, *, cut: bool = False) -> JsonObject:
-    """A call's arguments as a part of a JSON document that has one line. Within strings, line breaks are escaped.
+    """Return a call's arguments as part of a one-line JSON document. Within strings, line breaks are escaped.
 
-    cut: the text ends too early: the object has the values that are whole, as clients read a stream that ends there.
+    cut: True for truncated text: the object has only its complete values.
     """
     if cut:
         return msgspec.Raw(msgspec.json.encode(from_json(text, allow_partial=True) if text else {}))
@@ -70,13 +71,13 @@ def arguments_of(text: str, *, cut: bool = False) -> JsonObject:
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """Text that belongs to no call."""
+    """Text outside of calls."""
 
     text: str
 
 
 class CallBegan(msgspec.Struct, frozen=True, tag=True):
-    """A call, by its number in the answer from 0; its arguments follow."""
+    """Start of a call. index: in the answer, from 0; its arguments follow."""
 
     index: int
     id: str
@@ -84,26 +85,26 @@ class CallBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True, tag=True):
-    """More of a call's arguments: all of them in a row are a JSON object."""
+    """Part of a call's arguments, which together are a JSON object."""
 
     index: int
     text: str
 
 
 class CallEnded(msgspec.Struct, frozen=True, tag=True):
-    """The call is whole."""
+    """End of a complete call."""
 
     index: int
 
 
 class CallBroken(msgspec.Struct, frozen=True, tag=True):
-    """The call is none: the model went astray within it. Its text follows as `Said`."""
+    """End of a malformed call. Its text follows as `Said`."""
 
     index: int
 
 
 class CallCut(msgspec.Struct, frozen=True, tag=True):
-    """The answer ended within the call, which stays as far as it came."""
+    """End of a call that the end of the answer truncated."""
 
     index: int
 
@@ -111,7 +112,7 @@ class CallCut(msgspec.Struct, frozen=True, tag=True):
 Piece = Said | CallBegan | CallArguments | CallEnded | CallBroken | CallCut
 
 
-# Calls and their results as turns of a conversation, in the form that chat templates take.
+# Calls and their results as turns of a conversation, as chat templates need them.
 
 Turn = dict[str, object]
 
@@ -120,9 +121,9 @@ _ALPHABET = string.digits + string.ascii_letters
 
 
 def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
-    """An assistant's turn with the calls that it made; its content is None where it said nothing.
+    """Return an assistant's turn with its calls; its content is None without text.
 
-    where: what the client called the calls, for errors. Raises InvalidRequest for arguments that are no JSON object.
+    where: path of the calls in the request, for errors. Raises InvalidRequest for arguments that are no JSON object.
     """
     past = [
         {
@@ -136,40 +137,40 @@ def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
 
 
 def result_turn(call_id: str, content: str, name: str = "") -> Turn:
-    """What a call gave. name: the tool's, where it is known; see `named`."""
+    """Return the turn of a call's result. name: of the tool, if known; see `named`."""
     turn: Turn = {"role": "tool", "content": content, "tool_call_id": call_id}
     return turn | {"name": name} if name else turn
 
 
 def named(turns: Sequence[Turn]) -> list[Turn]:
-    """The same, each result under its tool's name, which some templates want, where the call is in the conversation."""
+    """Add the tool's name, which some templates need, to results whose call is in the conversation."""
     names: dict[object, object] = {}
-    whole: list[Turn] = []
+    result: list[Turn] = []
     for turn in turns:
         for call in _calls(turn):
             names[call["id"]] = call["function"]["name"]
         name = names.get(turn.get("tool_call_id"))
-        whole.append({"name": name, **turn} if turn["role"] == "tool" and name is not None else turn)
-    return whole
+        result.append({"name": name, **turn} if turn["role"] == "tool" and name is not None else turn)
+    return result
 
 
 def fitting(turns: Sequence[Turn], written: ToolFormat | None) -> list[Turn]:
-    """The same, with ids of calls as the model's template takes them: a conversation may have begun with another."""
+    """Convert ids of calls for the model's template, as a conversation may have started with another model."""
     if written is None or not written.short_ids:
         return list(turns)
-    fitted: list[Turn] = []
+    converted: list[Turn] = []
     for turn in turns:
         if calls := _calls(turn):
-            fitted.append(turn | {"tool_calls": [call | {"id": _short(str(call["id"]))} for call in calls]})
+            converted.append(turn | {"tool_calls": [call | {"id": _short(str(call["id"]))} for call in calls]})
         elif "tool_call_id" in turn:
-            fitted.append(turn | {"tool_call_id": _short(str(turn["tool_call_id"]))})
+            converted.append(turn | {"tool_call_id": _short(str(turn["tool_call_id"]))})
         else:
-            fitted.append(turn)
-    return fitted
+            converted.append(turn)
+    return converted
 
 
 def spoken(turns: Sequence[Turn]) -> list[Turn]:
-    """The same, each with text, if an empty one: templates differ in what they can put together."""
+    """Replace content None by "", which not all templates accept."""
     return [turn | {"content": ""} if turn["content"] is None else turn for turn in turns]
 
 
@@ -179,7 +180,7 @@ def _calls(turn: Mapping[str, object]) -> list[dict[str, dict[str, object]]]:
 
 
 def _read(text: str, where: str) -> dict[str, object]:
-    """Arguments out of their text; none where there is none, as clients put it together from a stream."""
+    """Parse arguments; empty text, as clients make it from a stream, is none."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
@@ -190,7 +191,7 @@ def _read(text: str, where: str) -> dict[str, object]:
 
 
 def _short(call_id: str) -> str:
-    """Nine letters and digits, the same for the same id; an id that is such is left as it is."""
+    """Return nine letters and digits, the same for the same id; such an id is returned unchanged."""
     if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode(errors="surrogatepass")).digest()[:8])

@@ -1,4 +1,4 @@
-"""How the loaded model writes tool calls, found out from its own chat template: the one table of formats."""
+"""Formats of tool calls, and which one the loaded model uses, by its chat template."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from engine.text.tokenizer import Tokenizer
 class ToolFormat:
     """One format.
 
-    name: for people.  signs: regular expressions that a template has all of where its model writes calls so.
-    bare: a call may also be an answer that begins with { and needs no marker.
-    short_ids: ids of calls are nine letters and digits, and templates refuse any other.
-    example: what a call looks like.
+    name: display name.  patterns: regular expressions that all match in templates of models with this format.
+    bare: True if a call may also be an answer that begins with {, without a marker.
+    short_ids: True if ids of calls must be nine letters and digits.
     """
 
     name: str
-    signs: tuple[str, ...]
+    patterns: tuple[str, ...]
     shape: Shape
     bare: bool = False
     short_ids: bool = False
 
-    def marks(self, template: str) -> bool:
-        """Whether `template` is one of a model that writes calls so."""
-        return all(re.search(sign, template) for sign in self.signs)
+    def matches(self, template: str) -> bool:
+        """Return whether a model with this chat template uses this format."""
+        return all(re.search(pattern, template) for pattern in self.patterns)
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -77,37 +76,37 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("Jamba", ("<tool_calls>", "</tool_calls>"), JsonCalls("<tool_calls>", "</tool_calls>", array=True)),
     ToolFormat("Hermes", ("<tool_call>", "</tool_call>", r'"name\\?": '), JsonCalls("<tool_call>", "</tool_call>")),
 )
-"""The first whose signs a template has is its format."""
+"""The first one that matches a template is its format."""
 
 _MARKER = re.compile(r"<[|｜/\w][^<>\s{}]{2,60}>|\[/?[A-Z_]{4,40}\]")
 _CALLING = re.compile(r"call|tool|function|action|invoke", re.IGNORECASE)
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
-    """How the model writes calls; None where its template knows no tools, or writes calls as no format here does."""
+    """Return the model's format; None where its template has no tools, or an unsupported format."""
     template = tokenizer.tool_template
     if template is None or not template.uses("tools"):
         return None
-    return next((known for known in FORMATS if known.marks(template.source)), None)
+    return next((supported for supported in FORMATS if supported.matches(template.source)), None)
 
 
-def known_format(tokenizer: Tokenizer) -> ToolFormat:
-    """Likewise; raises InvalidRequest, saying which of the two it is, in place of None."""
-    if (found := format_of(tokenizer)) is not None:
-        return found
+def require_format(tokenizer: Tokenizer) -> ToolFormat:
+    """Return the model's format; raises InvalidRequest with the reason where there is none."""
+    if (tool_format := format_of(tokenizer)) is not None:
+        return tool_format
     template = tokenizer.tool_template
     if template is None or not template.uses("tools"):
-        raise InvalidRequest("tools are not supported: this model's chat template knows none", param="tools")
+        raise InvalidRequest("tools are not supported: this model's chat template has none", param="tools")
     markers = ", ".join(_markers_in(template.source))
-    known = ", ".join(dict.fromkeys(each.name for each in FORMATS))
+    supported = ", ".join(dict.fromkeys(each.name for each in FORMATS))
     raise InvalidRequest(
-        "tools are not supported: this model's chat template writes calls in a format that is not known here "
-        f"({f'its markers: {markers}' if markers else 'without markers'}); known are those of {known}",
+        "tools are not supported: this model's chat template writes calls in an unsupported format "
+        f"({f'its markers: {markers}' if markers else 'without markers'}); supported are those of {supported}",
         param="tools",
     )
 
 
 def _markers_in(template: str) -> list[str]:
-    """What may mark calls there, a few of them."""
-    found = dict.fromkeys(marker for marker in _MARKER.findall(template) if _CALLING.search(marker))
-    return list(found)[:6]
+    """Return a few markers of a template that may belong to calls."""
+    tool_format = dict.fromkeys(marker for marker in _MARKER.findall(template) if _CALLING.search(marker))
+    return list(tool_format)[:6]

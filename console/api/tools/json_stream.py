@@ -1,4 +1,4 @@
-"""JSON as a model writes it, read while it comes (RFC 8259): checked, given away as it is, never built up."""
+"""Streaming parser of JSON (RFC 8259): checks text as it arrives and passes it on, without building values."""
 
 from __future__ import annotations
 
@@ -7,90 +7,89 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-# An answer's text as it comes, for parsers that are generators: they yield where they need more of it.
+# Text that arrives in pieces, for parsers that are generators: they yield where they need more.
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
-"""A parser: it yields to wait for text, and what it decides depends on the text alone, never on how that is split."""
+Parser = Generator[None, None, T]
+"""A parser: yields to wait for text. Its result depends only on the text, not on how that is split."""
 
-Give = Callable[[str], None]
-"""Takes text that was read."""
+Emit = Callable[[str], None]
+"""Receives parsed text."""
 
 
 class Malformed(Exception):
-    """The text is no call after all, or ends within one; the message says where it went wrong."""
+    """The text is not a call, or ends within one; the message has the reason."""
 
 
 class Source:
-    """Text in pieces, read from its front. `taken` is what was read since `mark`, to be given back if need be.
+    """Text in pieces, consumed from its front. `consumed` is the text since `mark`.
 
-    ended: no more text comes. A parser that finds the text malformed after that was waiting for more: all of it could
-    have begun what was looked for.
+    ended: True after the end. A parser that then finds the text malformed was waiting for more of a valid text.
     """
 
     def __init__(self) -> None:
         self.ended = False
         self._text = ""
-        self._at = 0
-        self._taken: list[str] = []
+        self._position = 0
+        self._consumed: list[str] = []
 
     def push(self, text: str) -> None:
-        """More text."""
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        """Append text."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def end(self) -> None:
-        """No more text comes."""
+        """Mark the end of the text."""
         self.ended = True
 
     def mark(self) -> None:
-        """Forget what was read so far."""
-        self._taken.clear()
+        """Forget the consumed text."""
+        self._consumed.clear()
 
     @property
-    def taken(self) -> str:
-        """What was read since the last mark."""
-        return "".join(self._taken)
+    def consumed(self) -> str:
+        """Text consumed since the last mark."""
+        return "".join(self._consumed)
 
-    def more(self) -> Reading[bool]:
-        """Whether any text is left, waiting for it."""
-        while self._at >= len(self._text):
+    def more(self) -> Parser[bool]:
+        """Wait for text; return whether there is any."""
+        while self._position >= len(self._text):
             if self.ended:
                 return False
             yield
         return True
 
-    def peek(self) -> Reading[str]:
-        """The next character, which stays; raises Malformed at the end."""
+    def peek(self) -> Parser[str]:
+        """Return the next character without consuming it. Raises Malformed at the end."""
         if not (yield from self.more()):
             raise Malformed("the answer ends within it")
-        return self._text[self._at]
+        return self._text[self._position]
 
     def take(self, count: int = 1) -> str:
-        """That many characters which are there already."""
-        text = self._text[self._at : self._at + count]
-        self._at += len(text)
-        self._taken.append(text)
+        """Consume that many available characters."""
+        text = self._text[self._position : self._position + count]
+        self._position += len(text)
+        self._consumed.append(text)
         return text
 
     def take_all(self, pattern: re.Pattern[str]) -> str:
-        """What `pattern` matches of the text that is there already, "" for nothing."""
-        found = pattern.match(self._text, self._at)
-        return self.take(found.end() - self._at) if found else ""
+        """Consume what `pattern` matches in the available text, "" for nothing."""
+        found = pattern.match(self._text, self._position)
+        return self.take(found.end() - self._position) if found else ""
 
-    def skip_space(self) -> Reading[bool]:
-        """Take white space; whether any text is left after it."""
+    def skip_space(self) -> Parser[bool]:
+        """Consume white space; return whether text follows."""
         while (yield from self.more()):
-            if not self._text[self._at].isspace():
+            if not self._text[self._position].isspace():
                 return True
             self.take()
         return False
 
-    def tries(self, *literals: str) -> Reading[str]:
-        """Take the first of `literals` that the text goes on with, and return it; "" where it is none."""
+    def accept(self, *literals: str) -> Parser[str]:
+        """Consume and return the first of `literals` that comes next; "" for none."""
         for literal in literals:
             while True:
-                ahead = self._text[self._at : self._at + len(literal)]
+                ahead = self._text[self._position : self._position + len(literal)]
                 if ahead == literal:
                     return self.take(len(literal))
                 if self.ended or not literal.startswith(ahead):
@@ -98,47 +97,46 @@ class Source:
                 yield
         return ""
 
-    def closes(self, literal: str) -> Reading[bool]:
-        """Take `literal` where the text goes on with it, or ends within it; whether all of it was there."""
-        found = yield from self.tries(literal)
-        if not found and self.ended and literal.startswith(self._text[self._at :]):
-            self.drop()
+    def accept_closing(self, literal: str) -> Parser[bool]:
+        """Consume `literal` if it comes next, or the text ends within it; return whether it is complete."""
+        found = yield from self.accept(literal)
+        if not found and self.ended and literal.startswith(self._text[self._position :]):
+            self.discard_rest()
         return bool(found)
 
-    def drop(self) -> None:
-        """Take all text that is there."""
-        self.take(len(self._text) - self._at)
+    def discard_rest(self) -> None:
+        """Consume all available text."""
+        self.take(len(self._text) - self._position)
 
-    def expect(self, literal: str) -> Reading[None]:
-        """Take `literal`; raises Malformed where the text goes on with something else."""
-        if not (yield from self.tries(literal)):
+    def expect(self, literal: str) -> Parser[None]:
+        """Consume `literal`. Raises Malformed where something else comes next."""
+        if not (yield from self.accept(literal)):
             raise Malformed(f"{literal!r} is missing")
 
-    def until(self, markers: Sequence[str], give: Give, *, partial: bool = False) -> Reading[str]:
-        """Give text away up to the first marker, which is taken and returned; "" at the end of the text.
+    def until(self, markers: Sequence[str], emit: Emit, *, partial: bool = False) -> Parser[str]:
+        """Emit text up to the first marker, which is consumed and returned; "" at the end of the text.
 
-        Of several markers, the one that begins first counts. Held back is only what may begin one.
-        partial: one that the text ends within is one as well, and no text.
+        Only text that may begin a marker is held back. partial: True to treat a marker that the end truncates as one.
         """
         while True:
-            text = self._text[self._at :]
+            text = self._text[self._position :]
             found = min(((at, -len(m), m) for m in markers if (at := text.find(m)) >= 0), default=None)
             if found is not None:
                 at, _, marker = found
                 if at:
-                    give(self.take(at))
+                    emit(self.take(at))
                 return self.take(len(marker))
-            sure = len(text) if self.ended and not partial else len(text) - _possible_start(text, markers)
-            if sure:
-                give(self.take(sure))
+            safe = len(text) if self.ended and not partial else len(text) - _partial_marker_length(text, markers)
+            if safe:
+                emit(self.take(safe))
             if self.ended:
-                self.drop()
+                self.discard_rest()
                 return ""
             yield
 
 
-def _possible_start(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` may begin a marker."""
+def _partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Return how many characters at the end of `text` may begin a marker."""
     longest = max(map(len, markers), default=1)
     for length in range(min(longest - 1, len(text)), 0, -1):
         end = text[-length:]
@@ -148,72 +146,73 @@ def _possible_start(text: str, markers: Sequence[str]) -> int:
 
 
 MAX_DEPTH = 64
-"""Arrays and objects within each other."""
+"""Of nested arrays and objects."""
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _VALID_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HALF = re.compile("[\ud800-\udfff]")
-"""A surrogate by itself, which no text can have: it would fail where it is written."""
+"""A lone surrogate, which cannot be encoded."""
 
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
-def read_value(source: Source, give: Give, depth: int = 0) -> Reading[None]:
-    """One value of any kind. Raises Malformed."""
+def read_value(source: Source, emit: Emit, depth: int = 0) -> Parser[None]:
+    """Parse one value of any kind. Raises Malformed."""
     if depth > MAX_DEPTH:
         raise Malformed("it is nested too deeply")
     match (yield from source.peek()):
         case '"':
-            yield from read_string(source, give)
+            yield from read_string(source, emit)
         case "{":
-            yield from _read_members(source, give, depth)
+            yield from _read_members(source, emit, depth)
         case "[":
-            yield from _read_items(source, give, depth)
+            yield from _read_items(source, emit, depth)
         case _:
-            yield from _read_scalar(source, give)
+            yield from _read_scalar(source, emit)
 
 
-def read_string(source: Source, give: Give) -> Reading[None]:
-    """A string with its quotes. A line break in it, which JSON forbids but models write, is given as its escape."""
+def read_string(source: Source, emit: Emit) -> Parser[None]:
+    """Parse a string with its quotes. Line breaks in it, which JSON forbids but models write, are emitted as
+    escapes."""
     yield from source.expect('"')
-    give('"')
+    emit('"')
     while (char := (yield from source.peek())) != '"':
         if char == "\\":
-            give((yield from _read_escape(source)))
+            emit((yield from _read_escape(source)))
         elif char < " ":
-            give(json.dumps(source.take())[1:-1])
+            emit(json.dumps(source.take())[1:-1])
         else:
-            give(source.take_all(_PLAIN))
-    give(source.take())
+            emit(source.take_all(_PLAIN))
+    emit(source.take())
 
 
-def collect_string(source: Source) -> Reading[str]:
-    """What a string says. Raises Malformed."""
+def collect_string(source: Source) -> Parser[str]:
+    """Parse a string and return its value. Raises Malformed."""
     if (yield from source.peek()) != '"':
         raise Malformed("a string is missing")
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
-    said = str(json.loads("".join(pieces)))
-    if not said.isascii() and _HALF.search(said):
+    text = str(json.loads("".join(pieces)))
+    if not text.isascii() and _HALF.search(text):
         raise Malformed("a string has half of a character")
-    return said
+    return text
 
 
-def read_space(source: Source, give: Give) -> Reading[str]:
-    """White space; the character after it, which stays. Raises Malformed at the end."""
+def read_space(source: Source, emit: Emit) -> Parser[str]:
+    """Emit white space; return the next character, unconsumed. Raises Malformed at the end."""
     while (char := (yield from source.peek())) in " \t\r\n":
-        give(source.take())
+        emit(source.take())
     return char
 
 
 def no_constant(text: str) -> None:
-    """For `json.loads`, which takes NaN and Infinity where nothing is said: JSON has none. Raises ValueError."""
+    """Raise ValueError: for `json.loads`, which accepts NaN and Infinity by default."""
     raise ValueError(text)
 
 
-def _read_escape(source: Source) -> Reading[str]:
+def _read_escape(source: Source) -> Parser[str]:
     text = source.take()
     char = yield from source.peek()
     text += source.take()
@@ -228,46 +227,46 @@ def _read_escape(source: Source) -> Reading[str]:
     return text
 
 
-def _read_members(source: Source, give: Give, depth: int) -> Reading[None]:
-    give(source.take())
-    if (yield from read_space(source, give)) == "}":
-        give(source.take())
+def _read_members(source: Source, emit: Emit, depth: int) -> Parser[None]:
+    emit(source.take())
+    if (yield from read_space(source, emit)) == "}":
+        emit(source.take())
         return
     while True:
-        if (yield from read_space(source, give)) != '"':
+        if (yield from read_space(source, emit)) != '"':
             raise Malformed("a key is missing")
-        yield from read_string(source, give)
-        if (yield from read_space(source, give)) != ":":
+        yield from read_string(source, emit)
+        if (yield from read_space(source, emit)) != ":":
             raise Malformed("a colon is missing")
-        give(source.take())
-        yield from read_space(source, give)
-        yield from read_value(source, give, depth + 1)
-        if (yield from _ends(source, give, "}")):
+        emit(source.take())
+        yield from read_space(source, emit)
+        yield from read_value(source, emit, depth + 1)
+        if (yield from _at_end(source, emit, "}")):
             return
 
 
-def _read_items(source: Source, give: Give, depth: int) -> Reading[None]:
-    give(source.take())
-    if (yield from read_space(source, give)) == "]":
-        give(source.take())
+def _read_items(source: Source, emit: Emit, depth: int) -> Parser[None]:
+    emit(source.take())
+    if (yield from read_space(source, emit)) == "]":
+        emit(source.take())
         return
     while True:
-        yield from read_space(source, give)
-        yield from read_value(source, give, depth + 1)
-        if (yield from _ends(source, give, "]")):
+        yield from read_space(source, emit)
+        yield from read_value(source, emit, depth + 1)
+        if (yield from _at_end(source, emit, "]")):
             return
 
 
-def _ends(source: Source, give: Give, closing: str) -> Reading[bool]:
-    """Take what follows a member or an item: whether it is `closing`, else it must be a comma."""
-    char = yield from read_space(source, give)
+def _at_end(source: Source, emit: Emit, closing: str) -> Parser[bool]:
+    """Consume `closing` or a comma; return whether it was `closing`."""
+    char = yield from read_space(source, emit)
     if char not in (closing, ","):
         raise Malformed(f"a comma or {closing} is missing")
-    give(source.take())
+    emit(source.take())
     return char == closing
 
 
-def _read_scalar(source: Source, give: Give) -> Reading[None]:
+def _read_scalar(source: Source, emit: Emit) -> Parser[None]:
     text = ""
     while (yield from source.more()):
         if not (more := source.take_all(_SCALAR)):
@@ -277,4 +276,4 @@ def _read_scalar(source: Source, give: Give) -> Reading[None]:
         raise Malformed("the answer ends within it")
     if _VALID_SCALAR.fullmatch(text) is None:
         raise Malformed("a value is missing")
-    give(text)
+    emit(text)

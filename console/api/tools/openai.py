@@ -1,4 +1,4 @@
-"""Tools as OpenAI's clients send them, and Ollama's: the fields of a body, read into what every dialect works with."""
+"""Tools in requests of OpenAI's and Ollama's clients, as types for all dialects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODES: Mapping[str, ToolChoice] = {
 
 
 class FunctionField(BaseModel):
-    """A function that may be called. parameters: JSON Schema of an object; strict: arguments are held to it."""
+    """A function. parameters: JSON Schema of an object; strict: True to enforce it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -33,7 +33,7 @@ class FunctionField(BaseModel):
 
 
 class ToolField(BaseModel):
-    """A tool; functions are all there are."""
+    """A tool; always a function."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -42,12 +42,12 @@ class ToolField(BaseModel):
 
 
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
-    """The tools of a body. Raises InvalidRequest naming what is wrong."""
+    """Return the tools of a body. Raises InvalidRequest naming what is wrong."""
     return tuple(read_tool(field.function, f"tools[{i}].function") for i, field in enumerate(fields or ()))
 
 
 def read_tool(field: FunctionField, where: str) -> Tool:
-    """One of them; where: what the client called it."""
+    """Return one tool. where: its path in the request."""
     if not _NAME.fullmatch(field.name):
         raise InvalidRequest(
             f"{where}.name should be 1 to 128 letters, digits and any of _ . : / -", param=f"{where}.name"
@@ -66,7 +66,7 @@ def read_tool(field: FunctionField, where: str) -> Tool:
 
 
 def read_choice(value: object) -> ToolChoice:
-    """`tool_choice`: none, auto, required, or {"type": "function", "function": {"name": ...}}; None is auto."""
+    """Return `tool_choice`: none, auto, required, or {"type": "function", "function": {"name": ...}}; None is auto."""
     match value:
         case None:
             return _MODES["auto"]
@@ -82,7 +82,7 @@ def read_choice(value: object) -> ToolChoice:
 
 
 def read_calls(value: object, where: str) -> list[ToolCall]:
-    """`tool_calls` of a message, calls that were made earlier. Raises InvalidRequest naming what is wrong."""
+    """Return the earlier calls of a message, `tool_calls`. Raises InvalidRequest naming what is wrong."""
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} should be an array of calls", param=where)
     return [_read_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
@@ -90,10 +90,10 @@ def read_calls(value: object, where: str) -> list[ToolCall]:
 
 def _read_call(value: object, where: str) -> ToolCall:
     match value:
-        case {"id": str(call_id), "function": {"name": str(name), **given}, **others} if call_id and name:
+        case {"id": str(call_id), "function": {"name": str(name), **function}, **others} if call_id and name:
             _refuse_others(others, {"type": "function"}, where)
-            arguments = given.pop("arguments", None)
-            _refuse_others(given, {}, f"{where}.function")
+            arguments = function.pop("arguments", None)
+            _refuse_others(function, {}, f"{where}.function")
             if not isinstance(arguments, str | None):
                 at = f"{where}.function.arguments"
                 raise InvalidRequest(f"{at} should be a JSON object, as text", param=at)
@@ -105,8 +105,8 @@ def _read_call(value: object, where: str) -> ToolCall:
             )
 
 
-def _refuse_others(given: Mapping[Any, object], neutral: Mapping[str, object], where: str) -> None:
+def _refuse_others(function: Mapping[Any, object], neutral: Mapping[str, object], where: str) -> None:
     """Raise InvalidRequest for a field that a call does not have. index: where streams put a call."""
-    for name, value in given.items():
+    for name, value in function.items():
         if name != "index" and value is not None and neutral.get(name) != value:
             raise InvalidRequest(f"{where}.{name} is not known here", param=f"{where}.{name}")

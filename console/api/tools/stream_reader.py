@@ -1,4 +1,4 @@
-"""CallReader: an answer's text into what is said and what is called, as it comes."""
+"""CallReader: splits an answer's text into text and calls, as it arrives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from console.api.tools.calls import (
     ToolCall,
 )
 from console.api.tools.formats import ToolFormat
-from console.api.tools.json_stream import Malformed, Reading, Source
+from console.api.tools.json_stream import Malformed, Parser, Source
 
 log = logging.getLogger("api")
 
@@ -31,15 +31,15 @@ _CALL_KEYS = frozenset({"id", "type", "tool_call_id"})
 
 
 class CallReader:
-    """Reads one answer. What is found depends on the text, not on how it is split into pieces.
+    """Reads one answer. The result depends on the text, not on how it is split into pieces.
 
-    Text before a call is given at once, but for white space at its end and what may begin a call. A call is given as
-    soon as it has a name; one that turns out to be none is broken off, and all of its text is given as what is said, so
-    that nothing is lost. One that the answer ends within stays as far as it came, and its markers are no text.
+    Text before a call is emitted at once, except for white space at its end and what may begin a call. A call is
+    emitted as soon as it has a name; a malformed one ends with CallBroken, and all of its text is emitted as text. One
+    that the end of the answer truncates is emitted so far, and its markers are not text.
 
-    tools: a bare call (`ToolFormat.bare`) must be of one of them.  one: calls after the first are left out.
-    required: the answer is held to calls, so that an end of it which may begin one does.
-    hidden: markers that are control tokens; they are never given as text.  id_prefix: of the calls' ids.
+    tools: a bare call (`ToolFormat.bare`) must be of one of them.  one: True to drop calls after the first.
+    required: True if the grammar allows only calls, so that a truncated marker belongs to one.
+    hidden: markers that are control tokens, never emitted as text.  id_prefix: of the calls' ids.
     """
 
     def __init__(
@@ -60,121 +60,121 @@ class CallReader:
         self._id_prefix = id_prefix
         self._source = Source()
         self._pieces: list[Piece] = []
-        self._space = ""
+        self._held_space = ""
         self._index = 0
-        self._open = False
+        self._in_call = False
         self._cut = False
         self._bare = False
-        self._reading = self._read()
+        self._parser = self._parse()
         self._advance()
 
     @property
     def called(self) -> bool:
-        """Whether there was a call, and all are whole."""
+        """True if there was a call, and all are complete."""
         return self._index > 0 and not self._cut
 
     def feed(self, text: str) -> list[Piece]:
-        """What more text brings."""
+        """Return the pieces of more text."""
         self._source.push(text)
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """What the end of the text brings; nothing is held back after it."""
+        """Return the pieces at the end of the text."""
         self._source.end()
         pieces = self._advance()
-        if self._space and not self._index:
-            pieces = _joined([*pieces, Said(self._space)])
-        self._space = ""
+        if self._held_space and not self._index:
+            pieces = _merged([*pieces, Said(self._held_space)])
+        self._held_space = ""
         return [piece for piece in pieces if not isinstance(piece, Said)] if self._required else pieces
 
-    # What shapes tell of the calls that they read.
+    # Sink of the shapes' parsers.
 
     def begin(self, name: str) -> None:
-        """A call begins; raises Malformed where a bare one is of no tool."""
+        """Begin a call. Raises Malformed for a bare call of an unknown tool."""
         if self._bare and name not in self._schemas:
             raise Malformed(f"there is no tool {name!r}")
-        self._open = True
-        self._give(CallBegan(self._index, self._new_id(), name))
+        self._in_call = True
+        self._emit(CallBegan(self._index, self._new_id(), name))
 
     def member(self, key: str) -> None:
-        """A member that calls need not have; raises Malformed where a bare one has it: it is an answer in JSON."""
+        """Check another member's key. Raises Malformed where a bare call has it: then it is an answer in JSON."""
         if self._bare and key not in _CALL_KEYS:
             raise Malformed(f"calls have no {key!r}")
 
     def arguments(self, text: str) -> None:
-        """More of the call's arguments."""
-        self._give(CallArguments(self._index, text))
+        """Emit more of the call's arguments."""
+        self._emit(CallArguments(self._index, text))
 
     def complete(self) -> None:
-        """The call is whole."""
-        self._give(CallEnded(self._index))
-        self._open, self._space = False, ""
+        """End the call."""
+        self._emit(CallEnded(self._index))
+        self._in_call, self._held_space = False, ""
         self._index += 1
         self._source.mark()
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """Of a tool's arguments."""
+        """Return the schema of a tool's arguments."""
         return self._schemas.get(name, {})
 
     def _advance(self) -> list[Piece]:
-        next(self._reading, None)
+        next(self._parser, None)
         pieces, self._pieces = self._pieces, []
-        return _joined(pieces)
+        return _merged(pieces)
 
-    def _read(self) -> Reading[None]:
+    def _parse(self) -> Parser[None]:
         source = self._source
         if self._format.bare:
             yield from source.skip_space()
-            lead = source.taken
+            prefix = source.consumed
             if (yield from source.more()) and (yield from source.peek()) == "{":
                 self._bare = True
-                yield from self._try("", lead)
+                yield from self._read_calls("", prefix)
                 self._bare = False
             else:
-                self._say(lead)
+                self._emit_text(prefix)
         openings = self._format.shape.openings
-        while marker := (yield from source.until((*openings, *self._hidden), self._say)):
+        while marker := (yield from source.until((*openings, *self._hidden), self._emit_text)):
             if marker in openings:
-                yield from self._try(marker, marker)
+                yield from self._read_calls(marker, marker)
 
-    def _try(self, opening: str, lead: str) -> Reading[None]:
-        """Calls, or the text of what turned out to be none, after `lead`."""
+    def _read_calls(self, opening: str, prefix: str) -> Parser[None]:
+        """Parse calls, or emit their text if malformed, after `prefix`."""
         self._source.mark()
         before = self._index
         try:
             yield from self._format.shape.read(self._source, self, opening)
         except Malformed as error:
-            maybe_text = self._bare and not self._open and self._index == before
-            if self._source.ended and not maybe_text:
+            may_be_text = self._bare and not self._in_call and self._index == before
+            if self._source.ended and not may_be_text:
                 self._end_within_call()
             else:
-                if not maybe_text:
-                    log.warning("A tool call of the model is malformed, and given as text: %s", error)
-                if self._open:
-                    self._give(CallBroken(self._index))
-                    self._open = False
-                self._say((lead if self._index == before else "") + self._source.taken)
+                if not may_be_text:
+                    log.warning("A tool call of the model is malformed, and returned as text: %s", error)
+                if self._in_call:
+                    self._emit(CallBroken(self._index))
+                    self._in_call = False
+                self._emit_text((prefix if self._index == before else "") + self._source.consumed)
         self._source.mark()
 
     def _end_within_call(self) -> None:
-        """Nothing of what is left is text; the call is cut off where it has a name already."""
-        if self._open:
-            self._give(CallCut(self._index))
+        """Drop the rest of the text; a call that has a name is truncated."""
+        if self._in_call:
+            self._emit(CallCut(self._index))
             self._cut = not (self._one and self._index)
-        self._open, self._space = False, ""
-        self._source.drop()
+        self._in_call, self._held_space = False, ""
+        self._source.discard_rest()
 
-    def _say(self, text: str) -> None:
-        """Give text, but for the white space at its end: it belongs to a call that may follow."""
+    def _emit_text(self, text: str) -> None:
+        """Emit text, but hold back the white space at its end, which belongs to a call that may follow."""
         for marker in self._hidden:
             text = text.replace(marker, "")
-        text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if said:
-            self._pieces.append(Said(said))
+        text = self._held_space + text
+        texts = text.rstrip()
+        self._held_space = text[len(texts) :]
+        if texts:
+            self._pieces.append(Said(texts))
 
-    def _give(self, piece: Piece) -> None:
+    def _emit(self, piece: Piece) -> None:
         if not (self._one and self._index):
             self._pieces.append(piece)
 
@@ -185,37 +185,37 @@ class CallReader:
 
 
 def whole(reader: CallReader, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What an answer says and the calls that it makes. `reader` has read nothing yet."""
-    said: list[str] = []
-    begun: dict[int, tuple[CallBegan, list[str]]] = {}
+    """Return the text and calls of a whole answer. `reader` must be new."""
+    texts: list[str] = []
+    started: dict[int, tuple[CallBegan, list[str]]] = {}
     calls: list[ToolCall] = []
     for piece in (*reader.feed(text), *reader.finish()):
         match piece:
-            case Said(text=words):
-                said.append(words)
+            case Said(text=text):
+                texts.append(text)
             case CallBegan(index=index):
-                begun[index] = (piece, [])
+                started[index] = (piece, [])
             case CallArguments(index=index, text=more):
-                begun[index][1].append(more)
+                started[index][1].append(more)
             case CallEnded(index=index) | CallCut(index=index):
-                began, arguments = begun[index]
+                start, arguments = started[index]
                 cut = isinstance(piece, CallCut)
-                calls.append(ToolCall(id=began.id, name=began.name, arguments="".join(arguments), cut=cut))
+                calls.append(ToolCall(id=start.id, name=start.name, arguments="".join(arguments), cut=cut))
             case CallBroken():
                 pass
-    return "".join(said), tuple(calls)
+    return "".join(texts), tuple(calls)
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same with texts that follow each other in one piece."""
-    joined: list[Piece] = []
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Merge consecutive texts."""
+    merged: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         match last, piece:
             case (Said(text=first), Said(text=second)):
-                joined[-1] = Said(first + second)
+                merged[-1] = Said(first + second)
             case (CallArguments(index=index, text=first), CallArguments(text=second)):
-                joined[-1] = CallArguments(index, first + second)
+                merged[-1] = CallArguments(index, first + second)
             case _:
-                joined.append(piece)
-    return joined
+                merged.append(piece)
+    return merged
