@@ -67,7 +67,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> Non
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: len(link.models.asked) == 1)
-        assert "◌ Finding out" in selected(pilot)
+        assert "◌ Estimating" in selected(pilot)
         await pilot.press("down", "down")
         await until(pilot, lambda: "pickles" in selected(pilot))
         link.release("estimate")

@@ -35,7 +35,7 @@ UNFINISHED = msgspec.structs.replace(
 
 async def priced(pilot: Pilot[None], link: FakeLink, times: int) -> None:
     """Until so many estimates were asked for, and the last one is shown."""
-    await until(pilot, lambda: len(link.models.asked) >= times and "Finding out" not in selected(pilot))
+    await until(pilot, lambda: len(link.models.asked) >= times and "Estimating" not in selected(pilot))
 
 
 # -- the form ---------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ async def test_while_values_move_the_old_price_is_not_taken_for_the_new_one() ->
         link.expected = estimates.estimate_that_lacks()
         await pilot.press("e", "right")
         await until(pilot, lambda: len(link.models.asked) == 2)
-        assert "◌ Finding out" in selected(pilot)
+        assert "◌ Estimating" in selected(pilot)
         assert "It fits" not in selected(pilot)
         link.release("estimate")
         await until(pilot, lambda: "✖ −2,310 MiB" in selected(pilot))
@@ -285,7 +285,7 @@ async def changed_form(pilot: Pilot[None]) -> None:
 
     def shown() -> bool:
         form = pilot.app.screen.query_one(LoadFormView).form
-        return form is not None and form.own == own and "Finding out" not in selected(pilot)
+        return form is not None and form.own == own and "Estimating" not in selected(pilot)
 
     await until(pilot, shown)
 
@@ -298,7 +298,7 @@ async def compared(pilot: Pilot[None]) -> None:
     table = pilot.app.screen.query_one(Table)
     await until(pilot, lambda: "GPU1 left" in [row.key for row in table.rows])
     behind = pilot.app.screen_stack[-2].query_one(FitPreview)
-    await until(pilot, lambda: "Finding out" not in str(behind.content))
+    await until(pilot, lambda: "Estimating" not in str(behind.content))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (140, 44)])

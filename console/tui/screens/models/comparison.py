@@ -29,7 +29,7 @@ _NOT_KNOWN = "–"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two. fit: what its load would take, why that cannot be told, or None while it is being found out."""
+    """One of the two. fit: the estimate of its load, why there is none, or None while it is computed."""
 
     form: LoadForm
     fit: Estimate | str | None
@@ -80,7 +80,7 @@ def _value(form: LoadForm, name: str) -> str:
 
 
 def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator[Line]:
-    yield _words("fit", _verdict(left), _verdict(right), known=left is not None and right is not None)
+    yield _words("fit", _verdict(left), _verdict(right), is_known=left is not None and right is not None)
     first, second = (fit if isinstance(fit, Estimate) else None for fit in (left, right))
     if first is None and second is None:
         return
@@ -92,15 +92,13 @@ def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator
 
 
 def _device(name: str, left: DeviceEstimate | None, right: DeviceEstimate | None) -> Iterator[Line]:
-    """What all workers take of it, and what is left or lacking then."""
-    taken = [
-        None if each is None else each.weights_bytes + each.kv_bytes + each.working_bytes for each in (left, right)
-    ]
-    if not any(taken) and not any(each is not None and each.short_bytes for each in (left, right)):
+    """Return what all workers take of it, and what is left or missing then."""
+    used = [None if each is None else each.weights_bytes + each.kv_bytes + each.working_bytes for each in (left, right)]
+    if not any(used) and not any(each is not None and each.short_bytes for each in (left, right)):
         return
-    yield _both(f"{name} takes", *taken)
+    yield _both(f"{name} takes", *used)
     after = [_NOT_KNOWN if each is None else _left(each) for each in (left, right)]
-    yield _words(f"{name} left", *after, known=_NOT_KNOWN not in after)
+    yield _words(f"{name} left", *after, is_known=_NOT_KNOWN not in after)
 
 
 def _left(device: DeviceEstimate) -> str:
@@ -115,8 +113,8 @@ def _verdict(fit: Estimate | str | None) -> str:
     return "✓ fits" if fit.can_load else "✖ cannot be loaded" if fit.problem else "✖ does not fit"
 
 
-def _words(label: str, left: str, right: str, *, known: bool = True) -> Line:
-    return Line(label, left, right, "differs" if known and left != right else "")
+def _words(label: str, left: str, right: str, *, is_known: bool = True) -> Line:
+    return Line(label, left, right, "differs" if is_known and left != right else "")
 
 
 def _both(label: str, left: int | None, right: int | None) -> Line:
@@ -177,7 +175,7 @@ class CompareScreen(ModalScreen[None]):
             yield Table(columns, empty="Nothing differs.")
 
     def on_mount(self) -> None:
-        """What is known at once, then what their loads would take."""
+        """Show the files and forms at once, then the estimates of their loads."""
         self._show()
         for at in range(len(self._sides)):
             self.run_worker(self._price(at), group=f"price {at}", exit_on_error=False)
@@ -210,5 +208,5 @@ def _rows(lines: Sequence[Line]) -> list[Row]:
 
 def _row(line: Line) -> Row:
     style = "bold $warning" if line.difference else ""
-    said = cell(f"≠ {line.difference}", "bold $warning") if line.difference else cell("= same", "$muted")
-    return Row(line.label, (cell(line.label, "$muted"), cell(line.left, style), cell(line.right, style), said))
+    verdict = cell(f"≠ {line.difference}", "bold $warning") if line.difference else cell("= same", "$muted")
+    return Row(line.label, (cell(line.label, "$muted"), cell(line.left, style), cell(line.right, style), verdict))

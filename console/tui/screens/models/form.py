@@ -1,4 +1,4 @@
-"""The form of what a load sets of its own: one line for each value, changed by keys, by typing and by clicks."""
+"""The form of the options of a load: one line for each value, changed by keys, by typing and by clicks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class LoadFormView(Static, can_focus=True):
 
     @property
     def form(self) -> LoadForm | None:
-        """What it shows."""
+        """The form that is shown."""
         return self._form
 
     def show(self, form: LoadForm) -> None:

@@ -32,7 +32,7 @@ _MAIN = {
 }
 """Options that the form begins with, and their titles; the others have a line where they are set, or all are shown."""
 _MIN_CONTEXT = 256
-_LONGEST_VALUE = 24
+_MAX_VALUE_CELLS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LoadForm:
         if name in ("dtype", "weights"):
             return text.dtype(str(value))
         shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else as_text(value)
-        return (shown if len(shown) <= _LONGEST_VALUE else f"…{shown[1 - _LONGEST_VALUE :]}") or "–"
+        return (shown if len(shown) <= _MAX_VALUE_CELLS else f"…{shown[1 - _MAX_VALUE_CELLS :]}") or "–"
 
     def origin(self, name: str) -> str:
         """Return where a value comes from, in a word or two."""

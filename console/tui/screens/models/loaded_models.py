@@ -20,7 +20,7 @@ from engine.backends.base import LoadedModel, LoadProgress
 from engine.snapshot import AdapterReading, ModelReading, ModelStatus, Snapshot, WorkerReading
 
 _LABEL = 10
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 _CANCEL = clickable("c cancels", "screen.cancel_load")
 
 _KEYS = Content.assemble(
@@ -46,7 +46,7 @@ class ModelLoad(Static):
         self._shown = Content("")
 
     def show(self, snapshot: Snapshot, fetching: Fetching | None = None) -> None:
-        """Draw anew what has changed. fetching: a download under way."""
+        """Redraw what has changed. fetching: a download under way."""
         paces = self._paces.observe(snapshot.at, _under_way(snapshot, fetching))
         shown = fitted(self.app, loaded_models_text(snapshot, fetching, paces))
         if not shown.is_same(self._shown):
@@ -167,18 +167,18 @@ def _span(time_s: float) -> str:
 
 def _workers(workers: Sequence[WorkerReading], paces: Mapping[str, Pace]) -> Iterator[Content]:
     """A line for each of the first ones; how many more there are."""
-    yield from (_worker(worker, paces.get(worker.id)) for worker in workers[:_MOST_WORKERS])
-    if len(workers) > _MOST_WORKERS:
-        yield Content.styled(f"and {text.plural(len(workers) - _MOST_WORKERS, 'more worker')}", "$muted")
+    yield from (_worker(worker, paces.get(worker.id)) for worker in workers[:_MAX_WORKERS])
+    if len(workers) > _MAX_WORKERS:
+        yield Content.styled(f"and {text.plural(len(workers) - _MAX_WORKERS, 'more worker')}", "$muted")
 
 
 def _worker(worker: WorkerReading, pace: Pace | None) -> Content:
     """Its state, its phase and how fast that goes."""
-    said = []
+    parts = []
     if worker.progress is not None:
-        said = [text.progress(worker.progress), pace_text(worker.progress, pace)]
+        parts = [text.progress(worker.progress), pace_text(worker.progress, pace)]
     return Content.assemble(
-        f"{worker.id} ", worker_state(worker).content, ("  " + ", ".join(word for word in said if word), "$muted")
+        f"{worker.id} ", worker_state(worker).content, ("  " + ", ".join(word for word in parts if word), "$muted")
     )
 
 
@@ -192,16 +192,16 @@ def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Co
     if full and model.status.model is not None:
         yield from (_row(label, Content(value)) for label, value in _facts(model.status.model, workers))
     if model.status.state != "idle":
-        yield from _taken(model, workers)
+        yield from _memory(model, workers)
     yield from (_row("adapter", _adapter(adapter, model)) for adapter in model.adapters)
 
 
-def _taken(model: ModelReading, workers: Sequence[WorkerReading]) -> Iterator[Content]:
-    """For each device what the largest worker on it takes: together they would count twice what they share."""
-    known = [(worker.planned, worker.used) for worker in workers if worker.planned or worker.used]
-    known = known or [(model.planned, model.used)]
-    for device in devices_of(*(shares for both in known for shares in both)):
-        here = [both for both in known if device in devices_of(*both)]
+def _memory(model: ModelReading, workers: Sequence[WorkerReading]) -> Iterator[Content]:
+    """Yield, for each device, the memory of the largest worker on it: a sum would count twice what they share."""
+    readings = [(worker.planned, worker.used) for worker in workers if worker.planned or worker.used]
+    readings = readings or [(model.planned, model.used)]
+    for device in devices_of(*(shares for both in readings for shares in both)):
+        here = [both for both in readings if device in devices_of(*both)]
         planned, used = max(here, key=lambda both: device_bytes(device, both[1] or both[0]))
         many = f" · largest of {len(here)} workers" if len(here) > 1 else ""
         yield _row(device_name(device), Content.assemble(difference(planned, used, device), (many, "$muted")))

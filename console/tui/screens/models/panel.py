@@ -1,4 +1,4 @@
-"""The selected model: what it is, the form of its load, and what that would take, priced anew when a value rests."""
+"""The selected model: its details, the form of its load, and the estimate of that, renewed when a value rests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLUMNS = (
     ("free", "free_bytes"),
 )
 _CELLS = 8
-_LEAST_BAR, _MOST_BAR = 8, 30
+_MIN_BAR, _MAX_BAR = 8, 30
 _MIB = 2**20
 _LACKING = 14
 _PARTS = (
@@ -84,11 +84,11 @@ def _table(found: Estimate, width: int, ascii_only: bool) -> Iterator[Content]:
     unit = text.common_unit([device.weights_bytes + device.kv_bytes + device.working_bytes for device in rows])
     *titles, free = [title for title, _ in _COLUMNS]
     head = f"{unit:<{names}}" + "".join(f"{title:>{_CELLS}}" for title in titles) + f"{free:>{last}}"
-    room = min(_MOST_BAR, width - len(head) - 2)
+    room = min(_MAX_BAR, width - len(head) - 2)
     yield Content.styled(head, "$muted")
     for device in rows:
         line = _device(device, names, last, unit)
-        if room >= _LEAST_BAR:
+        if room >= _MIN_BAR:
             line = Content.assemble(line, "  ", _bar(device, room, ascii_only))
         yield line
 
@@ -125,7 +125,7 @@ def device_label(device: DeviceEstimate) -> str:
 _LABEL_CELLS = 9
 
 Fit = Estimate | str | None
-"""What a load would take, why that cannot be told, or None while it is being found out."""
+"""The estimate of a load, why there is none, or None while it is computed."""
 
 
 class ModelDetails(Static):
@@ -169,7 +169,7 @@ class FitPreview(Static):
         self._shown: tuple[ModelEntry, Fit, bool] | None = None
 
     def show(self, entry: ModelEntry, fit: Fit, *, stale: bool) -> None:
-        """stale: it was of other values, and is being found out anew."""
+        """Show an estimate. stale: it is of other values, and a new one is computed."""
         self._shown = entry, fit, stale
         self._draw()
 
@@ -187,7 +187,7 @@ class FitPreview(Static):
         self.update(fitted(self.app, Content("\n").join(lines)))
 
 
-_WAITING = Content.styled("◌ Finding out what it would take …", "$muted")
+_WAITING = Content.styled("◌ Estimating…", "$muted")
 
 
 def brief(entry: ModelEntry, fit: Fit) -> Content:
@@ -242,7 +242,7 @@ def active_models(snapshot: Snapshot) -> list[ModelStatus]:
 
 
 def is_loaded_from(status: ModelStatus, entry: ModelEntry) -> bool:
-    """Whether it is the one of that folder."""
+    """Return whether it is the one of that folder."""
     return status.spec is not None and status.spec.path == entry.path
 
 
@@ -253,12 +253,12 @@ def num_live_requests(model: ModelReading | None, snapshot: Snapshot) -> int:
 
 
 def is_broken(entry: ModelEntry) -> bool:
-    """Whether it cannot be loaded, whatever is done here."""
+    """Return whether it cannot be loaded, whatever is done here."""
     return bool(entry.problem) and not entry.unfinished
 
 
 def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = False) -> Content:
-    """What the keys do with the selected model; each can be clicked. read_only: nothing is loaded from here."""
+    """Return what the keys do with the selected model; each can be clicked. read_only: nothing is loaded from here."""
     marks = (clickable("space marks", "screen.mark"), clickable("v compares", "screen.compare"))
     if read_only or is_broken(entry):
         return Content(", ").join(marks)
@@ -282,19 +282,19 @@ def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = F
 
 
 SETTLE_S = 0.2
-"""How long selection and values are to rest before the fit is computed anew."""
+"""How long selection and values are to rest before the fit is computed again."""
 
 Edits = MutableMapping[str, LoadOptions]
 """What was changed in forms and not loaded yet, by what the engine calls the models."""
 
 
 def load_target(entry: ModelEntry) -> str:
-    """What the engine is to load: a folder, the demo, or the hub id of a download that is not finished."""
+    """Return the engine's name of the model: a folder, the demo, or the hub id of an unfinished download."""
     return entry.unfinished or ("demo" if entry.name == "demo" else str(entry.path))
 
 
 class ModelPanel(Vertical):
-    """edits: shared with whoever else shows forms."""
+    """Details, form and estimate of a model. edits: shared with the other places that show forms."""
 
     DEFAULT_CSS = """
     ModelPanel { height: auto; min-height: 8; }
@@ -346,7 +346,7 @@ class ModelPanel(Vertical):
         return self.query_one(LoadFormView).form
 
     def show(self, entry: ModelEntry, hint: Content, moment: object) -> None:
-        """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for anew."""
+        """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for again."""
         if not hint.is_same(self._hint):
             self._hint = hint
             self.query_one("#hint", Static).update(fitted(self.app, hint))
@@ -361,7 +361,7 @@ class ModelPanel(Vertical):
         self.price()
 
     def price(self) -> None:
-        """Find out anew what the load would take, once the values rest."""
+        """Estimate the load again, once the values rest."""
         if self._entry is not None:
             self._stale = True
             self._describe()
@@ -390,7 +390,7 @@ class ModelPanel(Vertical):
         self.query_one(LoadFormView).show(LoadForm(entry, own, self.models.defaults()))
 
     async def _last(self, entry: ModelEntry) -> LoadOptions:
-        """What it was last loaded with."""
+        """Return the options that it was last loaded with."""
         try:
             return await self.models.remembered(load_target(entry))
         except EngineError:

@@ -94,7 +94,7 @@ How = Literal["load", "beside", "forget"]
 
 
 class LoadScreen(ModalScreen[How | None]):
-    """What to do with the model and the values in `edits`; None: nothing."""
+    """The form of a load; its result is what to do with the model and the values in `edits`, None for nothing."""
 
     AUTO_FOCUS = "LoadFormView"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -245,7 +245,7 @@ class ModelsScreen(ConsoleScreen):
         self.action_edit()
 
     def _describe(self, view: View) -> None:
-        """Show the selected model; its fit is found out anew where that may have changed."""
+        """Show the selected model; its fit is computed again where it may have changed."""
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
@@ -343,7 +343,7 @@ class ModelsScreen(ConsoleScreen):
         if is_broken(entry):
             self._say_what_is_wrong(entry)
         else:
-            self.perform(self._told(self._load(entry, beside=beside), f"{entry.name} is ready"))
+            self.perform(self._report_end(self._load(entry, beside=beside), f"{entry.name} is ready"))
 
     async def _load(self, entry: ModelEntry, *, beside: bool) -> None:
         """With what was changed here, else with what it was last loaded with."""
@@ -367,7 +367,7 @@ class ModelsScreen(ConsoleScreen):
         else:
             work = self.link.models.load(event.name, NO_OPTIONS)
             done = f"{event.name.rpartition('/')[2]} is ready"
-        self.perform(self._told(self._then_scan(work), done))
+        self.perform(self._report_end(self._then_scan(work), done))
         self.action_leave()
 
     async def _then_scan(self, work: Coroutine[Any, Any, None]) -> None:
@@ -376,7 +376,7 @@ class ModelsScreen(ConsoleScreen):
         finally:
             self.action_rescan()
 
-    async def _told(self, work: Coroutine[Any, Any, None], done: str) -> None:
+    async def _report_end(self, work: Coroutine[Any, Any, None], done: str) -> None:
         """Say what became of it; a load that was cancelled is none that failed."""
         try:
             await work

@@ -142,7 +142,7 @@ class ModelTable(Table):
 
 
 def matches(entry: ModelEntry, words: str) -> bool:
-    """Whether every word is in the model's name, architecture or quantisation."""
+    """Return whether every word is in the model's name, architecture or quantisation."""
     hay = f"{entry.name} {entry.architecture} {entry.quantisation} {entry.dtype} {quantization(entry)}".lower()
     return all(word in hay for word in words.lower().split())
 
