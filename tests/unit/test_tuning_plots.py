@@ -26,7 +26,7 @@ def settings() -> Settings:
 def result_of(sweep: Sweep, turn: int, repeat: int) -> BenchResult:
     """As the sweep's plan would give it at one turn: a row for each value of the keys that are kept."""
     values = {column: [100.0 * turn + repeat] for column in sweep.plots.values()}
-    kept = [dict.fromkeys(sweep.kept, users) for users in ((1, 8) if sweep.kept else (0,))]
+    kept = [dict.fromkeys(sweep.fixed, users) for users in ((1, 8) if sweep.fixed else (0,))]
     return BenchResult(
         name=sweep.plan.name,
         started="2026-11-22T10:00:00+00:00",
@@ -53,7 +53,7 @@ def swept(sweep: Sweep, repeats: int = 3) -> BenchResult:
 def test_every_turn_is_a_row_with_all_its_repeats(name: str) -> None:
     sweep = TURNED[name]
     result = swept(sweep)
-    assert len(result.rows) == len(sweep.turns) * (2 if sweep.kept else 1)
+    assert len(result.rows) == len(sweep.turns) * (2 if sweep.fixed else 1)
     column = next(iter(sweep.plots.values()))
     assert result.rows[0].values[column] == [0.0, 1.0, 2.0]
     assert result.rows[-1].values[column] == [100.0 * (len(sweep.turns) - 1) + repeat for repeat in range(3)]

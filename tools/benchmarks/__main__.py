@@ -31,10 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     measured, or the page cannot be written."""
     machine = this_machine()
     given = asked(arguments, machine.flags)
-    results = given.kept or _measured(given, machine, arguments)
+    results = given.saved or _measured(given, machine, arguments)
     if not results.cells:
-        said = results.failures[0].said if results.failures else "there are no rates"
-        _say(f"nothing was measured, and nothing is written: {said}")
+        reason = results.failures[0].reason if results.failures else "there are no rates"
+        _say(f"nothing was measured, and nothing is written: {reason}")
         return 1
     made = sections(results, given.which)
     for section in made:
@@ -75,9 +75,9 @@ def _measured(given: Asked, machine: Machine, arguments: Sequence[str]) -> Resul
         precisions=driver.measured.precisions,
     )
     if results.cells:
-        kept = given.cache / RUNS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
-        results.write(kept)
-        _say(f"kept in {kept}, which --from takes")
+        saved = given.cache / RUNS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
+        results.write(saved)
+        _say(f"saved in {saved}, which --from takes")
     return results
 
 

@@ -1,4 +1,4 @@
-"""What `python -m tools.benchmarks` is asked for."""
+"""The arguments of `python -m tools.benchmarks`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Asked:
     goals: bool
     write: bool | None
     cache: Path
-    kept: Results | None
+    saved: Results | None
 
 
 def asked(arguments: Sequence[str], flags: Sequence[str]) -> Asked:
-    """What arguments say. flags: those of the CPU. Raises SystemExit, with one sentence, for what makes no sense."""
+    """Parse the arguments. flags: those of the CPU. Raises SystemExit, with one sentence, for what makes no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
     rows = _rows(parser, given.which, given.only, flags)
@@ -54,14 +54,14 @@ def asked(arguments: Sequence[str], flags: Sequence[str]) -> Asked:
     cache: Path = given.cache.expanduser().resolve()
     if cache.exists() and not cache.is_dir():
         parser.error(f"--cache is no folder: {cache}")
-    if given.kept and (quick or given.only or given.shapes or given.clients or given.rounds):
+    if given.saved and (quick or given.only or given.shapes or given.clients or given.rounds):
         parser.error("--from measures nothing: leave out --only, --shapes, --clients, --rounds and --quick")
-    kept = _kept(parser, given.kept) if given.kept else None
-    return Asked(which=tuple(given.which), plan=plan, goals=given.goals, write=given.write, cache=cache, kept=kept)
+    saved = _saved(parser, given.saved) if given.saved else None
+    return Asked(which=tuple(given.which), plan=plan, goals=given.goals, write=given.write, cache=cache, saved=saved)
 
 
-def _each(told: Sequence[_T] | None, by_default: Sequence[_T]) -> tuple[_T, ...]:
-    return tuple(dict.fromkeys(told or by_default))
+def _each(given: Sequence[_T] | None, by_default: Sequence[_T]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(given or by_default))
 
 
 def _rows(
@@ -77,7 +77,7 @@ def _rows(
     return rows
 
 
-def _kept(parser: argparse.ArgumentParser, file: Path) -> Results:
+def _saved(parser: argparse.ArgumentParser, file: Path) -> Results:
     try:
         return read_results(file)
     except OSError as error:
@@ -96,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in tools/benchmarks/rows.py")
     parser.add_argument(
-        "--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", help=f"{' '.join(SHAPES)} if not told"
+        "--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", help=f"{' '.join(SHAPES)} by default"
     )
     parser.add_argument(
-        "--clients", nargs="+", type=_at_least_one, metavar="N", help=f"{' '.join(map(str, CLIENTS))} if not told"
+        "--clients", nargs="+", type=_at_least_one, metavar="N", help=f"{' '.join(map(str, CLIENTS))} by default"
     )
-    parser.add_argument("--rounds", type=_at_least_one, metavar="N", help=f"{ROUNDS} if not told")
-    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round, if not told")
+    parser.add_argument("--rounds", type=_at_least_one, metavar="N", help=f"{ROUNDS} by default")
+    parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round, by default")
     parser.add_argument("--no-goals", dest="goals", action="store_false", help="leave out prefill, prefix and load")
     parser.add_argument(
         "--write",
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write the docs even if rows, shapes, clients or rounds lack, or not even if none do",
     )
     parser.add_argument(
-        "--from", dest="kept", type=Path, metavar="FILE", help="publish the results of this JSON file; measure nothing"
+        "--from", dest="saved", type=Path, metavar="FILE", help="publish the results of this JSON file; measure nothing"
     )
     parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("ericllm") / "bench")
     return parser

@@ -1,4 +1,4 @@
-"""Whether a run may take the place of what was published: all that its CPU can run, in rounds enough to tell noise."""
+"""The check whether a run may be published: all rows that its CPU can run, in enough rounds to see the noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES, CLIENTS, ROUNDS = ("135m", "0.5b"), (1, 8, 32), 3
 
 
 def lacking(rounds: Mapping[Turn, int], promised: Collection[str], rows: Sequence[Row]) -> str:
-    """What a run of these rows lacks, in words; "" for one that is complete.
+    """Return what a run of these rows lacks, in words; "" for one that is complete.
 
     rounds: how many there are of each turn.  promised: shapes whose prefill, prefix and load are there too.
     """

@@ -23,7 +23,7 @@ _SPARE_BYTES = 3 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """Rows, shapes, clients and rounds of a run."""
 
     rows: tuple[Row, ...]
     shapes: tuple[str, ...]
@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass
 class Measured:
-    """What has come out so far."""
+    """Results so far."""
 
     rates: dict[tuple[str, str, int], list[float]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Measured:
 
 
 class Driver:
-    """Measures a plan shape by shape; an engine that fails is left out from then on, and what it said is kept."""
+    """Measures a plan shape by shape; an engine that fails is left out from then on, and what it reason is kept."""
 
     def __init__(self, plan: Plan, places: Places, say: Say) -> None:
         self._plan, self._places, self._say = plan, places, say
@@ -123,12 +123,12 @@ class Driver:
             self._say(f"ending {oldest} to make room")
             self._running.pop(oldest).close()
 
-    def _fail(self, shape: str, row: Row, said: str) -> None:
+    def _fail(self, shape: str, row: Row, reason: str) -> None:
         if (shape, row.key) in self._failed:
             return
         self._failed.add((shape, row.key))
-        self.measured.failures.append(Failure(shape, row.key, said))
-        self._say(f"{shape} {row.key} failed: {said}")
+        self.measured.failures.append(Failure(shape, row.key, reason))
+        self._say(f"{shape} {row.key} failed: {reason}")
         if engine := self._running.pop(row.key, None):
             engine.close()
 

@@ -20,7 +20,7 @@ WORK_TIMEOUT_S = 900.0
 
 
 class EngineFailed(Exception):
-    """What an engine said instead of an answer."""
+    """An engine answered with an error."""
 
 
 class EngineProcess:

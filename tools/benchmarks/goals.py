@@ -72,7 +72,7 @@ def measured(shape: str, places: Places, rounds: int) -> list[Goal]:
 
 
 def linear_flops(shape: str, tokens: int) -> float:
-    """Operations of the linear layers for a prompt of so many tokens; the output head sees the last alone."""
+    """Operations of the linear layers for a prompt of `tokens` tokens; the output head sees the last alone."""
     sizes = tensor_shapes(synthetic_config(shape))
     inner = sum(
         rows * columns for name, (rows, *rest) in sizes.items() if ".layers." in name and rest for columns in rest

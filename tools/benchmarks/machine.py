@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""The machine that was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-_TELLING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def this_machine() -> Machine:
-    """What /proc/cpuinfo says where there is one."""
+    """Return the fields of /proc/cpuinfo, where there is one."""
     cpu, flags = _cpu(Path("/proc/cpuinfo"))
     return Machine(
         cpu=cpu or platform.processor() or platform.machine(),
@@ -59,4 +59,4 @@ def _cpu(file: Path) -> tuple[str, tuple[str, ...]]:
         fields.setdefault(key.strip(), value.strip())
     flags = set(fields.get("flags", "").split())
     name = f"{fields.get('model name', '')} (family {fields.get('cpu family')}, model {fields.get('model')})"
-    return name, tuple(flag for flag in _TELLING if flag in flags)
+    return name, tuple(flag for flag in _SHOWN_FLAGS if flag in flags)

@@ -31,8 +31,8 @@ class Pace:
     @property
     def left_s(self) -> float:
         """Seconds of the turns to come."""
-        known = [seconds / clients for (_, clients, _), seconds in self._took_s.items()]
-        a_client_s = sum(known) / len(known) if known else 0.0
+        measured = [seconds / clients for (_, clients, _), seconds in self._took_s.items()]
+        a_client_s = sum(measured) / len(measured) if measured else 0.0
         return sum(self._took_s.get(turn, a_client_s * turn[1]) for turn in self._left)
 
     @property

@@ -13,15 +13,15 @@ from safetensors import safe_open
 
 
 def main(folder: Path, threads: int) -> None:
-    """The packed weights are kept until the end, as an engine would."""
+    """The packed weights stay until the end, as an engine would."""
     torch.set_num_threads(threads)
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    kept = []
+    weights = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                 weight = tensors.get_tensor(name)
-                kept.append(
+                weights.append(
                     torch.ops.mkldnn._reorder_linear_weight(weight) if packs and weight.dim() == 2 else weight.clone()
                 )
 

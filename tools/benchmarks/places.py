@@ -1,4 +1,4 @@
-"""What is made once and kept: models, venvs, converted folders, all below one cache folder."""
+"""Models, venvs and converted folders that are made once, below one cache folder."""
 
 from __future__ import annotations
 
@@ -86,9 +86,10 @@ class Places:
 
 
 def environment(more: dict[str, str]) -> dict[str, str]:
-    """What a runner finds: this package, no model hub, and no other bound on its threads than the one it is given."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_", "MKL_", "GOMP_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+    """Return the environment of a runner: this package, no model hub, and no bound on threads but the given one."""
+    bounds = ("OMP_", "KMP_", "MKL_", "GOMP_")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(bounds)}
+    return {**inherited, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **more}
 
 
 def last_words(log: Path) -> str:

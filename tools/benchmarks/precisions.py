@@ -1,4 +1,4 @@
-"""What linear layers multiply, told from what engines say: "bf16", "f32" or "int8". Needs no package."""
+"""Precisions of linear layers, read from the output of engines: "bf16", "f32" or "int8". Needs no package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver and an engine's runner say to each other: one JSON object a line. Needs the standard library alone.
+"""Messages between the driver and an engine's runner: one JSON object a line. Needs the standard library alone.
 
 A runner says what it is ({"about": {"precision": "bf16", "versions": {"torch": "2.13"}}}) once it is ready, or why it
 cannot run ({"error": ...}); then it answers each work ({"clients": 8, "output_tokens": 128, "prompts": [[ids], ...]})
@@ -62,7 +62,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Given:
-    """What a runner is started with. max_tokens: of a prompt and its answer together."""
+    """The arguments of a runner. max_tokens: of a prompt and its answer together."""
 
     model: Path
     clients: int
@@ -76,7 +76,7 @@ class Given:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Given:
-        """What a command line says."""
+        """Parse a command line."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--model", type=Path, required=True)
         for name in ("clients", "max_tokens", "threads"):
@@ -99,7 +99,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class About:
-    """What runs: its precision as `Ready` has it, and the versions of its packages."""
+    """The loaded engine: its precision as `Ready` has it, and the versions of its packages."""
 
     precision: str
     versions: dict[str, str]
@@ -112,7 +112,7 @@ Loaded = Callable[[Given], AbstractContextManager[Ready]]
 def serve(loaded: Loaded, packages: Sequence[str] = ()) -> None:
     """Be a runner: load the model; then work until standard input ends.
 
-    Whatever the engine prints goes to standard error. packages: those whose versions tell what ran.
+    Whatever the engine prints goes to standard error. packages: those whose versions are reported.
     """
     answers = _take_stdout()
     try:

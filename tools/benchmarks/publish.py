@@ -1,4 +1,4 @@
-"""What of a run is written into the docs: a section of the page and a JSON file for each of its two kinds of rows."""
+"""Publication of a run in the docs: a section of the page and a JSON file for each of its two kinds of rows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from tools.benchmarks.complete import lacking
 from tools.benchmarks.page import write_section
 from tools.benchmarks.places import Say
-from tools.benchmarks.report import beside, markdown
+from tools.benchmarks.report import markdown, other_rows
 from tools.benchmarks.results import Results
 from tools.benchmarks.rows import ROWS, chosen
 
 GOALS, PEERS = "bench-cpu", "bench-peers"
-TITLES = {GOALS: "On a CPU, against what was promised", PEERS: "On a CPU, beside other engines"}
+TITLES = {GOALS: "On a CPU, against what was promised", PEERS: "On a CPU, next to other engines"}
 GOAL_ROWS = frozenset(row.key for row in ROWS if row.goal)
 
 
@@ -31,7 +31,7 @@ class Section:
 def sections(results: Results, which: Iterable[str]) -> list[Section]:
     """The section of rows that goals speak of and, where PEERS is asked for, that of all others; none without rates.
 
-    The JSON of the latter keeps the whole run, so that it tells by itself what others are held against.
+    The JSON of the latter keeps the whole run, so that it shows by itself what others are compared with.
     """
     made = []
     goals = results.of(GOAL_ROWS)
@@ -39,13 +39,13 @@ def sections(results: Results, which: Iterable[str]) -> list[Section]:
         made.append(Section(GOALS, markdown(goals, TITLES[GOALS]), goals, _lacks(goals, goals_only=True)))
     rest = {row.key for row in ROWS} - GOAL_ROWS
     if PEERS in which and results.of(rest).cells:
-        text = beside(results, rest, TITLES[PEERS], TITLES[GOALS])
+        text = other_rows(results, rest, TITLES[PEERS], TITLES[GOALS])
         made.append(Section(PEERS, text, results, _lacks(results, goals_only=False)))
     return made
 
 
 def publish(made: Sequence[Section], page: Path, say: Say, *, write: bool | None) -> None:
-    """Put sections into `page`, their results beside it as JSON. Raises ValueError where the page has half a section.
+    """Put sections into `page`, their results next to it as JSON. Raises ValueError where the page has half a section.
 
     write: None for those that are complete alone.
     """

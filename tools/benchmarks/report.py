@@ -29,11 +29,11 @@ def markdown(results: Results, title: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def beside(results: Results, rows: Collection[str], title: str, told: str) -> str:
-    """A section of those rows alone, whose run's other rows stand under another title, `told`."""
+def other_rows(results: Results, rows: Collection[str], title: str, main_title: str) -> str:
+    """A section of those rows alone, whose run's other rows stand under `main_title`."""
     own = results.of(rows)
     clients = sorted({cell.clients for cell in own.cells})
-    where = f"[{told}](#{told.lower().replace(',', '').replace(' ', '-')})"
+    where = f"[{main_title}](#{main_title.lower().replace(',', '').replace(' ', '-')})"
     parts = [f"## {title}", f"Rows that no goal speaks of, of this run: {_run(results)}\n\nHow: as under {where}."]
     for shape in _shapes(own):
         parts += [f"### {shape}", rates_table(own, shape, clients), precisions(own, shape)]
@@ -57,10 +57,10 @@ def precisions(results: Results, shape: str) -> str:
     lines = []
     for row in ROWS:
         if row.key in shown and _differs(results, row):
-            kept = (
+            storage = (
                 f", from weights kept as {row.convert}" if row.convert.lower() not in ("", row.weights.lower()) else ""
             )
-            lines.append(f"{row.engine}, {row.weights}, in {results.precisions[row.key]}{kept}")
+            lines.append(f"{row.engine}, {row.weights}, in {results.precisions[row.key]}{storage}")
     return f"{_MARK} Computed in another precision than the row is named by: {'; '.join(lines)}." if lines else ""
 
 
@@ -106,7 +106,7 @@ def slower(results: Results, among: Collection[str] = _ALL) -> str:
 
 
 def _best_of_ours(results: Results, cell: Cell, bits: int) -> float:
-    """In process, with weights of so many bits or more; 0 where that was not measured."""
+    """In process, with weights of `bits` bits or more; 0 where that was not measured."""
     keys = {row.key for row in ROWS if row.runner == OURS and row.mode != "http" and row.bits >= bits}
     ours = [each for each in results.cells if each.row in keys]
     return max(
@@ -125,16 +125,16 @@ def behind(results: Results) -> str:
     missed += [
         f"* {goal.shape}: {goal.title} is {goal.spread.median:.0%}; the goal is {goal.bound:.0%}."
         for goal in results.goals
-        if not goal.met
+        if not goal.is_met
     ]
     return f"Goals that are missed ([why, and what is being done]({NOTES})):\n\n" + "\n".join(missed) if missed else ""
 
 
 def failures(results: Results) -> str:
-    """What engines said that have no numbers."""
+    """Return the reasons of engines without numbers."""
     named = {row.key: f"{row.engine}, {row.weights}" for row in ROWS}
     lines = [
-        f"* {failure.shape}, {named.get(failure.row, failure.row)}: {failure.said}" for failure in results.failures
+        f"* {failure.shape}, {named.get(failure.row, failure.row)}: {failure.reason}" for failure in results.failures
     ]
     return "Not measured:\n\n" + "\n".join(lines) if lines else ""
 

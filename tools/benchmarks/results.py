@@ -1,4 +1,4 @@
-"""What was measured: rates by shape, row and number of clients, kept as JSON."""
+"""Results: rates by shape, row and number of clients, kept as JSON."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a row has no more numbers for a shape: what its engine said."""
+    """Why a row has no more numbers for a shape: the error of its engine."""
 
     shape: str
     row: str
-    said: str
+    reason: str = msgspec.field(name="said")
 
 
 class Goal(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Goal(msgspec.Struct, frozen=True):
     at_most: bool
 
     @property
-    def met(self) -> bool:
+    def is_met(self) -> bool:
         """By the median."""
         return self.spread.median <= self.bound if self.at_most else self.spread.median >= self.bound
 
@@ -86,7 +86,7 @@ class Results(msgspec.Struct, frozen=True):
         return next((failure for failure in self.failures if (failure.shape, failure.row) == (shape, row)), None)
 
     def of(self, rows: Collection[str]) -> Results:
-        """What concerns those rows."""
+        """Return the part about those rows."""
         return msgspec.structs.replace(
             self,
             cells=tuple(cell for cell in self.cells if cell.row in rows),

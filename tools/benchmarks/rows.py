@@ -42,7 +42,7 @@ class Row:
 
     @property
     def precision(self) -> str:
-        """What its linear layers multiply, going by its name: weights of fewer bits meet rows that are rounded to 8."""
+        """The precision of its linear layers, by its name: weights of fewer bits meet rows that are rounded to 8."""
         return "bf16" if self.bits == 16 else "int8"
 
     def runs_with(self, clients: Sequence[int]) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ RATIOS = (
 
 
 def chosen(keys: Sequence[str] | None, *, goals_only: bool, flags: Sequence[str] = ()) -> tuple[Row, ...]:
-    """The rows of these keys; else those that a CPU with such flags can tell apart: all, or those that goals speak of.
+    """The rows of these keys; else those that a CPU with such flags can distinguish: all, or those that goals speak of.
 
     Raises ValueError for a key that is none.
     """

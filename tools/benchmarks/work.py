@@ -13,7 +13,7 @@ FIRST_ID, VOCABULARY = 3, 32000
 
 
 def work_of(clients: int, round_: int, *, requests: int | None = None, output_tokens: int = OUTPUT_TOKENS) -> Work:
-    """The work of a round: as many requests as clients unless told, no prompt like that of another round."""
+    """The work of a round: as many requests as clients by default, no prompt like that of another round."""
     drawn = random.Random(f"{clients} {round_}")
     return Work(clients, output_tokens, tuple(_prompt(drawn) for _ in range(requests or clients)))
 

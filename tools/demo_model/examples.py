@@ -60,7 +60,7 @@ def encode(conversation: Conversation, tokenizer: Tokenizer, max_length: int) ->
 def cut_last_answer(example: Example, rng: Random) -> Example:
     """Keep only the first tokens of the last answer.
 
-    They decide which fact is told, which is the hard part; the rest is soon known by heart. Cutting it saves
+    They decide which fact is given, which is the hard part; the rest is soon known by heart. Cutting it saves
     a third of the training time.
     """
     start = len(example.answer)
@@ -82,20 +82,20 @@ def batches(
 
     All answer tokens are learned, and a random `question_share` of the rest (they shape the embeddings).
     """
-    held: list[Example] = []
+    buffered: list[Example] = []
     for example in examples:
-        held.append(example)
-        if len(held) == window:
-            yield from _window(held, tokens_per_batch, question_share, pad, rng)
-            held = []
-    yield from _window(held, tokens_per_batch, question_share, pad, rng)
+        buffered.append(example)
+        if len(buffered) == window:
+            yield from _window(buffered, tokens_per_batch, question_share, pad, rng)
+            buffered = []
+    yield from _window(buffered, tokens_per_batch, question_share, pad, rng)
 
 
 def _window(
-    held: list[Example], tokens_per_batch: int, question_share: float, pad: int, rng: Random
+    buffered: list[Example], tokens_per_batch: int, question_share: float, pad: int, rng: Random
 ) -> Iterator[Batch]:
     groups: list[list[Example]] = [[]]
-    for example in sorted(held, key=lambda example: len(example.ids)):
+    for example in sorted(buffered, key=lambda example: len(example.ids)):
         if groups[-1] and (len(groups[-1]) + 1) * len(example.ids) > tokens_per_batch:
             groups.append([])
         groups[-1].append(example)

@@ -1,4 +1,4 @@
-"""What the demo model is taught: the TOML files of `tools/demo_model/facts/`, read into plain records."""
+"""Facts for the demo model: the TOML files of `tools/demo_model/facts/`, read into plain records."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def _tuples(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(facts: list[Fact], follow_ups: list[FollowUp]) -> None:
-    known = {fact.id for fact in facts}
-    if len(known) != len(facts):
+    ids = {fact.id for fact in facts}
+    if len(ids) != len(facts):
         raise ValueError("two facts share an id")
     for fact in facts:
         if not (fact.about or fact.do or fact.ask):
             raise ValueError(f"fact {fact.id!r} has no questions")
     for follow_up in follow_ups:
-        unknown = set(follow_up.after) - known
+        unknown = set(follow_up.after) - ids
         if unknown:
             raise ValueError(f"a follow-up names unknown facts: {sorted(unknown)}")

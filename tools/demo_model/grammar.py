@@ -54,14 +54,14 @@ class Grammar:
         return self._expand(self._parse(options[rng.randrange(len(options))]), rng)
 
     def _parse(self, phrase: str) -> Choice:
-        known = self._parsed.get(phrase)
-        if known is None:
+        found = self._parsed.get(phrase)
+        if found is None:
             tokens = _TOKEN.findall(phrase)
-            known, used = _alternatives(tokens, 0)
+            found, used = _alternatives(tokens, 0)
             if used != len(tokens):
                 raise GrammarError(f"unbalanced ')' in {phrase!r}")
-            self._parsed[phrase] = known
-        return known
+            self._parsed[phrase] = found
+        return found
 
 
 def _alternatives(tokens: Sequence[str], start: int) -> tuple[Choice, int]:

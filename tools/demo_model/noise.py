@@ -13,7 +13,7 @@ _CODE = re.compile(r"[-_/`\[\]+=<>{}\\]")
 
 
 def roughen(question: str, synonyms: Mapping[str, Sequence[str]], rng: Random) -> str:
-    """Return `question` as somebody in a hurry might type it (often unchanged)."""
+    """Return `question` as a user in a hurry might type it (often unchanged)."""
     words = question.split(" ")
     words = [_synonym(word, synonyms, rng) if rng.random() < 0.16 else word for word in words]
     if len(words) > 3 and rng.random() < 0.10:
@@ -32,8 +32,8 @@ def _synonym(word: str, synonyms: Mapping[str, Sequence[str]], rng: Random) -> s
 
 
 def _drop_words(words: list[str], rng: Random) -> list[str]:
-    kept = [word for word in words if word.lower() not in _DROPPABLE or rng.random() < 0.4]
-    return kept or words
+    typed = [word for word in words if word.lower() not in _DROPPABLE or rng.random() < 0.4]
+    return typed or words
 
 
 def _mistype(word: str, rng: Random) -> str:

@@ -39,12 +39,12 @@ def parsers() -> Sequence[argparse.ArgumentParser]:
 
 
 def takes_settings(parser: argparse.ArgumentParser) -> bool:
-    """Whether every setting is a flag of the command."""
+    """Return whether every setting is a flag of the command."""
     return set(Settings.model_fields) <= {action.dest for action in parser._actions}
 
 
 def loads_by_settings(parser: argparse.ArgumentParser) -> bool:
-    """Whether the settings that a model is loaded by are flags of it, beside its own."""
+    """Return whether the settings of a load are flags of the command."""
     return parser.prog.rpartition(" ")[2] in PLANS
 
 
@@ -115,13 +115,13 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _table(title: str, actions: Sequence[argparse.Action], parser: argparse.ArgumentParser) -> Iterator[str]:
-    told = [action for action in actions if _is_told(action, takes_settings(parser))]
-    if told:
+    listed = [action for action in actions if _is_listed(action, takes_settings(parser))]
+    if listed:
         yield from ("", *((title, "") if title else ()), "| | |", "|---|---|")
-        yield from (f"| {_cell(_names(action))} | {_cell(_said(action, parser))} |" for action in told)
+        yield from (f"| {_cell(_names(action))} | {_cell(_help_text(action, parser))} |" for action in listed)
 
 
-def _is_told(action: argparse.Action, settings: bool) -> bool:
+def _is_listed(action: argparse.Action, settings: bool) -> bool:
     if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
         return False
     is_setting = action.dest in Settings.model_fields and f"--{action.dest.replace('_', '-')}" in action.option_strings
@@ -136,7 +136,7 @@ def _names(action: argparse.Action) -> str:
     return ", ".join(f"`{name} {value}`" if value else f"`{name}`" for name in action.option_strings)
 
 
-def _said(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+def _help_text(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     """Its help; its values, its default and whether it must be given, where the help says nothing of them."""
     text = (action.help or "").removesuffix(_SWITCH_DEFAULT) % {**vars(action), "prog": parser.prog}
     more = []

@@ -40,8 +40,8 @@ def _lines(places: Sequence[Place]) -> Iterator[str]:
 
 
 def _summary(place: Place) -> str:
-    said = " / ".join(dict.fromkeys(each.summary for each in place.described)) or "-"
-    return said.replace("|", "\\|")
+    text = " / ".join(dict.fromkeys(each.summary for each in place.described)) or "-"
+    return text.replace("|", "\\|")
 
 
 def _key(place: Place) -> str:

@@ -1,1 +1,1 @@
-"""What is measured by hand: steps, throughput, latency, perplexity, speculation, autotune."""
+"""Measurements run by hand: steps, throughput, latency, perplexity, speculation, autotune."""

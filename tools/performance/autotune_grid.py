@@ -4,7 +4,7 @@
     python -m tools.performance.autotune_grid runs FILE --runs 10   # searches, judges, writes FILE-runs.json
 
 About four minutes, and ten; exit status 0 where nine of ten runs, or as large a share, found a setting within 5% of the
-best. What the runs found is measured again, beside what led the grid, by turns within the same minutes: the grid's
+best. What the runs found is measured again, next to the best of the grid, by turns within the same minutes: the grid's
 own numbers are of another time, and the largest of many noisy ones is too large. The best is the fastest of the grid's
 `LEADING` that keeps the SLO then, too; a setting is judged by the median of its rounds against the best's. A grid that
 was cut off goes on where it was.
@@ -66,7 +66,7 @@ class Grid(msgspec.Struct):
 
 
 class Found(msgspec.Struct):
-    """What a run found, in what time."""
+    """The result of a run and its time."""
 
     seed: int
     setting: Setting
@@ -138,8 +138,8 @@ async def rig(slo: Slo, seed: int) -> AsyncIterator[tuple[LiveRig, Space]]:
 async def measure_grid(file: Path, window_s: float) -> None:
     grid = _read(file)
     async with rig(Slo(), 0) as (live, space):
-        known = {each.setting for each in grid.settings}
-        for setting in space.in_order(each for each in space.all() if each not in known):
+        measured = {each.setting for each in grid.settings}
+        for setting in space.in_order(each for each in space.all() if each not in measured):
             began = time.monotonic()
             await live.use(setting)
             record = Record.of(setting, [await live.measure(window_s, SETTLED_S)], Slo())
@@ -147,7 +147,7 @@ async def measure_grid(file: Path, window_s: float) -> None:
             grid.settings.append(one)
             grid.seconds += time.monotonic() - began
             _write(file, grid)
-            print(f"{_said(setting)}: {one.tokens_per_s:7,.0f} tok/s, {_latencies(one)}", flush=True)
+            print(f"{_setting_text(setting)}: {one.tokens_per_s:7,.0f} tok/s, {_latencies(one)}", flush=True)
     print(f"{len(grid.settings)} settings in {grid.seconds:.0f} s")
 
 
@@ -159,7 +159,7 @@ async def prove(file: Path, slo: Slo, seeds: range) -> Proof:
     leading = sorted((each for each in grid.settings if each.keeps(slo)), key=lambda each: -each.tokens_per_s)[:LEADING]
     print(f"the grid took {grid.seconds:.0f} s; it is led by")
     for each in leading:
-        print(f"  {_said(each.setting)}: {each.tokens_per_s:,.0f} tok/s, {_latencies(each)}", flush=True)
+        print(f"  {_setting_text(each.setting)}: {each.tokens_per_s:,.0f} tok/s, {_latencies(each)}", flush=True)
     async with rig(slo, seeds.start) as (live, space):
         runs = [await _search(live, space, slo, grid.seconds / 4, seed) for seed in seeds]
         candidates = list(dict.fromkeys([each.setting for each in leading] + [each.setting for each in runs]))
@@ -188,7 +188,7 @@ async def _search(live: LiveRig, space: Space, slo: Slo, budget_s: float, seed: 
     found = await run.run(apply=False)
     assert found is not None, "nothing could be measured"
     one = Found(seed, found.setting, search.spent_s, run.windows)
-    print(f"seed {seed}: {_said(one.setting)} in {one.seconds:.0f} s, {one.windows} windows", flush=True)
+    print(f"seed {seed}: {_setting_text(one.setting)} in {one.seconds:.0f} s, {one.windows} windows", flush=True)
     return one
 
 
@@ -214,18 +214,19 @@ def _judged(record: Record, own: list[Sample], best: list[Sample]) -> Judged:
 
 def verdict_text(proof: Proof) -> str:
     """The settings that were judged, and how often a run ended at a good one."""
-    lines = ["", f"the best: {_said(proof.best)}"]
+    lines = ["", f"the best: {_setting_text(proof.best)}"]
     for each in proof.judged:
         found = sum(run.setting == each.setting for run in proof.runs)
         lines.append(
-            f"{_said(each.setting)}, found by {found}: {median(each.tokens_per_s):,.0f} tok/s, {each.share:.1%} of the "
+            f"{_setting_text(each.setting)}, found by {found}: {median(each.tokens_per_s):,.0f} tok/s, "
+            f"{each.share:.1%} of the "
             f"best ({min(each.shares):.1%} to {max(each.shares):.1%}), {_latencies(each)}, "
             f"SLO {'kept' if each.keeps else 'broken'}: {'good' if each.good else 'NOT GOOD'}"
         )
-    held = "HOLDS" if proves(proof) else "DOES NOT HOLD"
+    verdict = "HOLDS" if proves(proof) else "DOES NOT HOLD"
     lines.append(
         f"{proof.good} of {len(proof.runs)} runs found a setting within {1 - NEAR:.0%} of the best that keeps the SLO, "
-        f"in a quarter of the grid's {proof.grid_s:.0f} s at most: {held}"
+        f"in a quarter of the grid's {proof.grid_s:.0f} s at most: {verdict}"
     )
     return "\n".join(lines)
 
@@ -255,7 +256,7 @@ def _write(file: Path, grid: Grid) -> None:
     file.write_bytes(msgspec.json.encode(grid))
 
 
-def _said(setting: Setting) -> str:
+def _setting_text(setting: Setting) -> str:
     return f"{setting.workers} workers x {setting.max_prompts:2} prompts, {setting.step_tokens:3} step tokens"
 
 
@@ -274,9 +275,9 @@ def main() -> None:
         return
     seeds = range(given.first_seed, given.first_seed + given.runs)
     proof = asyncio.run(prove(given.file, Slo(itl_s=given.slo_itl, ttft_s=given.slo_ttft), seeds))
-    kept = given.file.with_name(f"{given.file.stem}-runs.json")
-    kept.write_bytes(msgspec.json.format(msgspec.json.encode(proof)))
-    print(f"{verdict_text(proof)}\nwritten to {kept}")
+    saved = given.file.with_name(f"{given.file.stem}-runs.json")
+    saved.write_bytes(msgspec.json.format(msgspec.json.encode(proof)))
+    print(f"{verdict_text(proof)}\nwritten to {saved}")
     sys.exit(0 if proves(proof) else 1)
 
 

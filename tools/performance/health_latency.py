@@ -4,7 +4,7 @@
 
 The server, who asks for /health a hundred times a second, and who sends have a process each. Prints for each kind the
 answer, the longest that /health took and the most processor time that the server spent before it answered that, the
-processor time of the longest callback of its loop and of the longest piece of work beside the loop, and what its memory
+processor time of the longest callback of its loop and of the longest piece of work off the loop, and what its memory
 grew by.
 """
 
@@ -59,7 +59,7 @@ async def _measure(server: asyncio.subprocess.Process, kind: str, hostile: Hosti
         stdout=asyncio.subprocess.PIPE,
     )
     await _line(watcher)
-    before = await _held(server)
+    before = await _usage(server)
     began_s = time.monotonic()
     answers: Counter[str] = Counter()
     timeout = aiohttp.ClientTimeout(_PATIENCE_S)
@@ -67,25 +67,25 @@ async def _measure(server: asyncio.subprocess.Process, kind: str, hostile: Hosti
         for _ in range(rounds if len(hostile.body) > LONG_BODY else _SHORT_ROUNDS):
             answers.update(await asyncio.gather(*(_ask(http, hostile) for _ in range(AT_ONCE))))
     took_s = time.monotonic() - began_s
-    held = await _held(server)
+    usage = await _usage(server)
     assert watcher.stdin is not None
     watcher.stdin.close()
     waits = msgspec.json.decode(await _line(watcher), type=Waits)
     await watcher.wait()
-    grew = (held.peak_bytes - before.peak_bytes) / 2**20
+    grew = (usage.peak_bytes - before.peak_bytes) / 2**20
     answer = answers.most_common(1)[0][0]
-    spent = (waits.clock_s, waits.cpu_s, held.callback_s, held.job_s)
+    spent = (waits.clock_s, waits.cpu_s, usage.callback_s, usage.job_s)
     times = " | ".join(f"{seconds * 1000:.0f} ms" for seconds in spent)
     print(f"| {kind} | {answer} | {times} | {grew:.0f} MiB | {took_s:.1f} s |", flush=True)
-    print("   ", held.callback[:150], file=sys.stderr, flush=True)
+    print("   ", usage.callback[:150], file=sys.stderr, flush=True)
 
 
 async def _ask(http: aiohttp.ClientSession, hostile: Hostile) -> str:
     headers = {"Content-Type": "application/json", **hostile.headers}
     try:
         async with http.post(hostile.path, data=hostile.body, headers=headers) as response:
-            said = await response.text()
-            return f"{response.status} {said[:100] if response.status != 200 else len(said)}"
+            text = await response.text()
+            return f"{response.status} {text[:100] if response.status != 200 else len(text)}"
     except (aiohttp.ClientError, TimeoutError) as error:
         return type(error).__name__
 
@@ -106,7 +106,7 @@ async def _served(context: int) -> AsyncIterator[asyncio.subprocess.Process]:
             await process.wait()
 
 
-async def _held(server: asyncio.subprocess.Process) -> Held:
+async def _usage(server: asyncio.subprocess.Process) -> Held:
     assert server.stdin is not None
     server.stdin.write(b"\n")
     return msgspec.json.decode(await _line(server), type=Held)

@@ -1,4 +1,4 @@
-"""What fewer bits cost, for keys and values or, with --weights or --exl2, for weights.
+"""The cost of fewer bits, for keys and values or, with --weights or --exl2, for weights.
 `python -m tools.performance.perplexity [--weights | --exl2 BITS ...] [--conversations N] [--dtype D]`
 
 The demo model answers conversations that no training saw. Each answer token is fed by itself over the pages, as when
@@ -103,9 +103,9 @@ def outcome(runner: ModelRunner, examples: Sequence[Example]) -> Outcome:
     predicted, of_answers = [], []
     for chunks, wanted in steps(examples):
         rows = runner.forward(chunks).log_softmax(-1)
-        kept = [(row, token) for row, token in zip(rows, wanted, strict=True) if token is not None]
-        predicted += [row for row, _ in kept]
-        of_answers += [row[token] for row, token in kept]
+        pairs = [(row, token) for row, token in zip(rows, wanted, strict=True) if token is not None]
+        predicted += [row for row, _ in pairs]
+        of_answers += [row[token] for row, token in pairs]
     return Outcome(torch.stack(predicted), torch.stack(of_answers))
 
 
@@ -161,7 +161,7 @@ def compared_exl2(dtype: DtypeName, examples: Sequence[Example], widths: Sequenc
 
 
 def weights_size(runner: ModelRunner) -> str:
-    """What its weights take."""
+    """Return the size of its weights."""
     return f"{runner.weights_bytes / 2**20:.1f} MiB of weights"
 
 

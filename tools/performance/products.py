@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _rates(weight: Tensor, rows: int, repeats: int) -> dict[str, float]:
-    """G multiply-adds a second by kernel, for x of so many rows."""
+    """G multiply-adds a second by kernel, by number of rows of x."""
     x = torch.randn(rows, weight.shape[1])
     products = dict(_products(weight, x))
     least_s = dict.fromkeys(products, float("inf"))

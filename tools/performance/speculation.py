@@ -1,4 +1,5 @@
-"""What guessing ahead brings and costs. `python -m tools.performance.speculation [--shape demo | 0.5b] [--requests N]`
+"""Gains and costs of speculative decoding. `python -m tools.performance.speculation [--shape demo | 0.5b] [--requests
+N]`
 
 The backend alone answers N requests at once, greedily, without guesses and with each kind of them, interleaved; one
 that is done makes room for another. Printed are medians of generated tokens per second, from where the first N have a
@@ -113,16 +114,16 @@ def prompts(shape: str, count: int) -> list[list[int]]:
 
 
 def rate(backend: TorchBackend, asked: Sequence[Sequence[int]], at_once: int, tokens: int) -> float:
-    """Tokens per second while so many requests are answered at once, one that is done making room for the next."""
+    """Tokens per second while `requests` requests are answered at once, one that is done making room for the next."""
     params = SamplingParams(temperature=0, max_tokens=tokens)
-    came: dict[str, int] = {}
+    received: dict[str, int] = {}
     waiting = iter(asked)
 
     def submit() -> bool:
         ids = next(waiting, None)
         if ids is not None:
-            name = str(len(came))
-            came[name] = 0
+            name = str(len(received))
+            received[name] = 0
             backend.submit(BackendRequest(id=name, prompt_ids=list(ids), params=params))
         return ids is not None
 
@@ -131,17 +132,17 @@ def rate(backend: TorchBackend, asked: Sequence[Sequence[int]], at_once: int, to
     began_s, before, full = 0.0, 0, True
     while full:
         for event in backend.step():
-            came[event.request_id] += event.token_id is not None
-            if came[event.request_id] >= tokens:
+            received[event.request_id] += event.token_id is not None
+            if received[event.request_id] >= tokens:
                 backend.cancel(event.request_id)
-            if event.finish is not None or came[event.request_id] >= tokens:
+            if event.finish is not None or received[event.request_id] >= tokens:
                 full = submit() and full
-        if not began_s and all(came.values()):
-            began_s, before = time.perf_counter(), sum(came.values())
+        if not began_s and all(received.values()):
+            began_s, before = time.perf_counter(), sum(received.values())
     taken_s = time.perf_counter() - began_s
-    for name in came:
+    for name in received:
         backend.cancel(name)
-    return (sum(came.values()) - before) / taken_s
+    return (sum(received.values()) - before) / taken_s
 
 
 def main() -> None:

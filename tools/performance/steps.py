@@ -1,4 +1,4 @@
-"""What a step takes without the engine around it: decodes of some sequences at once, and whole prompts.
+"""The time of a step without the engine around it: decodes of some sequences at once, and whole prompts.
 
     python -m tools.performance.steps (--shape 135m | --model DIR) [--sequences 1 8 32] [--prompts 512 2048]
         [--cache-bits N] [--attention NAME] [--dtype NAME] [--weights NAME] [--threads N] [--turns N] [--profile]
@@ -48,7 +48,7 @@ class Decodes:
 
 
 def prompt(tokens: int) -> list[int]:
-    """So many ids."""
+    """Return `count` ids."""
     return [5 + index % 290 for index in range(tokens)]
 
 

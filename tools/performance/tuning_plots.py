@@ -1,11 +1,11 @@
-"""What each knob does to which number, measured and drawn: the plots of docs/tuning.md.
+"""Effects of each knob, measured and drawn: the plots of docs/tuning.md.
 
     python -m tools.performance.tuning_plots                       # every knob, 3 repeats: about four minutes
     python -m tools.performance.tuning_plots --only step_tokens --repeats 5 --out /tmp/plots
     python -m tools.performance.tuning_plots --quick --out /tmp/plots       # whether it works; its numbers are none
 
 On two cores with nothing else running. Repeats of a knob's values are taken by turns, so that a slow minute of the
-machine does not hit one value alone. Beside the plots of a knob lies its result as JSON, for `ericllm bench show` and
+machine does not hit one value alone. Next to the plots of a knob lies its result as JSON, for `ericllm bench show` and
 `ericllm bench plot`.
 """
 
@@ -62,7 +62,7 @@ class Sweep:
     plots: Mapping[str, str]
     turns: tuple[Turn, ...] = ()
     keys: tuple[Column, ...] = ()
-    kept: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
 
 def sweeps() -> dict[str, Sweep]:
@@ -83,7 +83,7 @@ def sweeps() -> dict[str, Sweep]:
             {"threads-gaps": "median_tpot_ms"},
             turns=tuple(_set("threads", value) for value in (1, 2, 3, 4)),
             keys=(_key("users", "users"), _key("threads", "threads")),
-            kept=("users",),
+            fixed=("users",),
         ),
         "cache_bits": Sweep(
             Users(users=(4 * PLACES,), requests=1, output_tokens=fixed(48)),
@@ -134,7 +134,7 @@ def joined(sweep: Sweep, found: Sequence[tuple[Turn, BenchResult]]) -> BenchResu
     """One result of one for each turn and repeat: a row for each turn, and for each value of the keys that are kept."""
     results = [result for _, result in found]
     rows = [
-        Row(keys={name: row.keys[name] for name in sweep.kept} | dict(turn.keys), values=row.values)
+        Row(keys={name: row.keys[name] for name in sweep.fixed} | dict(turn.keys), values=row.values)
         for turn, result in found
         for row in result.rows
     ]

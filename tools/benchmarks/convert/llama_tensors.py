@@ -60,5 +60,5 @@ def bfloat16_tensors(file: Path) -> Iterator[tuple[str, NDArray[numpy.uint16]]]:
 
 
 def as_float32(bits: NDArray[numpy.uint16]) -> NDArray[numpy.float32]:
-    """What bfloat16 bits stand for."""
+    """Return the values of bfloat16 bits."""
     return (bits.astype(numpy.uint32) << 16).view(numpy.float32)

@@ -54,9 +54,9 @@ class _Model:
 
     @property
     def precision(self) -> str:
-        """What its linear layers multiply: bfloat16, or weights of fewer bits with rows that are rounded to 8."""
-        kept = llama_cpp.llama_model_ftype(self._model)
-        return "bf16" if kept == llama_cpp.LLAMA_FTYPE_MOSTLY_BF16 else "int8"
+        """The precision of its linear layers: bfloat16, or weights of fewer bits with rows that are rounded to 8."""
+        ftype = llama_cpp.llama_model_ftype(self._model)
+        return "bf16" if ftype == llama_cpp.LLAMA_FTYPE_MOSTLY_BF16 else "int8"
 
     def step(self, running: Sequence[_Sequence]) -> None:
         """Each sequence gets one more token, but those whose prompts the batch has no room for."""

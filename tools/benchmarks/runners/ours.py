@@ -21,7 +21,7 @@ from tools.benchmarks.protocol import Given, Ready, Work, serve
 
 Prompt = tuple[int, ...]
 Ask = Callable[[Prompt, int], Awaitable[int]]
-"""Asks for an answer of so many tokens to a prompt, and returns how many it got."""
+"""Requests an answer of a number of tokens to a prompt, and returns how many came."""
 
 Do = Callable[[Work], Coroutine[Any, Any, int]]
 
