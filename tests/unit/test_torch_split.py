@@ -212,9 +212,9 @@ def alone(folder: Path, tokens: list[int]) -> Running:
         (shares(4, -1), r"4 \+ -1 layers"),
         (shares(2), "give 2 layers to sim:0; the model has 3"),
         (shares(0, 0), r"0 \+ 0 layers"),
-        ((*shares(1), DeviceShare(device="cpu", layers=2)), "devices of one kind, and these are several: sim:0, cpu"),
+        ((*shares(1), DeviceShare(device="cpu", layers=2)), "devices of one kind, not of several: sim:0, cpu"),
         (shares(1, 2, device="tpu:{}"), "device is tpu:0; this machine has cpu"),
-        (shares(1, 2, device="sim:x{}"), "device is sim:x0; simulated devices are sim:0 and on"),
+        (shares(1, 2, device="sim:x{}"), "device is sim:x0; simulated devices are sim:0, sim:1 and so on"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(llama: Path, split: tuple[DeviceShare, ...], says: str) -> None:
@@ -223,7 +223,7 @@ def test_shares_that_cannot_be_are_refused(llama: Path, split: tuple[DeviceShare
 
 
 def test_a_simulated_device_without_a_share_is_refused(llama: Path) -> None:
-    with pytest.raises(InvalidRequest, match="device is sim:0, and nothing says how much"):
+    with pytest.raises(InvalidRequest, match="device is sim:0, without a share: simulated devices need shares"):
         load_runner(llama, device="sim:0")
 
 
