@@ -40,13 +40,13 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Requests whose TTFT and mean ITL kept the SLO. A limit that is None is not asked for.
 
     judged: requests that ended, without those that were cancelled; an error or a timeout keeps no SLO.
-    per_s: those that kept it, over the last minute.
+    within_slo, per_s: those that kept it, in all and over the last minute.
     """
 
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
     judged: int = 0
-    kept: int = 0
+    within_slo: int = msgspec.field(default=0, name="kept")
     per_s: float = 0.0
 
 

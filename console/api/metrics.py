@@ -209,7 +209,7 @@ def _session(insight: Insight) -> Iterator[Metric]:
     for name, text, value in (
         ("ericllm_busy_seconds", "Time in which a worker computed", session.busy_s),
         ("ericllm_judged_requests", "Requests that ended, without those that were cancelled", goodput.judged),
-        ("ericllm_goodput_requests", "Those of them that kept the SLO", goodput.kept),
+        ("ericllm_goodput_requests", "Those of them that kept the SLO", goodput.within_slo),
     ):
         yield CounterMetricFamily(name, text, value=value)
     longest = "Prompt and answer of the longest request that ended"

@@ -452,7 +452,7 @@ class Meter:
                 slo_ttft_s=self._slo.ttft_s,
                 slo_itl_s=self._slo.itl_s,
                 judged=session.judged,
-                kept=session.num_met,
+                within_slo=session.num_met,
                 per_s=session.met_rate.events(now) / max(1.0, min(WINDOW_S, now - session.started)),
             ),
             drafts=drafts if any(position.drafted for position in drafts) else (),

@@ -54,7 +54,7 @@ INSIGHT = Insight(
     longest_context_tokens=6904,
     configured_context_tokens=8192,
     finished={"stop": 3702, "length": 249, "cancelled": 139, "timeout": 11, "error": 19},
-    goodput=Goodput(slo_ttft_s=0.5, slo_itl_s=0.05, judged=3981, kept=3703, per_s=3.24),
+    goodput=Goodput(slo_ttft_s=0.5, slo_itl_s=0.05, judged=3981, within_slo=3703, per_s=3.24),
     drafts=(
         DraftPosition(drafted=100_212, accepted=82_310),
         DraftPosition(drafted=100_212, accepted=61_022),

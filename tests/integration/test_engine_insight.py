@@ -24,7 +24,7 @@ async def test_requests_and_steps_add_up(tmp_path: Path) -> None:
         model = engine.publish().status.model
         assert model is not None
         assert insight.configured_context_tokens == model.max_model_len
-        assert (insight.goodput.judged, insight.goodput.kept) == (12, 12)
+        assert (insight.goodput.judged, insight.goodput.within_slo) == (12, 12)
         assert insight.session.batch is not None
         assert 0 < insight.session.batch <= 4
         assert 0 < insight.session.busy_s <= insight.session.elapsed_s
@@ -45,7 +45,7 @@ async def test_another_slo_can_be_set_while_it_serves(tmp_path: Path) -> None:
         await engine.observe({"slo_itl_s": 1e-6})
         await read(engine.submit(ask("x")))
         await until(lambda: engine.publish().insight.goodput.judged == 1)
-        assert engine.publish().insight.goodput.kept == 0
+        assert engine.publish().insight.goodput.within_slo == 0
 
 
 async def test_the_processor_is_left_alone_while_requests_are_live(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ async def test_tokens_that_arrive_in_one_burst_keep_the_times_that_their_worker_
         await until(lambda: engine.publish().itl.p50 is not None)
         snapshot = engine.publish()
         assert (snapshot.itl.p50, snapshot.itl.p99) == (GAP_S, GAP_S)
-        assert (snapshot.insight.goodput.judged, snapshot.insight.goodput.kept) == (1, 0)
+        assert (snapshot.insight.goodput.judged, snapshot.insight.goodput.within_slo) == (1, 0)
 
 
 async def test_a_chat_says_how_fast_its_worker_is_however_its_tokens_arrive(tmp_path: Path) -> None:

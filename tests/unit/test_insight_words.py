@@ -181,7 +181,7 @@ def test_goodput_without_an_slo_says_where_one_is_set() -> None:
 
 
 def test_goodput_is_a_share_and_a_rate() -> None:
-    text = said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05, judged=8, kept=6, per_s=1.5)))
+    text = said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05, judged=8, within_slo=6, per_s=1.5)))
     assert "mean ITL within 50 ms" in text
     assert "TTFT" not in text
     assert "75% · 6 of 8 requests" in text

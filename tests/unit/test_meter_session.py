@@ -148,17 +148,17 @@ def test_the_longest_context_is_of_any_request_that_ended() -> None:
     ],
 )
 def test_an_answer_keeps_an_slo_up_to_its_very_limits(slo: Slo, kept: int) -> None:
-    assert after(answer(), slo=slo).goodput.kept == kept
+    assert after(answer(), slo=slo).goodput.within_slo == kept
 
 
 def test_a_single_token_is_judged_by_its_ttft_alone() -> None:
-    assert after(answer(output_tokens=1, itl_s=None), slo=Slo(ttft_s=3.0, itl_s=0.01)).goodput.kept == 1
+    assert after(answer(output_tokens=1, itl_s=None), slo=Slo(ttft_s=3.0, itl_s=0.01)).goodput.within_slo == 1
 
 
 def test_a_failure_keeps_no_slo_and_a_cancelled_request_is_not_judged() -> None:
     ends = (answer(), answer(reason="error"), answer(reason="timeout"), answer(reason="cancelled"))
     goodput = after(*ends, slo=Slo(ttft_s=5.0)).goodput
-    assert (goodput.judged, goodput.kept) == (3, 1)
+    assert (goodput.judged, goodput.within_slo) == (3, 1)
     assert (goodput.slo_ttft_s, goodput.slo_itl_s) == (5.0, None)
 
 
@@ -189,7 +189,7 @@ def test_another_slo_judges_anew() -> None:
     session.set_slo(Slo(ttft_s=4.0))
     session.finished(1.0, "m", answer())
     goodput = session.insight(2.0).goodput
-    assert (goodput.judged, goodput.kept, goodput.slo_ttft_s) == (1, 1, 4.0)
+    assert (goodput.judged, goodput.within_slo, goodput.slo_ttft_s) == (1, 1, 4.0)
     assert session.insight(2.0).session.requests == 2
 
 

@@ -122,7 +122,7 @@ async def rig(slo: Slo, seed: int) -> AsyncIterator[tuple[LiveRig, Space]]:
     try:
         await runtime.load("demo")
         now = await runtime.engine.serving()
-        mix = Mix(said="", lengths=tuple((64 + 7 * number % 65, 32 + 5 * number % 33) for number in range(64)))
+        mix = Mix(source="", lengths=tuple((64 + 7 * number % 65, 32 + 5 * number % 33) for number in range(64)))
         ids = [each for each in range(now.model.vocab_size) if each not in now.tokenizer.special_ids]
         at = setting_of(now.spec, now.config)
         live = LiveRig(runtime.engine, now.name, Load(runtime.engine, now.name, mix, slo, ids, seed=seed), at)

@@ -225,9 +225,9 @@ def goodput(snapshot: Snapshot, room: Room) -> Lines:
     if not seen.judged:
         yield _line("kept", "– no answer has ended yet")
         return
-    share = seen.kept / seen.judged
+    share = seen.within_slo / seen.judged
     style = "$success" if share >= 0.95 else "$warning" if share >= 0.8 else "$error"
-    counts = f" · {seen.kept:,} of {seen.judged:,} requests"
+    counts = f" · {seen.within_slo:,} of {seen.judged:,} requests"
     yield Content.assemble((f"{'kept':<{_NAME}}", "$muted"), (text.percent(share), f"bold {style}"), counts)
     yield _line("per second", f"{three_digits(seen.per_s)} in the last minute")
     yield gauge(share, room.width, style)
