@@ -68,7 +68,7 @@ async def test_who_closes_in_a_hurry_does_not_wait_for_a_process_that_hangs(
         await host._exit_reported.wait()
         return True
 
-    monkeypatch.setattr(ProcessHost, "_told_within", until_it_ended)  # the patient way would never end
+    monkeypatch.setattr(ProcessHost, "_exited_within", until_it_ended)  # the patient way would never end
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
     engine = Engine(config(worker_host="process"), probe=StillProbe())
     await engine.start()
