@@ -35,7 +35,7 @@ _DESCRIPTION = "Make a model folder of a known shape with random weights: what i
 # Random EXL2 matrices, packed without quantising anything: every int32 is a valid word of every bit width.
 
 HEAD_BITS = 6
-LEAST_BITS, MOST_BITS = 2.2, 8.0
+MIN_BITS, MAX_BITS = 2.2, 8.0
 _GROUP_ROWS = 128
 _FIRST_CODE, _CODES = 8, 16
 _CODES_PER_WORD = 8
@@ -257,8 +257,8 @@ def synthetic_config(shape: str, *, seed: int = 0) -> Config:
     """config.json of a synthetic model of `shape`. Raises InvalidRequest where there is no such shape."""
     name, bits = _parts(shape)
     if name not in SHAPES:
-        known = ", ".join(SHAPES)
-        raise InvalidRequest(f'there is no synthetic shape "{name}"; there are {known}', param="shape")
+        names = ", ".join(SHAPES)
+        raise InvalidRequest(f'there is no synthetic shape "{name}"; there are {names}', param="shape")
     # EXL2 stores a head for models whose head is the embedding, too.
     packed = {} if bits is None else {"quantization_config": declaration(bits), "tie_word_embeddings": False}
     return {
@@ -281,10 +281,8 @@ def _parts(shape: str) -> tuple[str, float | None]:
     if packed is None:
         return shape, None
     bits = float(packed[2])
-    if not LEAST_BITS <= bits <= MOST_BITS:
-        raise InvalidRequest(
-            f"EXL2 has {LEAST_BITS} to {MOST_BITS} bits for each weight, not {packed[2]}", param="shape"
-        )
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise InvalidRequest(f"EXL2 has {MIN_BITS} to {MAX_BITS} bits for each weight, not {packed[2]}", param="shape")
     return packed[1], bits
 
 
@@ -328,7 +326,7 @@ def stored_shapes(shape: str) -> dict[str, tuple[str, tuple[int, ...]]]:
             stored[name] = ("BF16" if bits is None else "F16", size)
             continue
         parts = stored_linear(size[1], size[0], _bits_of(name, bits))
-        stored |= {f"{name.removesuffix('weight')}{part}": kept for part, kept in parts.items()}
+        stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
     return stored
 
 
@@ -361,7 +359,7 @@ def _shards(shapes: TensorShapes) -> Iterator[TensorShapes]:
 
 
 def _drawing(bits: float | None, generator: torch.Generator) -> _Draw:
-    """What makes the stored tensors of each weight."""
+    """Return a function that makes the stored tensors of a weight."""
 
     def draw(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
         if bits is None or not _is_packed(name, shape):
@@ -422,7 +420,7 @@ def _number(config: Config, key: str) -> int:
 
 
 def sketch_synthetic(shape: str, folder: Path) -> Path:
-    """Write to `folder` what `make_synthetic` would, as far as it tells the model's size; no byte of a weight is
+    """Write to `folder` what `make_synthetic` would, as far as the model's size depends on it; no byte of a weight is
     written. Raises InvalidRequest where there is no such shape, OSError where the disk refuses."""
     config = synthetic_config(shape)
     vocab_size = config["vocab_size"]

@@ -1,4 +1,4 @@
-"""Benches that a console has run: one at a time, as a task of its own, whoever watches it; and their results."""
+"""Benches that consoles run: one at a time, as a task of its own; and their results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, InvalidRequest
 from engine.models.files import home_expanded
 from engine.system.runtime import run_detached
-
-# What a console has measured: the engine that serves, on its own loop, or a server, on a loop of its own.
 
 _LETTERS_PER_TOKEN = 3
 """Of a trace's prompts, at least: to count them exactly takes as long as to make them."""
@@ -101,12 +99,12 @@ class Job(Protocol):
     def model(self) -> str:
         """Of the model, or where it is asked while that is not known."""
 
-    async def run(self, tell: Report, cancelled: Callable[[], bool]) -> BenchResult:
+    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
         """Measure. Raises EngineError."""
 
 
 async def job_for(order: BenchOrder, plan: Plan, engine: Engine) -> Job:
-    """What was ordered. Raises EngineError for what cannot be asked, or does not answer; nothing else is asked yet."""
+    """Return the job of an order. Raises EngineError where it cannot run, or a server does not answer."""
     plan.check()
     if trace := getattr(plan, "trace", ""):
         await asyncio.to_thread(check_trace, trace)
@@ -123,9 +121,9 @@ class EngineJob:
         self._engine, self._target, self._plan = engine, target, plan
         self._before = engine.totals().requests
 
-    async def run(self, tell: Report, cancelled: Callable[[], bool]) -> BenchResult:
+    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
         """Job: with a note of what others asked meanwhile."""
-        result = await run_bench(self._plan, self._target, tell, cancelled)
+        result = await run_bench(self._plan, self._target, report, cancelled)
         return _with_note(result, self._engine.totals().requests - self._before - self._target.sent)
 
 
@@ -136,17 +134,17 @@ class ServerJob:
         self.name, self.model = plan.name, model or server.url
         self._server, self._plan = server, plan
 
-    async def run(self, tell: Report, cancelled: Callable[[], bool]) -> BenchResult:
+    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
         """Job."""
         clients = LoopThread("bench")
         try:
-            return await asyncio.wrap_future(clients.submit(self._measured(tell, cancelled)))
+            return await asyncio.wrap_future(clients.submit(self._measured(report, cancelled)))
         finally:
             await asyncio.to_thread(clients.stop)
 
-    async def _measured(self, tell: Report, cancelled: Callable[[], bool]) -> BenchResult:
+    async def _measured(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
         async with _target(self._server) as target:
-            return await run_bench(self._plan, target, tell, cancelled)
+            return await run_bench(self._plan, target, report, cancelled)
 
 
 async def _engine_job(model: str, plan: Plan, engine: Engine) -> EngineJob:
@@ -197,7 +195,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "benches"
 """Of the state folder: every result of a console's bench, as JSON."""
-MOST_LISTED = 500
+MAX_LISTED = 500
 PATIENCE_S = 2.0
 """What a bench gets to end by itself where the program ends."""
 
@@ -268,18 +266,18 @@ class Benches:
 
     async def _to_its_end(self, job: Job) -> None:
         state: BenchState = "failed"
-        said, number = "It failed; the log says how.", 0
+        outcome, number = "It failed; see the log.", 0
         try:
-            result = await job.run(self._tell, lambda: self._stopping)
-            state, said, number = await self._ended(result)
+            result = await job.run(self._set_progress, lambda: self._stopping)
+            state, outcome, number = await self._ended(result)
         except EngineError as error:
-            said = error.message
+            outcome = error.message
         except Exception:
             log.exception("bench %s failed", job.name)
         finally:
-            self._report = msgspec.structs.replace(self._report, state=state, said=said, number=number)
+            self._report = msgspec.structs.replace(self._report, state=state, said=outcome, number=number)
 
-    def _tell(self, progress: BenchProgress) -> None:
+    def _set_progress(self, progress: BenchProgress) -> None:
         self._report = msgspec.structs.replace(self._report, progress=progress)
 
     async def _ended(self, result: BenchResult) -> tuple[BenchState, str, int]:
@@ -287,13 +285,13 @@ class Benches:
             return "cancelled", "Cancelled before the first row was measured.", 0
         try:
             number = await asyncio.to_thread(self._keep, result)
-            kept = f"kept as number {number}" if number else "not remembered, as there is no state folder"
+            saved = f"kept as number {number}" if number else "not remembered, as there is no state folder"
         except EngineError as error:
-            number, kept = 0, error.message
+            number, saved = 0, error.message
         if result.complete:
-            return "done", f"{headline(result)}; {kept}.", number
+            return "done", f"{headline(result)}; {saved}.", number
         why = "Cancelled" if self._stopping else "It ended early"
-        return "cancelled", f"{why}: what was measured by then is {kept}.", number
+        return "cancelled", f"{why}: what was measured by then is {saved}.", number
 
     def _keep(self, result: BenchResult) -> int:
         """Remember it, and write it for programs; its number, 0 where there is no folder for it."""
@@ -327,13 +325,13 @@ class Benches:
         if self._folder is None:
             return ()
         history = self._history
-        return [self._entry(history, kept) for kept in history.results(limit=MOST_LISTED)]
+        return [self._entry(history, result) for result in history.results(limit=MAX_LISTED)]
 
-    def _entry(self, history: BenchHistory, kept: Kept) -> BenchEntry:
+    def _entry(self, history: BenchHistory, result: Kept) -> BenchEntry:
         """Read once: a result never changes."""
-        key = kept.id, kept.started
+        key = result.id, result.started
         if key not in self._entries:
-            self._entries[key] = _entry(history, kept)
+            self._entries[key] = _entry(history, result)
         return self._entries[key]
 
     def _forget(self, number: int) -> None:
@@ -344,20 +342,20 @@ class Benches:
             _file(self._folder, result).unlink(missing_ok=True)
 
 
-def _entry(history: BenchHistory, kept: Kept) -> BenchEntry:
+def _entry(history: BenchHistory, stored: Kept) -> BenchEntry:
     try:
-        result = history.result(kept.id)
+        result = history.result(stored.id)
         found, settings = headline(result), settings_text(result)
     except InvalidRequest as error:
         found, settings = "cannot be read", error.message
     return BenchEntry(
-        id=kept.id,
-        bench=kept.name,
-        started=kept.started,
-        duration_s=kept.duration_s,
-        model=kept.model,
-        target=kept.target,
-        complete=kept.complete,
+        id=stored.id,
+        bench=stored.name,
+        started=stored.started,
+        duration_s=stored.duration_s,
+        model=stored.model,
+        target=stored.target,
+        complete=stored.complete,
         headline=found,
         settings=settings,
     )

@@ -13,7 +13,7 @@ from console.bench.text import figure as number
 from console.bench.text import key_text
 from engine.errors import InvalidRequest
 
-_LEAST_REPEATS = 2
+_MIN_REPEATS = 2
 TIE = 0.1
 """Runs apart in time differ by as much on a machine that has other work too."""
 
@@ -34,7 +34,7 @@ Verdict = Literal["better", "worse", "changed", "same", "unclear"]
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One number, before and after: medians, and the least and the most of the repeats.
 
-    verdict: "unclear" where one of both has a single repeat, which tells nothing of the noise, or where it is of other
+    verdict: "unclear" where one of both has a single repeat, so that the noise is unknown, or where it is of other
     work; "same" where the repeats of both overlap, or where the medians are closer than the tie; otherwise which way it
     went, "changed" where neither is better.
     """
@@ -107,14 +107,14 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
         changes=changes,
         only_before=tuple(row.keys for row in before.rows if _like(row, after) is None),
         only_after=tuple(row.keys for row in after.rows if _like(row, before) is None),
-        notes=tuple(_notes(work, limits, single=before.repeats < _LEAST_REPEATS or after.repeats < _LEAST_REPEATS)),
+        notes=tuple(_notes(work, limits, single=before.repeats < _MIN_REPEATS or after.repeats < _MIN_REPEATS)),
     )
 
 
 def same_work(one: BenchResult, other: BenchResult, column: str) -> bool:
-    """Whether the same was asked in both, as far as this number rests on it."""
+    """Return whether both have the same settings, as far as this number depends on them."""
     matters = WORK | LIMITS if column in _OF_LIMITS else WORK
-    return all(_said(one.settings.get(name)) == _said(other.settings.get(name)) for name in matters)
+    return all(_setting_text(one.settings.get(name)) == _setting_text(other.settings.get(name)) for name in matters)
 
 
 def _like(row: Row, result: BenchResult) -> Row | None:
@@ -134,7 +134,7 @@ def _change(row: Row, found: Row, column: Column, tie: float) -> Change | None:
         before_spread=spreads[0],
         after_spread=spreads[1],
         verdict=_verdict(column, medians[0], medians[1], spreads[0], spreads[1], tie)
-        if min(len(row.known(column.name)), len(found.known(column.name))) >= _LEAST_REPEATS
+        if min(len(row.numbers(column.name)), len(found.numbers(column.name))) >= _MIN_REPEATS
         else "unclear",
     )
 
@@ -187,8 +187,8 @@ def _differences(before: BenchResult, after: BenchResult) -> Iterator[Difference
     for name in dict.fromkeys((*before.settings, *after.settings)):
         pairs.append((name, before.settings.get(name), after.settings.get(name)))
     for what, one, other in pairs:
-        if _said(one) != _said(other):  # a setting that is not there yet says as little as an empty one
-            yield Difference(what=what, before=_said(one), after=_said(other))
+        if _setting_text(one) != _setting_text(other):  # a setting that is not there yet says as little as an empty one
+            yield Difference(what=what, before=_setting_text(one), after=_setting_text(other))
 
 
 def _devices(result: BenchResult) -> str:
@@ -199,7 +199,7 @@ def _target(result: BenchResult) -> str:
     return " ".join(filter(None, (result.target.model, result.target.dialect, result.target.url)))
 
 
-def _said(value: Setting) -> str:
+def _setting_text(value: Setting) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, list):
@@ -226,19 +226,19 @@ def headline(result: BenchResult) -> str:
 
 def main_row(result: BenchResult, column: Column) -> Row | None:
     """The row that a bench is about, of those that have the number; None where none has."""
-    rows = [row for row in result.rows if row.known(column.name)]
+    rows = [row for row in result.rows if row.numbers(column.name)]
     if not rows:
         return None
     return _best(rows, column) if result.name in _BEST_COUNTS else rows[-1]
 
 
 def settings_text(result: BenchResult) -> str:
-    """What it was measured with: "1×16, 4 requests, 128+32 tokens, 3 repeats"."""
-    told = result.settings
-    workers, max_prompts = told.get("num_workers"), told.get("max_prompts")
+    """The settings as text: "1×16, 4 requests, 128+32 tokens, 3 repeats"."""
+    settings = result.settings
+    workers, max_prompts = settings.get("num_workers"), settings.get("max_prompts")
     places = f"{workers}×{max_prompts}" if isinstance(workers, int) and isinstance(max_prompts, int) else ""
-    requests = f"{told['requests']} requests" if "requests" in told else ""
-    tokens = f"{told['prompt_tokens']}+{told['output_tokens']} tokens" if "output_tokens" in told else ""
+    requests = f"{settings['requests']} requests" if "requests" in settings else ""
+    tokens = f"{settings['prompt_tokens']}+{settings['output_tokens']} tokens" if "output_tokens" in settings else ""
     repeats = f"{result.repeats} repeats" if result.repeats > 1 else ""
     return ", ".join(filter(None, (places, requests, tokens, repeats)))
 
@@ -257,7 +257,7 @@ _KEYS = (Column(name="number", title="#", digits=0), Column(name="started", titl
 class Trend:
     """row: which one of the results it is, for a person.  found: a row for each result that has it.
 
-    left_out: how many have it of other work, whose numbers tell nothing of this one.
+    left_out: number of results of other work, which cannot be compared.
     """
 
     row: str
@@ -266,19 +266,19 @@ class Trend:
 
     @property
     def about(self) -> str:
-        """What the title of its plot says beside the number."""
+        """The title of its plot after the number."""
         others = f", {self.left_out} result{'s' * (self.left_out != 1)} of other work left out" if self.left_out else ""
         return f" of {self.row}, over time{others}"
 
 
 def trend(shown: BenchResult, column: Column, results: Mapping[int, BenchResult]) -> Trend:
-    """What became of the row that `shown` is about, in the results by their numbers, in their order."""
+    """The main row of `shown` in results by their numbers, in their order."""
     about = main_row(shown, column)
     having = {
         number: (result, row)
         for number, result in results.items()
         for row in result.rows
-        if about is not None and row.keys == about.keys and row.known(column.name)
+        if about is not None and row.keys == about.keys and row.numbers(column.name)
     }
     rows = [
         Row(

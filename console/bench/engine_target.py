@@ -18,16 +18,16 @@ from engine.snapshot import ModelReading, ModelStatus
 
 SOURCE = "bench"
 _POLL_S = 0.05
-_MOST_GUESSES = 7
+_MAX_DRAFT_TOKENS = 7
 """Where it was loaded without a number."""
-_TOLD = (
+_REPORTED = (
     *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora", "tensor_parallel"),
     *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads", "weights", "deterministic"),
 )
-"""What of a ModelSpec a result tells, where it is not at its default."""
+"""Fields of ModelSpec that a result contains where they are not at their default."""
 
 Reload = Callable[[Mapping[str, object]], Awaitable[None]]
-"""Loads the model anew, with these settings changed."""
+"""Reloads the model with changed settings."""
 
 
 async def all_ready(engine: Engine, workers: int, model: str = "") -> None:
@@ -79,7 +79,7 @@ class EngineTarget:
         model, spec = self._model, self._spec
         workers, max_prompts = self.knobs
         neutral = ModelSpec(path=spec.path, name=spec.name)
-        asked = {name: getattr(spec, name) for name in _TOLD if getattr(spec, name) != getattr(neutral, name)}
+        asked = {name: getattr(spec, name) for name in _REPORTED if getattr(spec, name) != getattr(neutral, name)}
         ways: dict[str, Setting] = {"attention": model.attention, "linear": model.linear, "kv_tokens": model.kv_tokens}
         return (
             {"num_workers": workers, "max_prompts": max_prompts, "step_tokens": self._engine.config.step_tokens}
@@ -114,8 +114,8 @@ class EngineTarget:
         async with self._engine.submit(asked) as stream:
             async for delta in stream:
                 if delta.finish not in (None, "length", "stop"):
-                    said = delta.error.message if delta.error else f"the answer ended with {delta.finish}"
-                    raise TargetFailed(said)
+                    reason = delta.error.message if delta.error else f"the answer ended with {delta.finish}"
+                    raise TargetFailed(reason)
                 yield Chunk(
                     tokens=len(delta.token_ids),
                     gaps_s=delta.gaps,
@@ -133,7 +133,7 @@ class EngineTarget:
     def guessing(self) -> int:
         """The most tokens that it guesses ahead from a request's own text, as it was loaded."""
         spec = self._spec
-        return (spec.draft_tokens or _MOST_GUESSES) if spec.ngram_draft else 0
+        return (spec.draft_tokens or _MAX_DRAFT_TOKENS) if spec.ngram_draft else 0
 
     @property
     def knobs(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class EngineTarget:
             return
         if tokens:
             await self._load({"ngram_draft": True, "draft_tokens": tokens})
-        else:  # a number of tokens is for a draft model then, or for nobody
+        else:  # draft_tokens then applies to a draft model only
             drafts = spec is not None and spec.draft_model is not None
             await self._load({"ngram_draft": False} | ({} if drafts else {"draft_tokens": None}))
 
@@ -178,7 +178,7 @@ class EngineTarget:
 
     def _may_reload(self) -> Reload:
         if self._reload is None:
-            raise InvalidRequest("the model that is being served is not loaded anew for a bench", param="model")
+            raise InvalidRequest("the serving model is not reloaded for a bench", param="model")
         return self._reload
 
     @property

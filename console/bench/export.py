@@ -1,6 +1,8 @@
 """A result as a plot in SVG: medians with the least and the most of the repeats, over what the rows were measured for.
 
-How it looks is `plot.css` beside this, which follows the reader's light or dark page.
+`plot.css` has its style, which follows the reader's light or dark mode. Drawn here, since pygal has no error bars and puts
+a script into each file, and matplotlib takes 2 s to import and 35 MiB without what it needs, for a file without themes. Drawn here, since pygal has no error bars
+and puts a script into each file, and matplotlib is 35 MiB, without what it needs, imported in 2 s, and knows no themes.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ _NOTE_LETTER, _TITLE_LETTER = 7.3, 10.5
 _TICKS = 5
 _DIGITS = 12
 _LOOKS = 6
-"""How many series plot.css tells apart."""
+"""Number of series styles in plot.css."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Series:
 
 
 def plot(result: BenchResult, column: str = "") -> str:
-    """An SVG document of one column, the first that a table shows where not told, over the last key; the other keys
+    """An SVG document of one column, by default the first that a table shows, over the last key; the other keys
     make series. Raises InvalidRequest for a column that the result has not, or that has no number."""
     chosen = _column(result, column)
     along = result.keys[-1] if result.keys else Column(name="", title="")
@@ -118,7 +120,7 @@ def plot(result: BenchResult, column: str = "") -> str:
 
 
 def _column(result: BenchResult, name: str) -> Column:
-    with_numbers = [each for each in result.columns if any(row.known(each.name) for row in result.rows)]
+    with_numbers = [each for each in result.columns if any(row.numbers(each.name) for row in result.rows)]
     if not name:
         shown = [each for each in with_numbers if each.shown]
         if shown:
@@ -177,7 +179,7 @@ def _y(share: float) -> float:
 
 
 def _digits(step: float) -> int:
-    """As many as tell ticks apart that are so far from each other, and no more."""
+    """The fewest digits by which ticks at this distance differ."""
     return next((digits for digits in range(_DIGITS) if math.isclose(round(step, digits), step)), _DIGITS)
 
 
@@ -197,7 +199,7 @@ def _marks(ticks: Sequence[Key], along: Column) -> list[str]:
 
 
 def _between(ticks: Sequence[Key]) -> bool:
-    """Whether something lies between two places on the axis: not between words."""
+    """Return whether there are values between two ticks, as there are not between words."""
     return any(isinstance(tick, int | float) for tick in ticks)
 
 
@@ -216,7 +218,7 @@ def _drawn(series: Series, index: int, top: float, *, joined: bool) -> list[str]
 
 
 def _legend(series: Sequence[Series], title: str) -> list[str]:
-    """Right of the title, from the left to the right; what finds no room beside it stands in the line below."""
+    """Entries right of the title, from left to right; those without room are in the line below."""
     parts: list[str] = []
     lines: tuple[list[tuple[int, Series]], list[tuple[int, Series]]] = ([], [])
     room = WIDTH - _RIGHT - _LEFT - len(title) * _TITLE_LETTER

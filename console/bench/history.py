@@ -81,7 +81,7 @@ class BenchHistory:
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
         query = f"{_HEADS}{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [_kept(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
+        return [_stored(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""
@@ -118,7 +118,7 @@ class BenchHistory:
             raise BenchHistoryError(f"the history of benches, {self._file}, cannot be {what}: {error}") from None
 
 
-def _kept(row: tuple[Any, ...]) -> Kept:
+def _stored(row: tuple[Any, ...]) -> Kept:
     number, name, started, duration_s, model, target, complete = row
     return Kept(
         id=number,

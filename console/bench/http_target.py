@@ -50,7 +50,7 @@ class HttpTarget:
         self._tokenizer = tokenizer
         self._plain = False
         self._answered = False
-        self._told = False
+        self._reports_counts = False
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpTarget:
@@ -82,12 +82,12 @@ class HttpTarget:
             url=self._url,
             dialect=self._dialect.name,
             forces_length=self._dialect.forces and not self._plain,
-            counted_by="usage" if self._told else by_rule if by_rule in ("asked", "ids") else "chunks",
+            counted_by="usage" if self._reports_counts else by_rule if by_rule in ("asked", "ids") else "chunks",
         )
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """Target: servers do not tell."""
+        """Target: unknown."""
         return {}
 
     @property
@@ -99,7 +99,7 @@ class HttpTarget:
 
     @property
     def max_model_len(self) -> int | None:
-        """Target: servers do not tell it in any one way."""
+        """Target: unknown, as servers have no common way to report it."""
         return None
 
     async def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
@@ -131,20 +131,20 @@ class HttpTarget:
         if not (over_socket or self._plain or self._answered):
             await self._settle(item)
         body = self._dialect.body(item, self._model, plain=self._plain)
-        read, came, last = self._dialect.reader(), False, not over_socket
+        read, has_tokens, last = self._dialect.reader(), False, not over_socket
         async with aclosing(self._spoken(body) if over_socket else self._posted(body)) as events:
             async for event in events:
                 chunk = read(event)
                 if chunk is not None:
-                    came = came or chunk.tokens > 0
-                    self._told = self._told or chunk.output_tokens is not None
+                    has_tokens = has_tokens or chunk.tokens > 0
+                    self._reports_counts = self._reports_counts or chunk.output_tokens is not None
                     yield chunk
                     if chunk.last:
                         last = True
                         break
         if not last:
             raise TargetFailed(f"{self._where} closed the connection before the answer's end", param="url")
-        if came and self._dialect.counted_by == "asked" and not self._plain:
+        if has_tokens and self._dialect.counted_by == "asked" and not self._plain:
             yield Chunk(output_tokens=item.output_tokens)
 
     async def _posted(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -193,20 +193,20 @@ class HttpTarget:
             return ""
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> TargetFailed:
-        said = " ".join(_said(await read_start(answer, _ANSWER_BYTES)).split())[:_SHOWN] or answer.reason
-        return self._refused(answer.status, said)
+        text = " ".join(_error_text(await read_start(answer, _ANSWER_BYTES)).split())[:_SHOWN] or answer.reason
+        return self._refused(answer.status, text)
 
-    def _refused(self, status: int, said: str | None) -> TargetFailed:
+    def _refused(self, status: int, text: str | None) -> TargetFailed:
         wrong = {401: "key", 403: "key", 404: "model" if self._named else "dialect", 405: "dialect"}
-        return TargetFailed(f"{self._where} answered {status}: {said}", param=wrong.get(status, "url"))
+        return TargetFailed(f"{self._where} answered {status}: {text}", param=wrong.get(status, "url"))
 
     @property
     def _where(self) -> str:
         return self._url + self._dialect.path
 
 
-def _said(body: bytes) -> str:
-    """What a refusal says, out of the JSON that most servers put it into."""
+def _error_text(body: bytes) -> str:
+    """The message of an error answer, which most servers put into JSON."""
     try:
         found = msgspec.json.decode(body)
     except UNREADABLE:
@@ -218,7 +218,7 @@ def _said(body: bytes) -> str:
 
 
 def _payload(line: bytes) -> bytes:
-    """What a line of SSE or of JSON lines holds; nothing for what frames it."""
+    """The JSON of a line of SSE or of JSON lines; empty for framing."""
     line = line.strip()
     if line.startswith(b"data:"):
         line = line[5:].strip()

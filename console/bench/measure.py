@@ -1,4 +1,4 @@
-"""Puts requests to a target and keeps when what came: by clients that ask again once answered, or by the clock."""
+"""Puts requests to a target and keeps when what tokens: by clients that ask again once answered, or by the clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class BenchCancelled(Exception):
-    """Whoever runs the bench wants no more of it."""
+    """The bench was cancelled."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Record:
 
     sent_s: since the run began.  chunks: seconds since it was sent, and the tokens that came then; none where the
     model ended its answer before it began.  measured_gaps_s: seconds between tokens, where the target measured them.
-    end_s: when its stream ended, since it was sent.  output_tokens: as the target told, else as they came.
+    end_s: when its stream ended, since it was sent.  output_tokens: as the target reported, else as they arrived.
     error: "" where answered.
     """
 
@@ -70,7 +70,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave. seconds: from the first request to the end of the last."""
+    """Records of a run. seconds: from the first request to the end of the last."""
 
     records: tuple[Record, ...]
     seconds: float
@@ -81,14 +81,14 @@ class Run:
         return [record for record in self.records if not record.error]
 
     def or_failed(self) -> Run:
-        """Itself; raises TargetFailed, with what the first one was told, where no request was answered with a token."""
+        """Return itself; raises TargetFailed, with the error of the first request, where none got a token."""
         if self.records and not any(record.chunks for record in self.answered):
             raise TargetFailed(self.records[0].error or NO_TOKENS)
         return self
 
 
 class ClientPool:
-    """The clients of a target. done: told of each request that ended.  cancelled: asked now and then."""
+    """The clients of a target. done: called with each request that ended.  cancelled: asked now and then."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class ClientPool:
 
 
 async def unless_cancelled(work: Awaitable[_T], cancelled: Callable[[], bool]) -> _T:
-    """What it gives; where it is cancelled meanwhile, it is given up first. Raises BenchCancelled then."""
+    """Return its result; where the bench is cancelled meanwhile, cancel it and raise BenchCancelled."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -201,11 +201,11 @@ async def ask(target: Target, record: Record, began_s: float) -> None:
         async with aclosing(target.send(item)) as chunks:
             async for chunk in chunks:
                 now_s = time.perf_counter() - sent_s
-                came = max(chunk.tokens, (chunk.output_tokens or 0) - counted) if chunk.tokens else 0
-                if came:
-                    record.chunks.append((now_s, came))
+                tokens = max(chunk.tokens, (chunk.output_tokens or 0) - counted) if chunk.tokens else 0
+                if tokens:
+                    record.chunks.append((now_s, tokens))
                     record.measured_gaps_s += chunk.gaps_s
-                counted += came
+                counted += tokens
                 _note(record, chunk, counted)
     except EngineError as error:
         record.error = error.message
@@ -217,7 +217,7 @@ def _tokens(record: Record) -> int:
 
 
 async def _have(records: Sequence[Record], streams: int, tokens: int) -> None:
-    """Wait until streams have so many tokens each, on average, and every one of them some."""
+    """Wait until streams have a number of tokens each, on average, and every stream some."""
     while True:
         begun = [record for record in records if record.chunks]
         if len(begun) >= streams and sum(map(_tokens, begun)) >= streams * tokens:

@@ -34,7 +34,7 @@ _DOING: Mapping[LoadPhase, str] = {
 
 
 def load_text(name: str, progress: LoadProgress | None) -> tuple[str, str]:
-    """("loading demo: reading weights", "1.2 of 4.0 GiB"); the second is "" where nothing can be told."""
+    """("loading demo: reading weights", "1.2 of 4.0 GiB"); the second is "" where it is unknown."""
     if progress is None:
         return f"loading {name}", ""
     doing = f"loading {name}: {_DOING[progress.phase]}"

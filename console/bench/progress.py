@@ -24,17 +24,17 @@ class Progress:
         self._stream = stream
         self._redraws = stream.isatty()
         self._width = 0
-        self._said = ""
+        self._text = ""
 
     def show(self, text: str, detail: str = "") -> None:
         """Say this in place of what was said before; where lines stay, only what is new, and without the detail."""
         if self._redraws:
             text = printable(f"{text}, {detail}" if detail else text)
             self._stream.write(f"\r{text:{self._width}}")
-        elif text != self._said:
+        elif text != self._text:
             self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
-        self._width, self._said = len(text), text
+        self._width, self._text = len(text), text
 
     def end(self) -> None:
         """Leave nothing of it on the terminal."""

@@ -1,4 +1,4 @@
-"""What a bench found, with all that is needed to read it elsewhere: machine, versions, settings and seeds beside it.
+"""The result of a bench, with all that is needed to read it elsewhere: machine, versions, settings and seeds.
 
 A result is rows of numbers. Columns say what the numbers are; a row says what it was measured for (`keys`) and has of
 each column one number per repeat, so that medians and spread are taken from it and not kept in their place.
@@ -44,19 +44,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     keys: dict[str, Key]
     values: dict[str, list[float | None]]
 
-    def known(self, column: str) -> list[float]:
+    def numbers(self, column: str) -> list[float]:
         """The repeats that have a number, in order; none where the row lacks the column."""
         return [value for value in self.values.get(column, ()) if value is not None]
 
     def median(self, column: str) -> float | None:
         """The middle of the repeats; None where none has a number."""
-        known = self.known(column)
-        return statistics.median(known) if known else None
+        numbers = self.numbers(column)
+        return statistics.median(numbers) if numbers else None
 
     def spread(self, column: str) -> tuple[float, float] | None:
         """The least and the most of the repeats; None where none has a number."""
-        known = self.known(column)
-        return (min(known), max(known)) if known else None
+        numbers = self.numbers(column)
+        return (min(numbers), max(numbers)) if numbers else None
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,11 +88,11 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured. model: as it was named.  url, dialect: of a server, "" for the engine in this process.
+    """The target. model: by its given name.  url, dialect: of a server, "" for the engine in this process.
 
     backend, dtype, weights_bytes: of an engine's model, as it was loaded.
     forces_length: whether an answer had exactly the tokens asked for; where not, rates are of what came.
-    counted_by: how tokens were counted: "engine", "usage" (the server told), "ids" (each was told), "asked" (a server
+    counted_by: how tokens were counted: "engine", "usage" (reported), "ids" (one by one), "asked" (a server
     that counts nothing gave what was asked for), or "chunks" (each taken for one).
     """
 
@@ -125,7 +125,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """What others got for the same work, shown beside: on other hardware, so no race. values: by column."""
+    """Published numbers of others for the same work, on other hardware. values: by column."""
 
     who: str
     device: str
@@ -135,7 +135,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bench found. name: the bench ("latency").  started: ISO 8601, UTC.
+    """The result of a bench. name: of the bench ("latency").  started: ISO 8601, UTC.
 
     complete: False where it was cancelled or failed, and the rows are what there was by then.
     settings: of the target, where they are known, and of the bench.
@@ -170,7 +170,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_texts(keys: Mapping[str, Key]) -> str:
-    """What a row is, for a person: "users 4"."""
+    """The keys of a row as text: "users 4"."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in keys.items())
 
 
@@ -227,7 +227,7 @@ def read_result(file: Path) -> BenchResult:
     return decoded(content, str(file))
 
 
-# How far a bench is: what it tells while it runs. Light, for whoever only shows it.
+# Progress of a bench.
 
 
 class BenchProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,11 +30,11 @@ from console.bench.target import EngineHere, Target
 from engine.devices import MachineProbe, cpu_name, usable_cores
 from engine.errors import EngineError
 
-# The machine and the software that a bench runs on, as results tell it.
+# The machine and the software of a bench.
 
 
 def this_machine() -> MachineInfo:
-    """What there is here."""
+    """This machine."""
     return MachineInfo(
         cpu=cpu_name(),
         cores=usable_cores(),
@@ -49,7 +49,7 @@ def this_machine() -> MachineInfo:
 
 
 def these_versions() -> Versions:
-    """What is installed; torch is not imported for it."""
+    """Versions of installed packages, without an import of torch."""
     return Versions(ericllm=_version("ericllm"), python=platform.python_version(), torch=_version("torch"))
 
 
@@ -63,7 +63,7 @@ def _version(distribution: str) -> str:
 Report = Callable[[BenchProgress], None]
 _T = TypeVar("_T")
 _REASONS = 3
-"""The most that are told of why requests failed."""
+"""Maximum of reported reasons of failed requests."""
 
 
 async def run_bench(
@@ -120,7 +120,7 @@ class _Running:
         """Measure all. Raises EngineError where there is nothing to show for it."""
         lab = BenchContext(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
         try:
-            self._tell()
+            self._report_progress()
             await self._unless_cancelled(self._plan.prepare(lab))
             await self._unless_cancelled(self._plan.warm(lab))
             self._begin_to_count()
@@ -154,7 +154,7 @@ class _Running:
     async def _measure(self, part: BenchPart, lab: BenchContext) -> None:
         self._doing = part.title
         self._records.clear()
-        self._tell()
+        self._report_progress()
         lab.begin(self._repeat, self._at)
         try:
             values = await self._unless_cancelled(self._plan.measure(part, lab))
@@ -165,7 +165,7 @@ class _Running:
         new = Row(keys=part.keys, values={name: [value] for name, value in values.items()})
         self._rows = merged([*self._rows, new])
         self._keep([row.keys for row in self._rows].index(part.keys))
-        self._tell()
+        self._report_progress()
 
     def _begin_to_count(self) -> None:
         self._counted_s, self._done = time.perf_counter(), 0
@@ -181,7 +181,7 @@ class _Running:
             else:
                 self._answered += 1
                 self._short += record.output_tokens != record.item.output_tokens
-        self._tell()
+        self._report_progress()
 
     def _keep(self, row: int) -> None:
         if self._keeps:
@@ -190,7 +190,7 @@ class _Running:
     def _note(self, text: str) -> None:
         self._notes[text] = None
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         self._report(
             BenchProgress(
                 bench=self._plan.name,
@@ -218,7 +218,7 @@ class _Running:
         return max(0, here) * each_s + sum(max(part.requests * each_s, part.least_s) for part in order[at + 1 :])
 
     def result(self) -> BenchResult:
-        """What there is."""
+        """The result so far."""
         return BenchResult(
             name=self._plan.name,
             started=self._started,
@@ -239,8 +239,8 @@ class _Running:
 
     def _observed(self) -> TargetInfo:
         """The target as it turned out."""
-        told = self._target.info if self._info.kind == "http" else self._info
-        return msgspec.structs.replace(told, forces_length=not self._short)
+        info = self._target.info if self._info.kind == "http" else self._info
+        return msgspec.structs.replace(info, forces_length=not self._short)
 
     def _about_counts(self) -> Sequence[str]:
         notes = []
@@ -252,15 +252,15 @@ class _Running:
                 "them itself, so compare rates and not times."
             )
         if self._observed().counted_by == "chunks":
-            notes.append("The server tells no counts, so each chunk was taken for one token.")
+            notes.append("The server reports no counts, so each chunk counts as one token.")
         return notes
 
 
 def failures_text(reasons: Counter[str], answered: int) -> str:
     """How many requests failed, and why: the most frequent reasons."""
-    failed, told = reasons.total(), reasons.most_common(_REASONS)
-    why = [f"{reason.rstrip('.')}{f' ({count})' if len(reasons) > 1 else ''}" for reason, count in told]
-    if others := failed - sum(count for _, count in told):
+    failed, common = reasons.total(), reasons.most_common(_REASONS)
+    why = [f"{reason.rstrip('.')}{f' ({count})' if len(reasons) > 1 else ''}" for reason, count in common]
+    if others := failed - sum(count for _, count in common):
         why.append(f"other reasons ({others})")
     return f"{failed} of {failed + answered} requests failed: {'; '.join(why)}."
 

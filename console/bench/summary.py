@@ -23,30 +23,31 @@ _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "response"}
 
 
 def tpot_s(record: Record) -> float | None:
-    """Seconds per token after the first; 0 for an answer of one token, None where none came."""
+    """Seconds per token after the first; 0 for an answer of one token, None where none output_tokens."""
     if record.ttft_s is None:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
 
 
 def summarize(run: Run, slo: Slo | None = None) -> Values:
-    """All that is told of a run. What no request gives is None."""
+    """All numbers of a run; None where no request has one."""
     slo, done, seconds = slo or Slo(), run.answered, run.seconds
-    asked, came = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
+    prompt_tokens = sum(record.prompt_tokens for record in done)
+    output_tokens = sum(record.output_tokens for record in done)
     within_slo = sum(_is_met(slo, record) for record in done)
     chunks = sum(len(record.chunks) for record in done)
     return {
         "completed": len(done),
         "failed": len(run.records) - len(done),
         "duration": seconds,
-        "total_input_tokens": asked,
-        "total_output_tokens": came,
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
         "request_throughput": len(done) / seconds,
         "request_goodput": within_slo / seconds if slo.is_set else None,
         "slo_attainment": 100 * within_slo / len(run.records) if slo.is_set and run.records else None,
-        "output_throughput": came / seconds,
-        "total_token_throughput": (asked + came) / seconds,
-        "tokens_per_chunk": came / chunks if chunks else None,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
+        "tokens_per_chunk": output_tokens / chunks if chunks else None,
         **_times("ttft", (record.ttft_s for record in done)),
         **_times("tpot", (tpot_s(record) for record in done if record.output_tokens > 1)),
         **_times("itl", (gap for record in done for gap in record.gaps_s)),
@@ -62,19 +63,19 @@ def _is_met(slo: Slo, record: Record) -> bool:
 
 def _times(name: str, seconds: Iterable[float | None]) -> Values:
     """Mean, median, deviation and percentiles in milliseconds."""
-    known = [1000 * each for each in seconds if each is not None]
+    numbers = [1000 * each for each in seconds if each is not None]
     found: Values = {
-        f"mean_{name}_ms": statistics.fmean(known) if known else None,
-        f"median_{name}_ms": statistics.median(known) if known else None,
-        f"std_{name}_ms": statistics.pstdev(known) if known else None,
+        f"mean_{name}_ms": statistics.fmean(numbers) if numbers else None,
+        f"median_{name}_ms": statistics.median(numbers) if numbers else None,
+        f"std_{name}_ms": statistics.pstdev(numbers) if numbers else None,
     }
-    values = percentiles(known, *(percent / 100 for percent in _PERCENTILES), interpolate=True)
+    values = percentiles(numbers, *(percent / 100 for percent in _PERCENTILES), interpolate=True)
     found.update({f"p{percent}_{name}_ms": value for percent, value in zip(_PERCENTILES, values, strict=True)})
     return found
 
 
 def columns(*shown: str) -> tuple[Column, ...]:
-    """What `summarised` gives; the table for a person has those that are named."""
+    """Columns of `summarize`; the table shows the named ones."""
     return tuple(msgspec.structs.replace(column, shown=column.name in shown) for column in (*_COUNTS, *_time_columns()))
 
 
@@ -96,5 +97,5 @@ _COUNTS = (
 def _time_columns() -> Iterable[Column]:
     kinds = {"mean": "mean", "median": "p50", "std": "deviation"} | {f"p{each}": f"p{each}" for each in _PERCENTILES}
     for name, title in _TIMES.items():
-        for kind, said in kinds.items():
-            yield Column(name=f"{kind}_{name}_ms", title=f"{title} {said}", unit="ms", better="lower")
+        for kind, statistic in kinds.items():
+            yield Column(name=f"{kind}_{name}_ms", title=f"{title} {statistic}", unit="ms", better="lower")

@@ -1,4 +1,4 @@
-"""What is measured, whatever it is: something that takes a request and gives its tokens as they come."""
+"""The target of a bench: an interface that takes a request and yields its tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engine.errors import EngineError
 
 
 class TargetFailed(EngineError):
-    """What is measured did not answer, or answered with an error."""
+    """The target did not answer, or answered with an error."""
 
     code: ClassVar[str] = "target_failed"
     http_status: ClassVar[int] = 502
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """What came at once. tokens: new ones, as far as this chunk shows.  gaps_s: seconds between tokens where the
-    target measured them, one for each that has one before it.
+    """Tokens that arrived together. tokens: new ones, as far as this chunk shows.  gaps_s: seconds between tokens where
+    the target measured them, one for each that has one before it.
 
-    output_tokens, prompt_tokens, cached_tokens: of the whole request so far, where the target tells; None where not.
-    last: nothing comes after it; told where an answer does not end with its connection.
+    output_tokens, prompt_tokens, cached_tokens: of the whole request so far, as reported; None where not.
+    last: nothing follows; set where an answer does not end with its connection.
     """
 
     tokens: int = 0
@@ -40,7 +40,7 @@ class Target(Protocol):
 
     @property
     def info(self) -> TargetInfo:
-        """What it is."""
+        """Identity of the target."""
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -48,21 +48,21 @@ class Target(Protocol):
 
     @property
     def material(self) -> Material:
-        """What its prompts are made of."""
+        """Material of its prompts."""
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and answer together, None where it is not known."""
 
     def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
-        """Ask, greedily and for exactly `item.output_tokens` tokens where it can be told so; raises TargetFailed.
+        """Send a greedy request for exactly `item.output_tokens` tokens, where that can be forced; raises TargetFailed.
 
         Closing the iterator ends the request: nothing more is computed for it.
         """
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What only grows: tokens guessed ahead, and those of them that held."""
+    """Totals of draft tokens and of accepted ones."""
 
     draft_tokens: int = 0
     draft_accepted: int = 0
@@ -73,7 +73,7 @@ class EngineHere(Protocol):
     """A target that is an engine of ours in this process, whose settings can be changed between measurements."""
 
     def counters(self) -> Counters:
-        """What was guessed so far."""
+        """Totals of speculation so far."""
 
     @property
     def knobs(self) -> tuple[int, int]:
@@ -83,13 +83,13 @@ class EngineHere(Protocol):
         """Set the knobs, and wait until it is so. Raises EngineError."""
 
     async def guess(self, tokens: int) -> None:
-        """Load the model anew to guess up to so many tokens ahead from a request's own text; 0 guesses none.
+        """Reload the model with n-gram speculation of max `tokens` draft tokens; 0 is without.
 
         Raises EngineError where it cannot.
         """
 
     async def load_s(self) -> float:
-        """Load the model anew; the seconds that it took. Raises EngineError."""
+        """Reload the model and return the seconds it took. Raises EngineError."""
 
     def weight_files(self) -> list[str]:
         """The files that a load reads."""

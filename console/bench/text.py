@@ -49,7 +49,7 @@ def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[
     """The columns that are shown; the middle of the repeats, and how far they lie around it where there are several."""
     if not rows:
         return "nothing was measured"
-    shown = [column for column in columns if column.shown and any(row.known(column.name) for row in rows)]
+    shown = [column for column in columns if column.shown and any(row.numbers(column.name) for row in rows)]
     header = [titled(column) for column in (*keys, *shown)]
     cells = [
         [*(key_text(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in shown)]
@@ -62,9 +62,9 @@ def all_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[R
     """Every number that any row has, on a line each, as there are too many for columns; the rows are side by side."""
     if not rows:
         return "nothing was measured"
-    known = [column for column in columns if any(row.known(column.name) for row in rows)]
+    present = [column for column in columns if any(row.numbers(column.name) for row in rows)]
     lines = [[titled(key), *(key_text(row.keys.get(key.name, "")) for row in rows)] for key in keys]
-    lines += [[titled(column), *(cell(row, column) for row in rows)] for column in known]
+    lines += [[titled(column), *(cell(row, column) for row in rows)] for column in present]
     return table(lines[0], lines[1:])
 
 
@@ -106,9 +106,10 @@ def progress_text(progress: BenchProgress) -> str:
 def row_text(progress: BenchProgress) -> str:
     """The row that was measured last, in one line: what it is, and its first numbers."""
     row = next(row for row in progress.rows if key_texts(row.keys) == progress.doing)
-    shown = [column for column in progress.columns if column.shown and row.known(column.name)]
-    numbers = (f"{column.title} {figure(row.known(column.name)[-1], column)} {column.unit}".strip() for column in shown)
-    return f"{progress.doing}: {', '.join(numbers)}"
+    shown = [column for column in progress.columns if column.shown and row.numbers(column.name)]
+    last = ((column, row.numbers(column.name)[-1]) for column in shown)
+    texts = (f"{column.title} {figure(value, column)} {column.unit}".strip() for column, value in last)
+    return f"{progress.doing}: {', '.join(texts)}"
 
 
 def span(seconds: float) -> str:
@@ -120,7 +121,7 @@ def span(seconds: float) -> str:
 
 
 def heading_text(result: BenchResult) -> str:
-    """What was measured, where, with what: two lines."""
+    """Two lines: the target, and the machine with the settings."""
     target, machine, versions = result.target, result.machine, result.versions
     if target.kind == "http":
         what = (
@@ -161,5 +162,5 @@ def published_text(result: BenchResult) -> str:
 
 
 def key_text(value: Key) -> str:
-    """What a row was measured for, as it is written."""
+    """A key as text."""
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What is sent, and when: drawn from a seed, so that every run sends the same.
+"""Requests and their times, drawn from a seed, so that every run sends the same.
 
 Lengths and arrivals depend on the seed and on a request's number alone, so that every row of a bench has the same ones;
 contents depend on the row and the repeat too, all of them or the first tokens, so that nothing is found in a prefix
@@ -24,7 +24,7 @@ from engine.text.tokenizer import Tokenizer
 
 # What prompts are made of: token ids where the target takes ids, else words.
 
-_MOST_WORDS = 2000
+_MAX_WORDS = 2000
 _PLAIN_WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work number night point home water room mother area money story fact
@@ -51,7 +51,7 @@ class Material(Protocol):
     """Makes prompts."""
 
     def prompt(self, tokens: int, rng: random.Random) -> Prompt:
-        """One of so many tokens."""
+        """A prompt of a number of tokens."""
 
     def of_text(self, text: str) -> Prompt:
         """One that says this."""
@@ -70,8 +70,8 @@ class TokenIds:
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenIds:
         """Of all that are no control tokens. vocab_size: the model's, where it has fewer."""
-        known = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
-        return cls([each for each in range(known) if each not in tokenizer.special_ids], tokenizer)
+        size = min(tokenizer.vocab_size, vocab_size or tokenizer.vocab_size)
+        return cls([each for each in range(size) if each not in tokenizer.special_ids], tokenizer)
 
     def prompt(self, tokens: int, rng: random.Random) -> Prompt:
         """Material: exactly as many."""
@@ -140,7 +140,7 @@ def _single_tokens(tokenizer: Tokenizer) -> list[str]:
             continue
         if len(tokenizer.encode(f"a {word} {word}", add_special_tokens=False)) == 3:
             found.append(word)
-            if len(found) == _MOST_WORDS:
+            if len(found) == _MAX_WORDS:
                 break
     return found
 
@@ -150,7 +150,7 @@ def _single_tokens(tokenizer: Tokenizer) -> list[str]:
 # The format is a JSON array of {"conversations": [{"from": "human" | "user" | "gpt" | ..., "value": text}, ...]}; the
 # first turn is the prompt, the second the answer whose length is asked for again.
 
-LEAST_TOKENS = 4
+MIN_TOKENS = 4
 _ASKING = ("human", "user")
 
 
@@ -189,32 +189,32 @@ def read_trace(file: Path) -> tuple[Exchange, ...]:
 
 
 def sampled(exchanges: Sequence[Exchange], count: int, seed: int) -> list[Exchange]:
-    """So many, in an order that the seed gives; from the start again where there are fewer."""
+    """Return `count` of them, in an order that the seed gives; repeated where there are fewer."""
     order = list(exchanges)
     random.Random(f"{seed}/trace").shuffle(order)
     return [order[place % len(order)] for place in range(count)]
 
 
 def usable(
-    exchanges: Sequence[Exchange], material: Material, max_model_len: int | None, beside: int = 0
+    exchanges: Sequence[Exchange], material: Material, max_model_len: int | None, reserved: int = 0
 ) -> list[Exchange]:
-    """Those whose two sides have some tokens each, and that fit the model with so many beside them. Raises
+    """Those whose two sides have some tokens each, and that fit the model with `reserved` more. Raises
     InvalidRequest where none does."""
     limit = max_model_len or 2**31
-    room = limit - beside
-    kept = [each for each in exchanges if _fits(material.count(each.asked), material.count(each.answered), room)]
-    if not kept:
-        fits = f"fits the model's {limit} tokens" if max_model_len else f"has {LEAST_TOKENS} tokens on both sides"
+    room = limit - reserved
+    fitting = [each for each in exchanges if _fits(material.count(each.asked), material.count(each.answered), room)]
+    if not fitting:
+        fits = f"fits the model's {limit} tokens" if max_model_len else f"has {MIN_TOKENS} tokens on both sides"
         raise InvalidRequest(f"no exchange of the trace {fits}", param="trace")
-    return kept
+    return fitting
 
 
 def _fits(asked: int, answered: int, room: int) -> bool:
-    return min(asked, answered) >= LEAST_TOKENS and asked + answered < room
+    return min(asked, answered) >= MIN_TOKENS and asked + answered < room
 
 
 _LEAD_TOKENS = 4
-"""So many that a prompt begins with are enough to make it another one for any cache of prefixes."""
+"""First tokens that make a prompt different for any prefix cache."""
 MARK_TOKENS = 16
 """More than a mark before a trace's text has, in any vocabulary."""
 
@@ -238,7 +238,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests are like. prompt: without the shared prefix.  trace: what "trace" lengths are taken from."""
+    """Contents and lengths of requests. prompt: without the shared prefix.  trace: for lengths of "trace"."""
 
     prompt: Length
     output: Length
@@ -251,7 +251,7 @@ def items(
 ) -> list[Item]:
     """Requests `first` to `first + count`.
 
-    salt: what contents depend on beside the seed.  lead: what the first tokens do in its place; "" is none of it.
+    salt: for contents, besides the seed.  lead: for the first tokens in place of salt; "" is none.
     """
     talks = sampled(mix.trace, first + count, seed) if mix.trace else []
     return [_item(mix, material, (seed, salt, lead), number, talks) for number in range(first, first + count)]

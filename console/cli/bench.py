@@ -38,26 +38,26 @@ def show_results(argv: Sequence[str], parser: argparse.ArgumentParser, folder: P
     history = BenchHistory(folder or state_dir())
     match given.what:
         case "history":
-            kept = history.results(given.bench, given.model, given.limit)
-            said = msgspec.json.encode(kept).decode() if given.as_json else history_text(kept)
+            results = history.results(given.bench, given.model, given.limit)
+            text = msgspec.json.encode(results).decode() if given.as_json else history_text(results)
         case "show":
             result = find_result(given.result, history)
             form = "json" if given.as_json else "csv" if given.as_csv else "text"
-            said = shown(result, form, everything=given.everything)
+            text = shown(result, form, everything=given.everything)
         case "compare":
             comparison = compare(find_result(given.before, history), find_result(given.after, history), given.tie / 100)
-            said = (
+            text = (
                 msgspec.json.encode(comparison).decode()
                 if given.as_json
                 else comparison_text(comparison, everything=given.everything)
             )
         case "forget":
             history.remove(given.number)
-            said = f"result {given.number} is forgotten"
+            text = f"result {given.number} is forgotten"
         case _:
             drawn = plot(find_result(given.result, history), given.column)
-            said = _written(given.out, drawn) if given.out else drawn
-    write(said.rstrip(), as_json=getattr(given, "as_json", False))
+            text = _written(given.out, drawn) if given.out else drawn
+    write(text.rstrip(), as_json=getattr(given, "as_json", False))
     return 0
 
 
@@ -69,17 +69,17 @@ def find_result(text: str, history: BenchHistory) -> BenchResult:
     last = _LAST.fullmatch(text)
     if last is not None:
         back = int(last[1] or 0)
-        kept = history.results(limit=back + 1)
-        if len(kept) <= back:
-            raise InvalidRequest(f"the history has {len(kept)} results, so there is no {text}", param="result")
-        return history.result(kept[back].id)
+        newest = history.results(limit=back + 1)
+        if len(newest) <= back:
+            raise InvalidRequest(f"the history has {len(newest)} results, so there is no {text}", param="result")
+        return history.result(newest[back].id)
     numbered = text.isdecimal() and len(text) <= _DIGITS
     return history.result(int(text)) if numbered else read_result(Path(text))
 
 
-def history_text(kept: Sequence[Kept]) -> str:
+def history_text(results: Sequence[Kept]) -> str:
     """A table of what was kept, the newest first."""
-    if not kept:
+    if not results:
         return "No result is kept yet; 'ericllm bench latency --model demo' makes one."
     rows = [
         (
@@ -90,7 +90,7 @@ def history_text(kept: Sequence[Kept]) -> str:
             each.model,
             each.target,
         )
-        for each in kept
+        for each in results
     ]
     return table(("number", "bench", "started (UTC)", "took", "model", "target"), rows)
 
@@ -106,8 +106,10 @@ def shown(result: BenchResult, form: str, *, everything: bool = False) -> str:
 
 
 def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
-    """What must be known first, a table of each number that a table shows, before and after with the spread of the
-    repeats, and what else is not the same. everything: the numbers too that a table does not show."""
+    """Notes, a table of the numbers before and after with the spread of the repeats, and other differences.
+
+    everything: with the numbers that a table does not show.
+    """
     columns = {column.name: column for column in comparison.columns if everything or column.shown}
     rows = [
         [
@@ -134,7 +136,7 @@ def _parse_results(argv: Sequence[str], parser: argparse.ArgumentParser) -> argp
     history = commands.add_parser("history", help="the results that were kept")
     history.add_argument("--bench", default="", metavar="NAME", help="of one bench alone")
     history.add_argument("--model", default="", help="of one model alone")
-    history.add_argument("--limit", type=_whole, default=0, help="the newest so many (default: all)")
+    history.add_argument("--limit", type=_whole, default=0, help="number of the newest (default: all)")
     show = commands.add_parser("show", help="one result as a table")
     show.add_argument("result", help=_REFERENCE)
     show.add_argument("--csv", action="store_true", dest="as_csv", help="a line for each row and repeat")
@@ -167,7 +169,7 @@ def _written(file: Path, text: str) -> str:
 
 def _whole(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(text)
 
 
@@ -177,7 +179,7 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text} is no percentage from 0 to 100")
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage from 0 to 100")
     return value
 
 

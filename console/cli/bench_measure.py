@@ -110,7 +110,7 @@ _OF_SERVING = frozenset(
 LOADING = frozenset(
     name for name in Settings.model_fields if flag_of(name).group in ("Model", "Engine") and name not in _OF_SERVING
 )
-"""The settings that a bench takes beside its own: those that a model is loaded by."""
+"""The settings that a bench takes besides its own: those for loading a model."""
 
 FILES = ("json", "csv", "svg")
 """The kinds of file that a result is written as."""
@@ -140,7 +140,7 @@ class BenchArguments:
 
 
 def parse_arguments(argv: Sequence[str], parser: argparse.ArgumentParser, plan: type[Plan]) -> BenchArguments:
-    """What the flags ask of a bench; wrong ones end the program with one line. Raises InvalidRequest."""
+    """Parse the flags of a bench; a wrong one ends the program with one line. Raises InvalidRequest."""
     _describe(parser, plan)
     _add_own(parser)
     add_flags(parser.add_argument_group("what is measured"), plan)
@@ -174,7 +174,7 @@ def _describe(parser: argparse.ArgumentParser, plan: type[Plan]) -> None:
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
-    """What every bench takes."""
+    """Add the flags of every bench."""
     add = parser.add_argument
     add("model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, or demo")
     add("--model", default="", metavar="NAME", help="the same; with --url the name that the server knows it by")
@@ -236,11 +236,11 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return INTERRUPTED
     finally:
         progress.end()
-    said = (
+    notes = (
         [save_to_history(result)] if asked.history and result.rows else []
     )  # first: whatever fails after it, it is kept
     failed = write_files(result, asked.files)
-    for line in (*said, *failed):
+    for line in (*notes, *failed):
         say(line)
     write(result_text(result, everything=asked.everything))
     if failed:
@@ -288,7 +288,7 @@ class _Stop:
         self.opening = True
 
     def is_asked(self) -> bool:
-        """Whether one came."""
+        """Return whether a signal arrived."""
         return self._asked
 
     @contextmanager
@@ -347,7 +347,7 @@ class _Shown:
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress, self._stream = progress, stream
-        self._at_s, self._said = 0.0, ""
+        self._at_s, self._text = 0.0, ""
         self._rows = 0
 
     def show(self, news: BenchProgress) -> None:
@@ -358,6 +358,6 @@ class _Shown:
             self._progress.end()
             self._stream.write(f"{printable(row_text(news))}\n")
         now_s, doing = time.monotonic(), f"{news.repeat} {news.doing}"
-        if doing != self._said or (self._stream.isatty() and now_s - self._at_s >= _SHOWN_EVERY_S):
-            self._at_s, self._said = now_s, doing
+        if doing != self._text or (self._stream.isatty() and now_s - self._at_s >= _SHOWN_EVERY_S):
+            self._at_s, self._text = now_s, doing
             self._progress.show(progress_text(news))

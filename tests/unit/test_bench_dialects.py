@@ -146,7 +146,7 @@ def test_kobold_and_textgen_tell_pieces_of_text_alone() -> None:
 
 
 def test_kobold_tells_an_error_in_a_shape_of_its_own() -> None:
-    with pytest.raises(TargetFailed, match="the server told an error: no room"):
+    with pytest.raises(TargetFailed, match="the server sent an error: no room"):
         read("kobold", {"detail": {"msg": "no room", "type": "bad_input"}})
 
 
@@ -267,7 +267,7 @@ async def test_a_server_that_never_ends_what_it_says_is_read_no_further_than_it_
 def test_an_error_of_a_server_is_quoted_as_far_as_a_person_reads() -> None:
     with pytest.raises(TargetFailed) as failed:
         read("openai", {"error": {"message": "no\n\x1b[2J" + "x" * 10**6}})
-    assert str(failed.value).startswith(r"the server told an error: no\n\x1b[2Jxxx")
+    assert str(failed.value).startswith(r"the server sent an error: no\n\x1b[2Jxxx")
     assert len(str(failed.value)) < 400
 
 

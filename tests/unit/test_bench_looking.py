@@ -74,7 +74,7 @@ def test_the_command_tells_what_the_table_leaves_out_where_it_is_asked_to(
 async def test_any_number_can_be_plotted_those_of_the_table_first() -> None:
     result = await served()
     names = [column.name for column in plottable_columns(result)]
-    told = [column.name for column in result.columns if column.shown and result.rows[0].known(column.name)]
+    told = [column.name for column in result.columns if column.shown and result.rows[0].numbers(column.name)]
     assert names[: len(told)] == told
-    assert set(names) == {column.name for column in result.columns if result.rows[0].known(column.name)}
+    assert set(names) == {column.name for column in result.columns if result.rows[0].numbers(column.name)}
     assert {"p90_itl_ms", "std_ttft_ms", "mean_e2el_ms"} <= set(names) - set(told)

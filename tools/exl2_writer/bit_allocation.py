@@ -1,6 +1,6 @@
 """How many bits each group of rows gets, so that a model meets its target with the least error. No torch here.
 
-Every group starts at the narrowest width; the steps that take the most error away per bit are then taken first,
+Every group starts at the narrowest width; the steps that take the most error away per bit are then chosen first,
 until the bits are spent. Of each group's widths only those on the lower convex hull of (bits, error) are offered,
 which makes the greedy order the one that a Lagrange multiplier gives (Shoham and Gersho 1988, "Efficient bit
 allocation for an arbitrary set of quantizers").
@@ -49,7 +49,7 @@ class MatrixShape:
         return (self.group_size,) * full + ((rest,) if rest else ())
 
     def overhead_bits(self) -> int:
-        """Bits stored beside the values, whatever their width."""
+        """Bits stored besides the values, at any width."""
         groups = len(self.group_rows())
         return groups * (self.stored_columns * _SCALE_BITS + _GROUP_BITS) + self.rows * _PERMUTATION_BITS
 
@@ -61,7 +61,7 @@ class MatrixShape:
 
 @dataclass(frozen=True, slots=True)
 class MatrixErrors:
-    """What rounding does to a matrix: errors[group][i] is the error of that group at WIDTHS[i], of any one unit."""
+    """Rounding errors of a matrix: errors[group][i] is the error of that group at WIDTHS[i], of any one unit."""
 
     shape: MatrixShape
     errors: tuple[tuple[float, ...], ...]
@@ -91,12 +91,12 @@ def plan_widths(matrices: Mapping[str, MatrixErrors], bits_per_weight: float) ->
     if left_bits < 0:
         raise ValueError(f"{bits_per_weight} bits per weight cannot hold {WIDTHS[0]} bits and their overhead")
     widths = {name: [WIDTHS[0]] * len(matrix.errors) for name, matrix in matrices.items()}
-    taken: dict[tuple[str, int], int] = {}
+    chosen: dict[tuple[str, int], int] = {}
     for step in sorted(_all_steps(matrices), key=lambda step: -step.gain):
-        reached = taken.get((step.matrix, step.group), 0)
+        reached = chosen.get((step.matrix, step.group), 0)
         if step.rank == reached and step.bits <= left_bits:
             left_bits -= step.bits
-            taken[step.matrix, step.group] = reached + 1
+            chosen[step.matrix, step.group] = reached + 1
             widths[step.matrix][step.group] = step.width
     return {name: tuple(chosen) for name, chosen in widths.items()}
 

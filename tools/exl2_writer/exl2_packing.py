@@ -26,7 +26,7 @@ LARGEST_CODE = 16
 SCALE_STEPS = LARGEST_CODE**2
 """The largest s**2: a group's stored scale is that of its largest column, m * 256."""
 
-_LEAST_HALF = 2.0**-24
+_MIN_HALF = 2.0**-24
 _SMALLEST_SHARE = {2: 0.4, 3: 0.55, 4: 0.7, 5: 0.8, 6: 0.9, 8: 0.95}
 _TRIED_SHARES = 10
 
@@ -75,7 +75,7 @@ def _best_scales(weights: Tensor, bits: int) -> Tensor:
 
 def _best_codes(weights: Tensor, wanted: Tensor, unit: Tensor, bits: int) -> Tensor:
     """Per column the better of the two codes around the wanted scale; float32 [groups, columns]."""
-    exact = (wanted / unit.float().clamp_min(_LEAST_HALF)[:, None]).sqrt_()
+    exact = (wanted / unit.float().clamp_min(_MIN_HALF)[:, None]).sqrt_()
     below, above = (code.clamp_(1, LARGEST_CODE) for code in (exact.floor(), exact.ceil()))
     errors = [_column_errors(weights, _scales(code, unit), bits) for code in (below, above)]
     return torch.where(errors[0] <= errors[1], below, above)
@@ -153,7 +153,7 @@ def stored_shapes(
 
 
 def measure_linear(weight: Tensor, group_size: int, importance: Tensor | None = None) -> MatrixErrors:
-    """What rounding each group of `weight` [out, in] to each width would cost: in weights as good as lost, the squared
+    """The cost of rounding each group of `weight` [out, in] to each width: in weights as good as lost, the squared
     error's share of the matrix times its size. The same relative error so costs the same in every matrix.
 
     importance: float [in], how much the squared error of each input feature counts; all the same if None.

@@ -92,7 +92,7 @@ class SourceModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """True if the head is the embedding."""
         return self.head.weight in self.plain
 
 
@@ -121,7 +121,7 @@ def open_source(folder: Path) -> SourceModel:
 
 
 def _adds_one(architecture: Architecture, config: Mapping[str, object]) -> bool:
-    """Whether its norms scale by one more than is stored."""
+    """Return whether its norms scale by one more than is stored."""
     return (
         architecture.traits({**architecture.defaults, **config}, positive(config, "num_hidden_layers")).norm
         == "rms_plus_one"
@@ -256,7 +256,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A work folder beside `target` that becomes it in the end; on any error nothing is left."""
+    """A work folder next to `target`, renamed to it at the end; on any error nothing is left."""
     work = target.with_name(f".{target.name}.quantising.{os.getpid()}")
     work.mkdir()
     try:
@@ -268,7 +268,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def companions(source: Path) -> list[Path]:
-    """What belongs to a model beside its weights and config.json: tokenizer, chat template, licence."""
+    """Files of a model besides its weights and config.json: tokenizer, chat template, licence."""
     return [
         file
         for file in sorted(source.iterdir())
@@ -319,7 +319,7 @@ class QuantizeProgress:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeSummary:
-    """What was made. bits_per_weight: over all linear layers but the head, overhead included.
+    """Numbers of the written model. bits_per_weight: over all linear layers but the head, overhead included.
 
     width_weights, width_errors: per width, how many weights have it and their relative error (root mean square of
     the error over that of the weights), the head's among them.  worst_layer: the matrix with the largest.
@@ -482,9 +482,9 @@ class _Quantiser:
 def _check_numbers(bits: float, head_bits: int, group_size: int) -> None:
     if not _MIN_BITS <= bits <= _MAX_BITS:
         raise InvalidRequest(f"bits must be between {_MIN_BITS:g} and {_MAX_BITS:g}, not {bits:g}", param="bits")
-    for param, value, known in (("head_bits", head_bits, HEAD_BITS), ("group_size", group_size, GROUP_SIZES)):
-        if value not in known:
-            raise InvalidRequest(f"{param} must be one of {', '.join(map(str, known))}, not {value}", param=param)
+    for param, value, choices in (("head_bits", head_bits, HEAD_BITS), ("group_size", group_size, GROUP_SIZES)):
+        if value not in choices:
+            raise InvalidRequest(f"{param} must be one of {', '.join(map(str, choices))}, not {value}", param=param)
 
 
 def _declaration(bits: float, head_bits: int) -> dict[str, object]:

@@ -34,7 +34,7 @@ class TensorSpec:
 
     @property
     def stored_bytes(self) -> int:
-        """What it takes in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -21,7 +21,7 @@ class _Usage(msgspec.Struct):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Of the whole prompt: what was found in a cache is told apart."""
+        """Of the whole prompt: cached tokens are counted apart."""
         if self.input_tokens is None:
             return None
         return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
@@ -80,7 +80,7 @@ def _read(event: bytes) -> Chunk | None:
     found = msgspec.json.decode(event, type=_Event)
     refuse_error(found.error)
     if found.message is not None and found.message.usage is not None:
-        return _counted(found.message.usage)  # before the answer: what it tells of that is not all
+        return _counted(found.message.usage)  # before the answer: its output count is not final
     if found.usage is not None:
         return msgspec.structs.replace(_counted(found.usage), output_tokens=found.usage.output_tokens)
     return Chunk(tokens=1) if found.delta is not None and (found.delta.text or found.delta.thinking) else None

@@ -1,4 +1,4 @@
-"""What a dialect is: a body that asks, and events that are read."""
+"""A dialect: the body of a request, and a reader of its events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN = 300
 CountedBy = Literal["usage", "ids", "asked"]
 Over = Literal["lines", "socket"]
 Count = Annotated[int, Meta(ge=0, le=10**7)]
-"""Of tokens: what a server tells beyond is no count of one request."""
+"""A number of tokens; a larger one is not the count of one request."""
 UNREADABLE = (ValueError, RecursionError)
 """What decoding raises for what is no JSON, is nested too deep, or is of another shape."""
 
@@ -24,17 +24,16 @@ class Reader(Protocol):
     """Reads the events of one answer, in order."""
 
     def __call__(self, event: bytes) -> Chunk | None:
-        """What an event says; None where it says nothing of tokens. Raises TargetFailed where it tells an error."""
+        """Return the tokens of an event, None where it has none. Raises TargetFailed for an error event."""
 
 
 class Dialect(Protocol):
     """How a kind of server is asked, and how it answers.
 
     path: where.  models_path: where models are listed.  takes_ids: whether a prompt may be token ids.
-    forces: whether the server can be told to go on to the last token that was asked for.
+    forces: True if the server can be made to generate the exact number of tokens.
     over: whether it is asked by POST and answers in lines, or both over a websocket.
-    counted_by: what counts of tokens rest on, where the server knows all that it is asked: what it told, its token
-    ids, or, since a length is forced, what was asked for.
+    counted_by: source of token counts: reported usage, token ids, or the requested number, where that is forced.
     """
 
     @property
@@ -55,22 +54,22 @@ class Dialect(Protocol):
 
     @property
     def takes_ids(self) -> bool:
-        """Whether prompts may be token ids."""
+        """True if prompts may be token ids."""
 
     @property
     def forces(self) -> bool:
-        """Whether it can be told to give every token that was asked for."""
+        """True if the exact number of tokens can be forced."""
 
     @property
     def counted_by(self) -> CountedBy:
-        """What its counts rest on, where it tells all that it can."""
+        """Source of its token counts."""
 
     @property
     def over(self) -> Over:
         """How it is asked."""
 
     def headers(self, key: str) -> dict[str, str]:
-        """What every request has; key: "" for none."""
+        """Headers of every request. key: "" for none."""
 
     def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
         """The request. plain: without the fields that are not in every server of the kind."""
@@ -80,7 +79,7 @@ class Dialect(Protocol):
 
 
 class Posted:
-    """What most dialects have in common: asked by POST, with a key as a Bearer token."""
+    """Base of most dialects: POST, with the key as a Bearer token."""
 
     server = ""
     over: Over = "lines"
@@ -110,7 +109,7 @@ def first_model(listed: bytes) -> str:
 
 
 def refuse_error(error: object) -> None:
-    """Raise TargetFailed where an event tells an error, as most servers do: a text, or an object with a message."""
+    """Raise TargetFailed for an event with an error, as most servers have it: a text, or an object with a message."""
     if error:
-        said = error.get("message") or error.get("msg") or error if isinstance(error, dict) else error
-        raise TargetFailed(f"the server told an error: {quote_value(said, _SHOWN)}")
+        message = error.get("message") or error.get("msg") or error if isinstance(error, dict) else error
+        raise TargetFailed(f"the server sent an error: {quote_value(message, _SHOWN)}")

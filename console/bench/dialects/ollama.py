@@ -11,7 +11,7 @@ from console.bench.target import Chunk
 from console.bench.workload import Item
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str = ""
     thinking: str = ""
 
@@ -19,16 +19,16 @@ class _Said(msgspec.Struct):
 class _Event(msgspec.Struct):
     response: str = ""
     thinking: str = ""
-    message: _Said | None = None
+    message: _Message | None = None
     done: bool = False
     prompt_eval_count: Count | None = None
     eval_count: Count | None = None
     error: Any = None
 
     @property
-    def says(self) -> bool:
-        said = self.message or _Said()
-        return bool(self.response or self.thinking or said.content or said.thinking)
+    def has_text(self) -> bool:
+        message = self.message or _Message()
+        return bool(self.response or self.thinking or message.content or message.thinking)
 
 
 class Ollama(Posted):
@@ -73,7 +73,7 @@ class OllamaChat(Posted):
 
 
 def _common(item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-    """What both have."""
+    """Fields of both."""
     options: dict[str, Any] = {"num_predict": item.output_tokens, "temperature": 0}
     if not plain:
         options["ignore_eos"] = True
@@ -84,5 +84,5 @@ def _read(event: bytes) -> Chunk | None:
     found = msgspec.json.decode(event, type=_Event)
     refuse_error(found.error)
     if found.done:
-        return Chunk(tokens=int(found.says), output_tokens=found.eval_count, prompt_tokens=found.prompt_eval_count)
-    return Chunk(tokens=1) if found.says else None
+        return Chunk(tokens=int(found.has_text), output_tokens=found.eval_count, prompt_tokens=found.prompt_eval_count)
+    return Chunk(tokens=1) if found.has_text else None

@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
     @property
-    def says(self) -> bool:
+    def has_text(self) -> bool:
         return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
 
 
@@ -45,11 +45,11 @@ def read_event(event: bytes) -> Chunk | None:
     """A chunk of a stream. A text counts as one token, and the usage as what it says."""
     found = msgspec.json.decode(event, type=_Event)
     refuse_error(found.error)
-    says, usage = any(choice.says for choice in found.choices), found.usage
+    has_text, usage = any(choice.has_text for choice in found.choices), found.usage
     if usage is None:
-        return Chunk(tokens=1) if says else None
+        return Chunk(tokens=1) if has_text else None
     return Chunk(
-        tokens=int(says),
+        tokens=int(has_text),
         output_tokens=usage.completion_tokens,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None,
@@ -97,7 +97,7 @@ class Chat(Posted):
 
 
 def common(item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-    """What both have."""
+    """Fields of both."""
     asked: dict[str, Any] = {"max_tokens": item.output_tokens, "temperature": 0, "stream": True}
     if model:
         asked["model"] = model

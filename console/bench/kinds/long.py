@@ -93,7 +93,7 @@ class Long(Plan, frozen=True, kw_only=True):
 
 
 def gaps(streams: list[Record], long: Record) -> Values:
-    """What lay between two tokens of any stream while the long prompt was being read, and before it came."""
+    """Gaps between tokens of the streams: during the prefill of the long prompt, and before it."""
     began_s, read_s = long.sent_s, long.sent_s + (long.ttft_s or long.end_s)
     before: list[float] = []
     meanwhile: list[float] = []

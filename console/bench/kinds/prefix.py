@@ -80,6 +80,6 @@ class Prefix(Plan, frozen=True, kw_only=True):
 
 def _hit_rate(run: Run) -> float | None:
     """Share of the prompts' tokens that the target says it found in its cache; None where it does not say."""
-    told = [record for record in run.answered if record.cached_tokens is not None]
-    asked = sum(record.prompt_tokens for record in told)
-    return 100 * sum(record.cached_tokens or 0 for record in told) / asked if asked else None
+    counted = [record for record in run.answered if record.cached_tokens is not None]
+    asked = sum(record.prompt_tokens for record in counted)
+    return 100 * sum(record.cached_tokens or 0 for record in counted) / asked if asked else None
