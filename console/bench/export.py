@@ -1,8 +1,7 @@
 """A result as a plot in SVG: medians with the least and the most of the repeats, over what the rows were measured for.
 
-`plot.css` has its style, which follows the reader's light or dark mode. Drawn here, since pygal has no error bars and puts
-a script into each file, and matplotlib takes 2 s to import and 35 MiB without what it needs, for a file without themes. Drawn here, since pygal has no error bars
-and puts a script into each file, and matplotlib is 35 MiB, without what it needs, imported in 2 s, and knows no themes.
+`plot.css` has its style, which follows the reader's light or dark mode.
+Drawn here: pygal has no error bars and puts a script into each file; matplotlib takes 2 s to import and 35 MiB.
 """
 
 from __future__ import annotations

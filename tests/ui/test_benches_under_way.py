@@ -36,7 +36,7 @@ async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(s
             *PLANS,
             "numbers of users",
             "1,2,4",
-            "It asks the engine that serves",
+            "It measures the serving engine",
             "Start (enter)",
         ):
             assert words in text, words
