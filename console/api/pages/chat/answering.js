@@ -1,4 +1,4 @@
-// An answer on its way into its turn.
+// Streams an answer into its turn.
 
 import { ApiError, answer } from "./client.js";
 
@@ -6,7 +6,7 @@ const SAVE_MS = 2000;
 
 /**
  * Read an answer into `turn`, to its end, whatever that is: it then has finish, stats and, where it failed, error.
- * grew: called once a frame at most while text comes; save: now and then, so that little is lost with the page.
+ * grew: called max once per frame while text arrives; save: called every 2 s, so that little is lost with the page.
  * Returns whether another key might help.
  */
 export async function readInto(turn, body, key, signal, { grew, save }) {

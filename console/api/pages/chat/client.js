@@ -1,4 +1,4 @@
-// The API, as far as the page asks it: the models there are, and an answer as it comes.
+// Client of the API: lists models, and streams answers.
 
 const at = (path) => new URL(`../${path}`, import.meta.url);
 
@@ -22,7 +22,7 @@ export async function models(key) {
 }
 
 /**
- * The pieces of an answer: {text}, and {finish} and {usage} where they are told. Throws ApiError, and what `signal` is
+ * The pieces of an answer: {text}, and {finish} and {usage} where present. Throws ApiError, and what `signal` is
  * aborted with.
  */
 export async function* answer(body, key, signal) {
@@ -77,10 +77,10 @@ async function ask(path, options) {
     throw new ApiError("The server cannot be reached.", 0);
   }
   if (response.ok) return response;
-  throw new ApiError(await said(response), response.status);
+  throw new ApiError(await errorMessage(response), response.status);
 }
 
-async function said(response) {
+async function errorMessage(response) {
   try {
     return (await response.json()).error.message;
   } catch {

@@ -2,7 +2,7 @@
 // branch that is shown. A turn's parent always stands before it in `turns`. Pure: no DOM, no storage.
 
 const FORMAT = "ericllm-conversations";
-const LONGEST_TITLE = 60;
+const MAX_TITLE = 60;
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(4)).reduce((id, part) => id + part.toString(36), "");
 
@@ -12,7 +12,7 @@ export function newConversation(system = "") {
   return { id: newId(), title: "", createdAt: now, changedAt: now, system, turns: [], leaf: null };
 }
 
-/** What people call it: the name that it was given, else its first question. */
+/** Display title: the name that it was given, else its first question. */
 export function titleOf(conversation) {
   if (conversation.title) return conversation.title;
   const first = conversation.turns.find((turn) => turn.role === "user");
@@ -119,5 +119,5 @@ const numberOr = (value, other) => (Number.isFinite(value) ? value : other);
 
 function shortened(text) {
   const line = text.trim().split("\n", 1)[0];
-  return line.length > LONGEST_TITLE ? `${line.slice(0, LONGEST_TITLE - 1).trimEnd()}…` : line || "…";
+  return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1).trimEnd()}…` : line || "…";
 }

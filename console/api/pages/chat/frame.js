@@ -1,11 +1,11 @@
-// What surrounds a conversation: the list that opens on a phone, the end that is followed, a word in passing.
+// Around a conversation: the drawer with the list, automatic scrolling, and toasts.
 
 import { el } from "./dom.js";
 
 const TOAST_MS = 8000;
 const NEAR_END_PX = 80;
 
-/** The list of conversations: beside the conversation, or over it where there is no room. */
+/** The list of conversations: next to the conversation, or over it on narrow screens. */
 export class Drawer {
   #list;
   #main;
@@ -40,7 +40,7 @@ export class Drawer {
   }
 }
 
-/** Keeps the end of a conversation in view while it grows, until a person scrolls away from it. */
+/** Keeps the end of a conversation in view while it grows, until the user scrolls away. */
 export class End {
   #scroller;
   #following = true;
@@ -55,19 +55,19 @@ export class End {
     button.addEventListener("click", () => this.follow());
   }
 
-  /** Go there, and stay. */
+  /** Scroll to the end, and follow it. */
   follow() {
     this.#following = true;
     this.keep();
   }
 
-  /** Stay there, unless somebody went away. */
+  /** Stay at the end, unless the user scrolled away. */
   keep() {
     if (this.#following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
   }
 }
 
-/** Says something in passing, with something to do about it. */
+/** A short message, with an optional action. */
 export class Toast {
   #box;
   #timer = 0;

@@ -56,12 +56,12 @@ const LANGUAGES = new Map(Object.entries({
 }));
 
 /** Longer code stays plain: what is gained is not worth the wait. */
-const LONGEST = 60_000;
+const MAX_CHARS = 60_000;
 
 /** The pieces of code: [kind, text], kind null for plain text. Together they are the code again. */
 export function pieces(code, language) {
   const rules = LANGUAGES.get(language.toLowerCase());
-  if (!rules || code.length > LONGEST) return [[null, code]];
+  if (!rules || code.length > MAX_CHARS) return [[null, code]];
   const found = [];
   let end = 0;
   for (const match of code.matchAll(rules.pattern)) {

@@ -14,7 +14,7 @@ const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?: +|$)/;
 const TASK = /^\[([ xX])\] /;
 const DELIMITERS = /^\|?\s*:?-+:?(?:\s*\|\s*:?-+:?)*(?:\s*\|)?$/;
 
-/** Show `text` in `box`, making anew only the blocks that are not what they were the last time. */
+/** Show `text` in `box`, recreating only the blocks that changed. */
 export function showMarkdown(box, text) {
   const wanted = blocks(text.replace(/\r\n?/g, "\n").split("\n"), 0);
   const before = box.shown ?? [];

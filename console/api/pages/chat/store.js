@@ -1,4 +1,4 @@
-// What this browser keeps: conversations in IndexedDB, settings in localStorage. Nothing of it leaves the browser.
+// Storage of this browser: conversations in IndexedDB, settings in localStorage. Nothing of it leaves the browser.
 
 const DATABASE = "ericllm-chat";
 const TABLE = "conversations";
@@ -28,7 +28,7 @@ export class Conversations {
     return kept;
   }
 
-  /** Whether they outlast the page. */
+  /** True if they are saved beyond the page. */
   get lasting() {
     return this.#database !== null;
   }
@@ -47,7 +47,7 @@ export class Conversations {
     await this.#change((table) => table.delete(id));
   }
 
-  /** Ends once the change is kept; committed at once, so that it outlasts a page that is left right after it. */
+  /** Resolves once the change is saved; committed at once, so that it survives leaving the page. */
   async #change(change) {
     if (!this.#database) return;
     const transaction = this.#database.transaction(TABLE, "readwrite");
@@ -60,7 +60,7 @@ export class Conversations {
   }
 }
 
-/** The settings as they were left, {} at first. */
+/** The saved settings, {} at first. */
 export function readSettings() {
   try {
     const found = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
@@ -72,10 +72,10 @@ export function readSettings() {
 
 export const writeSettings = (settings) => quietly(() => localStorage.setItem(SETTINGS, JSON.stringify(settings)));
 
-/** The key that was kept, "" where none was. */
+/** The saved key, "" for none. */
 export const readKey = () => quietly(() => localStorage.getItem(KEY)) ?? "";
 
-/** Keep a key, or, where `keep` is false, nothing. */
+/** Save the key, or remove it where `keep` is false. */
 export const writeKey = (key, keep) =>
   quietly(() => (keep && key ? localStorage.setItem(KEY, key) : localStorage.removeItem(KEY)));
 

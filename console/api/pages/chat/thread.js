@@ -48,7 +48,7 @@ export class Thread {
     return el("li", { class: mine ? "turn mine" : "turn", "data-turn": turn.id }, article);
   }
 
-  /** Why an answer is not whole. */
+  /** Why an answer is incomplete. */
   #ending(turn) {
     if (turn.role === "user") return [];
     if (turn.error) {

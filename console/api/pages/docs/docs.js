@@ -64,9 +64,9 @@ class Reference {
   }
 
   *#answers(responses) {
-    for (const [media, told] of Object.entries(responses["200"]?.content ?? {})) {
-      yield el("h3", {}, told["x-event"] ? `Each event of a stream (${media})` : `Answer (${media})`);
-      for (const schema of variants(told["x-event"] ?? told.schema)) {
+    for (const [media, content] of Object.entries(responses["200"]?.content ?? {})) {
+      yield el("h3", {}, content["x-event"] ? `Each event of a stream (${media})` : `Answer (${media})`);
+      for (const schema of variants(content["x-event"] ?? content.schema)) {
         const found = this.#resolved(schema);
         if (found.properties) yield* this.#fields(found, 0);
         else yield el("p", {}, el("code", {}, this.#type(schema)));

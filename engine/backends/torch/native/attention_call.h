@@ -1,4 +1,4 @@
-// What attention over pages is told: of a layer, of a step, and of the step's rows in that layer.
+// Arguments of attention over pages: a layer, a step, and the rows of the step in that layer.
 
 #pragma once
 

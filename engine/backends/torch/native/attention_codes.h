@@ -128,7 +128,7 @@ class CodedPages {
     uint16_t* scales_of(char* tile) const { return reinterpret_cast<uint16_t*>(tile + codes_); }
     const uint16_t* scales_of(const char* tile) const { return reinterpret_cast<const uint16_t*>(tile + codes_); }
 
-    // The codes of the head in `spare`, made beside it; before them, its scales.
+    // The codes of the head in `spare`, computed there; before them, its scales.
     int8_t* encoded(float* spare) const {
         hadamard(spare, size_, spread_);
         auto* scales = reinterpret_cast<uint16_t*>(spare + size_);

@@ -67,7 +67,7 @@ struct Threads {
     int (*number)();                                               // omp_get_thread_num
 };
 
-// Tasks 0, 1, ... of a parallel region. Each thread takes a run of neighbours in order; whoever is done helps others.
+// Tasks 0, 1, ... of a parallel region. Each thread takes adjacent ones in order; one that is done helps others.
 class Tasks {
   public:
     static constexpr int kMaxThreads = 256;

@@ -25,7 +25,7 @@ inline void put(float* to, Vector x) { _mm512_store_ps(to, x); }
 constexpr int64_t kTileRows = 6;  // x 2 registers of one block: 12 of 16 accumulate
 template <int kInputs>
 constexpr int64_t blocks_for(int64_t rows) {
-    return rows <= (kInputs == 2 ? 2 : 3) ? 2 : 1;  // one register more tells the halves of pairs apart
+    return rows <= (kInputs == 2 ? 2 : 3) ? 2 : 1;  // one more register separates the halves of pairs
 }
 
 inline Vector zeros() { return _mm256_setzero_ps(); }

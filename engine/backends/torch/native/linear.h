@@ -147,7 +147,7 @@ struct Fetches : std::false_type {};
 template <class Kernel>
 struct Fetches<Kernel, std::void_t<decltype(Kernel::kInputBytes)>> : std::true_type {};
 
-// Whether a kernel wants to prepare for some blocks and so many groups of rows that use them.
+// True if a kernel prepares for some blocks and the number of row groups that use them.
 template <class Kernel, class = void>
 struct Begins : std::false_type {};
 template <class Kernel>
@@ -165,7 +165,7 @@ void with_rows(int64_t rows, int64_t block, const Tile& tile) {
 }
 
 // Call tile(rows, 1, 2 or 4 blocks, the first of them), the former two constants, until all `blocks` had their turn: with
-// as many at once as registers can add up for so many rows, kTileRows at most.
+// as many at once as registers can accumulate for that many rows, max kTileRows.
 template <int64_t kTileRows, int64_t (*kBlocksFor)(int64_t), class Tile>
 void in_tiles(int64_t rows, int64_t blocks, const Tile& tile) {
     const int64_t wide = kBlocksFor(rows);
@@ -182,14 +182,14 @@ void in_tiles(int64_t rows, int64_t blocks, const Tile& tile) {
 
 // One call, whose threads share it. A kernel, of which each thread makes one for the call, is a type with
 //   Value: that of x, bias, residual and, if not float, out
-//   kRows: rows of a tile at most;  step(rows): blocks of a tile of so many rows, 2 or 4
+//   kRows: max rows of a tile;  step(rows): blocks of a tile of that many rows, 2 or 4
 //   panel_stride(layer): bytes from one row of a panel to the next, a multiple of 64
 //   reads(call): whether x can be read where it lies;  lay(layer, row, to): put a row into a panel
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, sums): put the products into sums [rows][kMaxStep * 16]
 // or, to have weights fetched ahead, with
 //   kInputBytes: of an input in a block of the weight
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, ahead, sums)
-// It may have begin(layer, block, blocks, groups): called before some blocks are multiplied by so many groups of rows.
+// It may have begin(layer, block, blocks, groups): called before some blocks are multiplied by `groups` groups of rows.
 template <class Kernel>
 class Product {
   public:
@@ -205,7 +205,7 @@ class Product {
 
     void run(const Threads& by, int threads) const {
         const int64_t pairs = divide_up(call_.layer.blocks(), 2);
-        // As many for each thread, of blocks that differ by a pair at most: nobody waits long for the last one.
+        // As many for each thread, of blocks that differ by max one pair, so that threads end together.
         const int64_t parts = round_up(divide_up(pairs, kTaskPairs), threads);
         const int64_t tasks = divide_up(call_.rows, panel_rows_) * parts;
         on_threads(by, threads, tasks, [this, pairs, parts](const auto& next) {

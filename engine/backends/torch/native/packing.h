@@ -22,7 +22,7 @@ const Value* row_of(const Part* part, int64_t n) {
 
 constexpr int64_t kUnit = 4;  // bytes that stay together
 
-// Put the units of 16 rows of so many bytes side by side: to[u][n] is the u-th of row n. Zeros where there is none.
+// Transpose the units of 16 rows, of a given size in bytes: to[u][n] is the u-th of row n. Zeros where there is none.
 inline void lay_out(const char* const* rows, int64_t count, int64_t bytes, int64_t units, uint32_t* to) {
     const int64_t whole = bytes / kUnit;
     if (count < kBlock || whole < units) std::memset(to, 0, static_cast<size_t>(units * kBlock * kUnit));

@@ -119,7 +119,7 @@ struct Blocks {
     int64_t scales_ahead;
 };
 
-// Into the first level where so many rows use the same blocks that it comes in slowly.
+// Prefetch into the first level where enough rows use the same blocks that loads are slow.
 template <bool slow>
 void fetch(const void* from) {
     if constexpr (slow)
