@@ -41,11 +41,11 @@ def test_guesses_are_counted_by_how_far_ahead_they_were(make: Make) -> None:
     backend = load(make(draft_tokens=4))
     Drive(backend, ask("a", prompt(0)), ask("b", prompt(1))).to_end()
     stats = backend.stats()
-    guessed, held = ([getattr(each, name) for each in stats.drafts] for name in ("guessed", "held"))
+    drafted, accepted = ([getattr(each, name) for each in stats.drafts] for name in ("drafted", "accepted"))
     assert len(stats.drafts) == 4
-    assert (sum(guessed), sum(held)) == (stats.draft_tokens, stats.draft_accepted)
-    assert held == sorted(held, reverse=True)
-    assert held[0] > held[-1]
+    assert (sum(drafted), sum(accepted)) == (stats.draft_tokens, stats.draft_accepted)
+    assert accepted == sorted(accepted, reverse=True)
+    assert accepted[0] > accepted[-1]
     assert all(each.accepted <= each.drafted for each in stats.drafts)
 
 
