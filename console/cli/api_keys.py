@@ -31,7 +31,7 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             try:
                 write(made.key)
             except (OutputFailed, BrokenPipeError):
-                keys.revoke(made.name)  # nobody has seen it
+                keys.revoke(made.name)  # it was never shown
                 raise
         case "revoke":
             keys.revoke(given.name)

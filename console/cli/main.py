@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if error.http_status < 500 else FAILURE
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has gone, `head` say
+    except BrokenPipeError:  # the reader of our output has gone, `head` say
         return FAILURE
 
 
@@ -95,9 +95,9 @@ def commands() -> dict[str, str]:
         if spec is None or spec.origin is None:
             continue
         with Path(spec.origin).open(encoding="utf-8") as file:
-            said = _FIRST_LINE.match(file.read(_FIRST_CHARACTERS))
-        if said is not None and said["name"].replace("-", "_") == module:
-            found[said["name"]] = " ".join(said["summary"].split())
+            line = _FIRST_LINE.match(file.read(_FIRST_CHARACTERS))
+        if line is not None and line["name"].replace("-", "_") == module:
+            found[line["name"]] = " ".join(line["summary"].split())
     return found
 
 

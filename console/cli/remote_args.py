@@ -90,7 +90,7 @@ def connected(
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """What argparse reads a number between two others with."""
+    """Return a parser of numbers between two others, for argparse."""
 
     def read(value: str) -> float:
         try:

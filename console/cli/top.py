@@ -69,7 +69,7 @@ def top(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def line_of(snapshot: Snapshot, instance: str) -> TopLine:
-    """What a snapshot comes to."""
+    """Return the line of a snapshot."""
     status = snapshot.status
     return TopLine(
         at=snapshot.at,
@@ -147,13 +147,13 @@ async def _snapshot(instance: Instance) -> Snapshot:
 
 
 def _arguments(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    parser.description = "Say how an instance is in one line: once, or every so many seconds."
+    parser.description = "Print the state of an instance in one line, once or every few seconds."
     add_url(parser)
     add_key(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="a JSON object per line, for programs")
     parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 86400), default=None, help="say it so often")
     parser.add_argument(
-        "--count", metavar="N", type=number(1, 10**9), default=None, help="so many times (default: once)"
+        "--count", metavar="N", type=number(1, 10**9), default=None, help="number of lines (default 1)"
     )
     given = parser.parse_args(argv)
     if given.count is None and given.interval is None:

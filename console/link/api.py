@@ -17,7 +17,7 @@ MAX_LIMIT = 10**9
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be asked with a key: requests and tokens (of prompts and answers) in a minute, requests at once; 0: any.
+    """Limits of a key: requests and tokens (of prompts and answers) per minute, requests at once; 0: any.
 
     Requests are counted where they ask a model for something. Tokens are known afterwards: who has used more than a
     minute's waits until that is made up for.
@@ -57,7 +57,7 @@ class KeyReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key that was just made: the one time that `key` itself is told."""
+    """A key that was just made: the one time that `key` itself is shown."""
 
     name: str
     scopes: tuple[Scope, ...]
@@ -138,7 +138,7 @@ class ApiReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiLink(Protocol):
-    """What a screen asks about the HTTP side. EngineLink starts and stops it."""
+    """The HTTP side, for a screen. EngineLink starts and stops it."""
 
     def report(self) -> ApiReport:
         """Who asks, how much and what went wrong, at once."""

@@ -53,7 +53,7 @@ class BenchServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BenchOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be measured. model: by its name, "" is the first one.  server: None is the engine.
+    """A bench to run. model: by its name, "" is the first one.  server: None is the engine.
 
     settings: of the bench, by their names and as they are written on the command line; the rest is as `quick` says.
     """
@@ -95,7 +95,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def under_way(self) -> bool:
-        """Whether it still asks."""
+        """True while it still asks."""
         return self.state in ("running", "stopping")
 
 
@@ -117,7 +117,7 @@ class BenchEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchesLink(Protocol):
-    """What a screen asks about benches. Coroutines raise engine.errors.EngineError."""
+    """Benches, for a screen. Coroutines raise engine.errors.EngineError."""
 
     def report(self) -> BenchReport:
         """How the last one goes or went, at once."""

@@ -58,7 +58,7 @@ class ConversationLink(Protocol):
         """
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
-        """What asking `draft` after `messages` would take. It wakes no model that sleeps; raises NoModelLoaded,
+        """Count the tokens of `draft` after `messages`. It wakes no model that sleeps; raises NoModelLoaded,
         or InvalidRequest where the model's template refuses the messages."""
 
 
@@ -94,7 +94,7 @@ class DeltaFeed:
         self._ready.set()
 
     def _take(self) -> ChatDelta | None:
-        """What came since the last time, as one."""
+        """Return the deltas since the last time, merged into one."""
         with self._lock:
             last, texts = self._last, self._texts
             self._last, self._texts = None, []
@@ -113,8 +113,10 @@ class DeltaFeed:
 
 
 async def stream_deltas(begin: Callable[[DeltaFeed], Future[Any]]) -> AsyncIterator[ChatDelta]:
-    """What the work that `begin` begins puts into its feed, until it ends; raises what it raises. Closing the iterator
-    cancels it."""
+    """Yield the deltas that the work of `begin` puts into its feed, until it ends; raise its error.
+
+    Closing the iterator cancels it.
+    """
     feed = DeltaFeed(asyncio.get_running_loop())
     work = begin(feed)
     work.add_done_callback(lambda _: feed.close())

@@ -1,4 +1,4 @@
-"""What a console elsewhere is sent of an engine, again and again: all of it once, then what changed. Pure."""
+"""Frames of an engine for a console elsewhere: the whole once, then the changes. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_COPIED = 10**6
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _NAMES = ("id", "key", "at", "name", "device", "code")
-"""Fields that tell the items of a list apart, the first that there is. A poor choice costs bytes, never truth."""
+"""Fields that identify the items of a list, the first that there is. A poor choice costs bytes, never truth."""
 
 
 def to_plain(value: object) -> Any:
@@ -46,7 +46,7 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: object, kind: type[T] | Any, *, strict: bool = True) -> T:
-    """What `plain` made, as the type that it was; raises msgspec.ValidationError where it is not that.
+    """Return the result of `to_plain` as the type that it was; raise msgspec.ValidationError where it is not that.
 
     strict: numbers may not come as text.
     """
@@ -58,7 +58,7 @@ def from_plain(value: object, kind: type[T] | Any, *, strict: bool = True) -> T:
 
 
 def diff(old: object, new: object) -> Change | None:
-    """What became of `old`, a struct or what a struct holds; None where nothing did."""
+    """Return the change of `old`, a struct or a part of one; None where nothing changed."""
     if old is new:
         return None
     if _is_record(old) and type(old) is type(new):
@@ -194,7 +194,7 @@ def _is_record(value: object) -> bool:
 
 
 def _name(item: Any) -> object:
-    """What tells an item from others; None for all that have no such field."""
+    """Return the identity of an item of a list; None for one that has no such field."""
     kind: Any = type(item)
     return getattr(item, _naming_field(kind), None)
 
@@ -248,7 +248,7 @@ class FrameWriter:
         self._last: Frame | None = None
 
     def event(self, frame: Frame) -> FrameEvent | None:
-        """What is to be told of a frame after those before it; None for nothing."""
+        """Return the event for a frame after those before it; None where nothing changed."""
         last, self._last = self._last, frame
         if last is None:
             return FrameEvent(full=to_plain(frame))

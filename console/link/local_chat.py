@@ -38,7 +38,7 @@ class LocalConversation:
         return stream_deltas(begin)
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
-        """What asking `draft` would take, counted beside the loop."""
+        """Count the tokens of `draft` and of what precedes it, off the loop."""
         tokenizer = self._engine.tokenizer_of(model)
         if tokenizer is None:
             raise NoModelLoaded("no model is loaded", state="unloaded")
@@ -60,8 +60,8 @@ class _Counted:
         return DraftCount(history=await self._history(tokenizer, messages), draft=words, context=context)
 
     async def _history(self, tokenizer: Tokenizer, messages: tuple[ChatMessage, ...]) -> int:
-        for known, said, tokens in self._histories:
-            if known() is tokenizer and said == messages:
+        for counted_with, turns, tokens in self._histories:
+            if counted_with() is tokenizer and turns == messages:
                 return tokens
         tokens = len(await _encoder([*messages, ChatMessage(role="user", content="")])(tokenizer))
         self._histories = [(ref(tokenizer), messages, tokens), *self._histories[:1]]
@@ -80,7 +80,7 @@ def context_of(snapshot: Snapshot, model: str) -> int:
 
 
 def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Encode:
-    """What makes a prompt's ids of the messages, with whichever model's tokenizer."""
+    """Return a function from a model's tokenizer to the prompt ids of the messages."""
     turns: list[Turn] = [{"role": turn.role, "content": turn.content} for turn in messages]
 
     async def encode(tokenizer: Tokenizer) -> list[int]:
@@ -104,7 +104,7 @@ async def _converse(
     feed: DeltaFeed,
     continue_answer: bool,
 ) -> None:
-    """Encode beside the loop, submit and forward one chat; runs on the engine's loop."""
+    """Encode off the loop, submit and forward one chat; runs on the engine's loop."""
     serving = await engine.serving(model)
     request = GenerateRequest(
         prompt_ids=await encode(serving.tokenizer),

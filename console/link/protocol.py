@@ -64,10 +64,10 @@ class InsightLink(Protocol):
     """Both raise engine.errors.EngineError."""
 
     async def reset(self) -> None:
-        """Count the session anew from now on."""
+        """Reset the counters of the session."""
 
     async def measure(self) -> None:
-        """Find out what this machine's processor can at most; takes seconds, and is kept for later runs.
+        """Measure peak CPU throughput; takes seconds, and is kept for later runs.
 
         Refused while requests are running: it would slow them down and find less than there is.
         """
@@ -85,13 +85,13 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelsLink(Protocol):
-    """What the models screen asks for beyond EngineLink. A model goes by its folder, a found name, a hub id or "demo".
+    """Models, for their screen. A model goes by its folder, a found name, a hub id or "demo".
 
     Coroutines raise EngineError.
     """
 
     def defaults(self) -> LoadOptions:
-        """What a load takes for what its own settings leave open: the knobs as they are now, and the program's
+        """Return the options that a load gets where it sets none: the knobs as they are now, and the program's
         settings. max_model_len is None where that is the model's own context. At once."""
 
     def fetching(self) -> Fetching | None:
@@ -122,7 +122,7 @@ class ModelsLink(Protocol):
         """Return what loading it with `changes` would take of each device now. beside: never in place of a model."""
 
     async def remembered(self, model: str) -> LoadOptions:
-        """What it was last loaded with; nothing where it never was."""
+        """Return the options that it was last loaded with; none where it never was."""
 
     async def forget(self, model: str) -> None:
         """Remember nothing of a model any more."""
@@ -158,12 +158,12 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it listens where others reach it, and needs no key of them."""
+        """True if it listens where others reach it, and needs no key."""
         return self.running and not self.key_required and not is_loopback(self.host)
 
 
 class EngineLink(Protocol):
-    """What screens talk to. Every call may be made from the screen's own loop; none blocks it.
+    """The engine, for screens. Every call may be made from the screen's own loop; none blocks it.
 
     Coroutines raise engine.errors.EngineError; nothing else is meant for a user.
     """
@@ -178,7 +178,7 @@ class EngineLink(Protocol):
 
     @property
     def insight(self) -> InsightLink:
-        """Counting the session anew, and measuring the processor."""
+        """Resetting the counters of the session, and measuring the processor."""
 
     @property
     def models(self) -> ModelsLink:
@@ -215,7 +215,7 @@ class EngineLink(Protocol):
     async def load(self, model: str, *, beside: bool = False) -> None:
         """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed.
 
-        It takes the place of the first model, or stands beside those there are.
+        It replaces the first model, or with `beside` is added to those there are.
         """
 
     async def cancel_load(self) -> None:
@@ -241,7 +241,7 @@ class EngineLink(Protocol):
         """Let a worker finish what it has, take nothing new, and go: one worker less."""
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
-        """What loading a model would take of each device now; the knobs are those in use unless given."""
+        """Estimate what loading a model would take of each device now; the knobs are those in use unless given."""
 
     async def attach(self, name: AdapterName, path: FolderName, model: str = "", *, scale: Scale = 1.0) -> None:
         """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""
@@ -253,10 +253,10 @@ class EngineLink(Protocol):
         """Cancel one request, wherever it came from."""
 
     def sampling_defaults(self, model: str = "") -> SamplingParams:
-        """What a loaded model's folder suggests for sampling; neutral where it says nothing."""
+        """Return the sampling that a loaded model's folder suggests; neutral where it says nothing."""
 
     async def diagnose(self) -> Report:
-        """What the engine's machine has and lacks for its settings; takes seconds, and ends early when cancelled."""
+        """Check the engine's machine for what its settings need; takes seconds, and ends early when cancelled."""
 
     async def start_api(self) -> None:
         """Listen; raises with the reason (port taken, say)."""

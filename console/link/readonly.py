@@ -32,11 +32,11 @@ class ReadOnlyLink(RpcLink):
         return msgspec.structs.replace(link_status(self._link), read_only=True)
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """What the other link gives."""
+        """Return the answer of the other link."""
         return call.on(self._link)(**arguments)
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """What the other link gives for what changes nothing."""
+        """Return the answer of the other link to a call that changes nothing."""
         if call.changes:
             raise _refusal()
         return await invoke(call, self._link, arguments)

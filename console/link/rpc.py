@@ -90,7 +90,7 @@ class Call:
 
     @property
     def method(self) -> str:
-        """What it is called there."""
+        """The name of the method."""
         return self.name.partition(".")[2]
 
     def on(self, link: EngineLink) -> Callable[..., Any]:
@@ -288,7 +288,7 @@ STREAMS = frozenset({"conversation.chat"})
 
 
 async def invoke(call: Call, link: EngineLink, arguments: Mapping[str, object]) -> object:
-    """What the link gives for a call. Raises EngineError."""
+    """Return the answer of a link to a call. Raises EngineError."""
     found = call.on(link)(**arguments)
     return await found if isinstance(found, Awaitable) else found
 
@@ -300,7 +300,7 @@ class Caller(Protocol):
     """Where calls go. Arguments come by their names, those left out not among them."""
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """What a screen polls: the answer as far as it is known."""
+        """Return the answer to a poll, as far as it is known."""
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
         """The answer; raises EngineError."""

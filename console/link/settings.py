@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import msgspec
 
 Source = Literal["flag", "variable", "file", "tuned", "default", "console"]
-"""Who set the value in use. tuned: autotune found it, and was told to apply it.  console: somebody turned it while the
-program ran, and nothing saved it."""
+"""Source of the value in use. tuned: autotune found and applied it.  console: an operator changed it while the program
+ran, and it was not saved."""
 
 When = Literal["now", "load", "start"]
 """When a saved value is used: at once, by the next model that is loaded, or when the program starts again."""
@@ -47,7 +47,7 @@ HIDDEN = "••••••••"
 
 
 class SettingsLink(Protocol):
-    """What the settings screen asks for."""
+    """Settings, for their screen."""
 
     def rows(self) -> Sequence[SettingRow]:
         """Every setting, in the order of the schema; at once."""

@@ -13,7 +13,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """name: "host:port" or a file's name, "" for the engine of this process.
 
     reach: starting is the engine of this process before its first model loads; lost is tried again by itself, after
-    `retry_in_s`; refused, too, but needs somebody to do something.
+    `retry_in_s`; refused, too, but needs an operator to act.
     reason: one sentence for lost and refused.  read_only: every command is refused.
     silent_s: whole seconds since anything came of an instance that is live, 0 where that is as it should be.
     """
@@ -27,7 +27,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stale(self) -> bool:
-        """Whether what is shown is of some time ago, or not known yet."""
+        """True if what is shown is old, or not known yet."""
         return self.reach in ("connecting", "lost", "refused") or self.silent_s > 0
 
 

@@ -16,7 +16,7 @@ MAX_USERS = 10_000
 
 
 class TuneOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is to be found. model: by its name, "" is the first one.
+    """A search for settings. model: by its name, "" is the first one.
 
     slo_ttft_s, slo_itl_s: None takes those of the settings; percentile: of first tokens and gaps that must keep them.
     prompt, output: lengths in tokens, as written for a bench; trace: a file on the engine's machine to take them from.
@@ -90,7 +90,7 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
 
     now: the setting that is tried.  size: of the whole grid.
     failed: settings that could not be measured, `refused` of them for want of memory.
-    notes: what else happened: windows that do not count as somebody turned a knob, and longer ones.
+    notes: what else happened: windows that do not count as a knob was changed, and longer ones.
     said: why it failed, or what came of it, in a sentence.
     """
 
@@ -122,12 +122,12 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def under_way(self) -> bool:
-        """Whether it still turns knobs."""
+        """True while it still changes knobs."""
         return self.state in ("running", "restoring")
 
 
 class TuningLink(Protocol):
-    """What a screen asks about tuning. Coroutines raise engine.errors.EngineError."""
+    """Tuning, for a screen. Coroutines raise engine.errors.EngineError."""
 
     def report(self) -> TuningReport:
         """How the last one goes or went, at once."""

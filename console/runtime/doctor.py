@@ -70,7 +70,7 @@ def _listening(settings: Settings) -> Finding:
         return Finding(_AREA, name, "ok", value, f"Make a key where that is more than you: {_MAKE_KEY}.")
     if settings.no_auth and not has_key:
         advice = f"Leave --no-auth out, and make a key: {_MAKE_KEY}."
-        return Finding(_AREA, name, "broken", f"--no-auth: whoever reaches {settings.host} needs no key", advice)
+        return Finding(_AREA, name, "broken", f"--no-auth: clients that reach {settings.host} need no key", advice)
     if not has_key:
         value = f"not to be had on {settings.host} without a key: everybody who reaches it could ask"
         return Finding(_AREA, name, "broken", value, f"Make one: {_MAKE_KEY}.")
@@ -95,7 +95,7 @@ def _admin(settings: Settings) -> Finding:
     if is_loopback(settings.host) or not settings.admin_remote:
         return Finding(_AREA, name, "ok", "from this machine alone")
     if settings.tls_cert is None:
-        value = "from other machines, without TLS: whoever reads a key on the way may change everything"
+        value = "from other machines, without TLS: a key that is read on the way may change everything"
         return Finding(_AREA, name, "broken", value, _TLS)
     return Finding(_AREA, name, "ok", "from other machines, with a key and TLS")
 
@@ -111,7 +111,7 @@ def _keys(settings: Settings, sources: Sources) -> Finding:
             _AREA, "keys", "broken", error.message, "Put a key there, or name another: `--api-key-file FILE`."
         )
     except KeysUnavailable as error:
-        advice = f"Mend it, or make its keys anew: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
+        advice = f"Mend it, or start with new keys: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
         return Finding(_AREA, "keys", "broken", error.message, advice)
     problems = [*key_warnings(settings, sources), *filter(None, [secret_file_warning(state_dir() / KEYS)])]
     if not problems:
@@ -128,7 +128,7 @@ def _is_pipe(file: Path) -> bool:
 
 
 def _changed_by_others(file: Path) -> Finding | None:
-    """What is wrong where other users may change config.toml, which says who is let in; a group may be one's own."""
+    """Return a finding where other users may change config.toml, which sets who is let in; a group may be one's own."""
     for path in (file.parent, file):
         try:
             found = path.stat()
@@ -166,9 +166,9 @@ def _folders() -> Finding:
 def _kernel_cache() -> Finding:
     folder = cache_folder()
     if problem := untrusted(folder):
-        advice = f"Remove it, and the next load compiles anew: `rm -r {folder.parent}`."  # which may be another's link
+        advice = f"Remove it, and the next load compiles again: `rm -r {folder.parent}`."  # which may be another's link
         return Finding(_AREA, "kernel cache", "broken", f"compiled kernels are not taken from it: {problem}", advice)
-    return Finding(_AREA, "kernel cache", "ok", f"nobody else may write into {folder}")
+    return Finding(_AREA, "kernel cache", "ok", f"no other user may write into {folder}")
 
 
 def _hub() -> Finding:
@@ -217,7 +217,7 @@ def diagnose(
 
 
 def _program() -> Finding:
-    """Whether another distribution has packages of our names: what is installed or removed last breaks the other."""
+    """Check for another distribution with packages of our names: installing or removing one breaks the other."""
     area, name = "Program", "packages"
     shared = {package: [each for each in owners(package) if each != APP_NAME] for package in PACKAGES}
     others = [f"{package} of {' and '.join(found)}" for package, found in shared.items() if found]
@@ -234,13 +234,13 @@ def compile_kernels() -> None:
     isa = instruction_set_here()
     if isa is None:
         raise BackendUnavailable("There is nothing to compile: the native kernels are off, or do not run on this CPU")
-    said = ""
+    shown = ""
 
     def watch(done: int, total: int) -> None:
-        nonlocal said
-        if (now := f"compiling the native kernels for {isa}: {done} of {total} files") != said:
-            said = now
-            say(said)
+        nonlocal shown
+        if (now := f"compiling the native kernels for {isa}: {done} of {total} files") != shown:
+            shown = now
+            say(shown)
 
     try:
         library = build_library(isa, cache_folder(), watch=watch)
@@ -258,7 +258,7 @@ def chosen_backend(settings: Settings) -> BackendKind:
 
 
 def model_finding(settings: Settings, report: Report) -> Finding:
-    """Whether the chosen backend can load the model named, or the refusal that a load would end in."""
+    """Check that the chosen backend can load the model, or return the refusal of a load."""
     if report.lacks[report.backend]:
         return Finding("Model", settings.model, "note", f"not looked at: the {report.backend} backend cannot run")
     try:

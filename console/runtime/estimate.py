@@ -46,7 +46,7 @@ def estimate_for(
     """The estimate for what `settings` ask for. devices: as they are now; None reads them.  later: without the workers
     that would be replaced.
 
-    Raises ModelNotFound, or a ModelLoadFailed for a folder of which nothing can be told.
+    Raises ModelNotFound, or a ModelLoadFailed for a folder that cannot be read.
     """
     path = local_folder(settings)
     entry = inspect(path, partial(backend_for, settings))
@@ -107,7 +107,7 @@ def _problem(settings: Settings, spec: ModelSpec, entry: ModelEntry, device: Dev
 
 
 def _usable(devices: Sequence[DeviceReading], backend: BackendKind) -> Sequence[DeviceReading]:
-    """What the installed torch can compute on; for exllamav2 the GPUs whatever torch is installed."""
+    """Return the devices that the installed torch can compute on; for exllamav2 the GPUs, with any torch."""
     return devices if backend == "exllamav2" else computable(devices)
 
 

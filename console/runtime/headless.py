@@ -115,7 +115,7 @@ async def _reload(runtime: Runtime) -> None:
 
 class _Stop:
     """SIGINT and SIGTERM: the first asks to leave, the second to hurry. So does the terminal's end, unless that is
-    ignored (nohup); it may be told twice and never hurries. Where there is no terminal, SIGHUP asks to reload.
+    ignored (nohup); it may come twice and never hurries. Where there is no terminal, SIGHUP asks to reload.
     """
 
     def __init__(self, reload: Callable[[], object]) -> None:
@@ -132,7 +132,7 @@ class _Stop:
 
 
 def _has_terminal() -> bool:
-    """Whether a terminal's end would be told to this process."""
+    """Return whether this process gets SIGHUP at the end of its terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -143,7 +143,7 @@ def _has_terminal() -> bool:
 def _say(line: str, *, alarming: bool = False) -> None:
     """A line on stderr, in the terminal's red where it is alarming; dropped where its reader is gone (a closed
     terminal, a pipe). Written at once with its end: the log writes there from another thread."""
-    said = f"{APP_NAME}: {printable(line)}"
+    text = f"{APP_NAME}: {printable(line)}"
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{_RED}{said}{_PLAIN}\n" if alarming and sys.stderr.isatty() else f"{said}\n")
+        sys.stderr.write(f"{_RED}{text}{_PLAIN}\n" if alarming and sys.stderr.isatty() else f"{text}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Lines into a file, written by a thread of its own: neither a slow disk nor a pipe that nobody reads holds anyone up.
+"""Lines into a file, written by a thread of its own: a slow disk or a pipe without a reader delays nothing.
 
-A file that grows too long is put aside (FILE.1, the newest, up to FILE.4); one that somebody else put aside is begun
-anew. So it goes with logrotate and without.
+A file that grows too long is put aside (FILE.1, the newest, up to FILE.4); one that another program moved away is begun
+again. So it goes with logrotate and without.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LineWriter:
             lines = [self._lines.get()]
             while len(lines) < _LINES_AT_ONCE and not self._lines.empty():
                 lines.append(self._lines.get_nowait())
-            if told := [self._encoded(line) for line in lines if line is not _END]:
-                self._write(b"".join(told), len(told))
+            if encoded := [self._encoded(line) for line in lines if line is not _END]:
+                self._write(b"".join(encoded), len(encoded))
 
     def _encoded(self, line: object) -> bytes:
         """With its end; nothing where it cannot be: one bad line does not end the writing."""
@@ -98,14 +98,14 @@ class LineWriter:
             self._complained = True
 
     def _ready_for(self, size: int) -> FileIO:
-        """The file, begun anew where it was put aside or would grow too long."""
+        """Return the file, a new one where it was moved away or would grow too long."""
         if self._path is None:
             return self._file or self._opened()
         if self._file is not None and not _is_at(self._file, self._path):
             self._file.close()
             self._file = None
         if self._file is not None and 0 < os.fstat(self._file.fileno()).st_size > self._max_bytes - size:
-            mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)  # whoever was let read it still may
+            mode = stat.S_IMODE(os.fstat(self._file.fileno()).st_mode)  # readers of the old one may read the new one
             self._file.close()
             self._file = None
             _put_aside(self._path)
@@ -122,7 +122,7 @@ class LineWriter:
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    """Whether the path still leads to that file."""
+    """Return whether the path still leads to that file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

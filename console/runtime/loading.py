@@ -29,7 +29,7 @@ from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
 _SPEC_NAMES = {"gpu_split": "gpu_split_gb", "gpu_reserve": "gpu_reserve_mib"}
 T = TypeVar("T")
 LookupFunction = Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]
-"""Finds something; takes whom to tell how far it is, and what says whether to give up."""
+"""Finds something; takes a report of progress, and a function that returns whether to give up."""
 
 
 class ModelLookup:
@@ -41,8 +41,11 @@ class ModelLookup:
         self.progress: LoadProgress | None = None
 
     async def by(self, find: LookupFunction[T]) -> T:
-        """What `find` finds. Where this is cancelled, it is told to give up and has ended when the cancelling goes on,
-        so that who cleans up after it is not overtaken."""
+        """Return the result of `find`.
+
+        Where this is cancelled, `find` gives up, and has ended before the cancelling goes on: nothing is cleaned up
+        under it.
+        """
         thread = asyncio.ensure_future(asyncio.to_thread(find, self._report, self.cancelled.is_set))
         try:
             return await asyncio.shield(thread)
@@ -95,7 +98,7 @@ def find_model(
 
 
 def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
-    """What to load for a model folder.
+    """Return the spec for a model folder.
 
     Raises InvalidRequest for a flag that its backend cannot honour, UnsupportedModel for a folder that none can load.
     """
@@ -106,7 +109,7 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
 
 
 def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKind) -> ModelSpec:
-    """What the settings ask for, whether it can be honoured or not."""
+    """Return the spec that the settings ask for, whether it can be honoured or not."""
     return ModelSpec(
         path=path,
         name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,

@@ -29,8 +29,8 @@ _QUIET = ("asyncio", "aiohttp.access", "httpx", "huggingface_hub", "filelock", "
 
 @contextmanager
 def own_log_folder() -> Iterator[Path]:
-    """A folder for the logs of this program and its workers, which no other that runs writes to: `log_dir()`, or beside
-    it log-2, log-3, ... while others have those before. The first, where none can be locked."""
+    """A folder for the logs of this program and its workers, which no other that runs writes to: `log_dir()`, or next
+    to it log-2, log-3, ... while others have those before. The first, where none can be locked."""
     first = log_dir()
     with ExitStack() as stack:
         for folder in (first, *(first.with_name(f"{first.name}-{number}") for number in range(2, _MAX_INSTANCES))):
@@ -54,7 +54,7 @@ def logging_to(
     """Send this program's log from `level` on to `ring` and to `folder`/ericllm.log where it can be written, and what
     is of the level `stderr` or above there too.
 
-    File and stderr are written by a thread of their own: neither a slow disk nor a pipe nobody reads holds anyone up.
+    File and stderr are written by a thread of their own: a slow disk or a pipe without a reader delays nothing.
     """
     slow = _file_handler(folder) if folder is not None else []
     if stderr is not None:
@@ -82,14 +82,14 @@ def logging_to(
 
 
 class _DroppingHandler(QueueHandler):
-    """Hands lines to the thread that writes them; drops them while that thread is stuck (a pipe nobody reads)."""
+    """Hands lines to the thread that writes them; drops them while that thread is stuck (a pipe without a reader)."""
 
     def __init__(self, lines: queue.Queue[logging.LogRecord]) -> None:
         super().__init__(lines)
         self.setFormatter(PrintableFormatter())
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """What the other thread may have: the sentence as it is now, fit for a terminal. Every request has a line, so
+        """Return the record for the other thread: the sentence as it is now, fit for a terminal. Every request has one:
         plain ones are not copied: handlers that come later read the same in them."""
         if record.exc_info or record.exc_text or record.stack_info:
             return super().prepare(record)  # type: ignore[no-any-return]
@@ -102,7 +102,7 @@ class _DroppingHandler(QueueHandler):
 
 
 class _PrivateFileHandler(RotatingFileHandler):
-    """Makes files that nobody else may read. Where one cannot be written that is said once, and not on stderr."""
+    """Makes files that no other user may read. A file that cannot be written is reported once, and not on stderr."""
 
     _complained = False
 

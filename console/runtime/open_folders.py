@@ -115,7 +115,7 @@ class OpenFolders:
 
 
 def _looked_up(look_up: Callable[[str], T], name: str, param: str) -> T:
-    """What a name from outside stands for. Raises InvalidRequest also for one that no file can have, or that may not be
+    """Return the result of a look-up. Raises InvalidRequest also for a name that no file can have, or that may not be
     looked at."""
     try:
         return look_up(name)

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, sentences on stderr. Nothing that it quotes steers a terminal.
+"""Output of commands: results on stdout, sentences on stderr. Nothing that it quotes steers a terminal.
 
 And whether there is a terminal that a screen can be shown in."""
 
@@ -35,8 +35,8 @@ def write(text: str, *, as_json: bool = False) -> None:
 
 
 def say(sentence: str) -> None:
-    """Print a line on stderr, its end with it: the log may write there from another thread. Dropped where nobody can
-    have it (a full disk, a reader that is gone)."""
+    """Print a line on stderr, its end with it: the log may write there from another thread. Dropped where it cannot
+    be written (a full disk, a reader that is gone)."""
     with suppress(OSError):
         sys.stderr.write(f"{APP_NAME}: {printable(sentence)}\n")
         sys.stderr.flush()

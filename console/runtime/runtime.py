@@ -115,7 +115,7 @@ class Runtime:
         sources: Sources | None = None,
     ) -> None:
         self.starting = False
-        """Whether a first model is yet to be loaded: a screen need not offer one meanwhile."""
+        """True until the first model begins to load: a screen need not offer one meanwhile."""
         self.state_dir = state_dir
         self._cluster = cluster
         self.engine = Engine(
@@ -189,7 +189,7 @@ class Runtime:
         await self._load(spec, settings, tuned.union(changes.given()), beside)
 
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
-        """What `find` finds for a name, downloaded where it must be (in a thread); one at a time."""
+        """Return the result of `find` for a name, downloaded where needed (in a thread); one at a time."""
         if self._lookup is not None:
             raise EngineBusy(f"{self._lookup.name} is being fetched; cancel that first", model=self._lookup.name)
         self._lookup = finding = ModelLookup(name)
@@ -208,9 +208,9 @@ class Runtime:
 
     def _free_name(self, name: str) -> str:
         """The name, or "name-2" and on where models have it."""
-        taken = {model.name for model in self.engine.models()}
+        used = {model.name for model in self.engine.models()}
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        return next(each for each in (name, *itertools.islice(numbered, len(taken))) if each not in taken)
+        return next(each for each in (name, *itertools.islice(numbered, len(used))) if each not in used)
 
     async def _load(self, spec: ModelSpec, settings: Settings, changes: Container[str], beside: bool) -> None:
         """With the knobs as the operator has set them, but for those that this load has its own of."""
@@ -258,8 +258,8 @@ class Runtime:
         await self.engine.attach(AdapterSpec(name=name, path=folder, scale=scale), model)
 
     async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
-        """What `load` with the same arguments would take of each device: beside what is loaded, or in place of the
-        model that it replaces where it fits only so. Raises EngineError."""
+        """Estimate what `load` with the same arguments would take of each device: besides what is loaded, or in place
+        of the model that it replaces where it fits only so. Raises EngineError."""
         fitting, tuned = await asyncio.to_thread(
             settings_for, self.live_settings.sources, self.settings, self.state_dir, model
         )
@@ -293,7 +293,7 @@ class Runtime:
         return first.name
 
     async def diagnose(self) -> Report:
-        """What this machine has and lacks for the settings; the probes under way end when this is cancelled."""
+        """Check this machine for what the settings need; the probes under way end when this is cancelled."""
         cancelled = threading.Event()
         try:
             sources = self.live_settings.sources

@@ -50,7 +50,7 @@ def checked_host(host: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach `host`; a name other than localhost is taken for more than that."""
+    """Return whether only programs on this machine reach `host`; names but localhost count as more."""
     if host == "localhost" or unix_path(host):
         return True
     try:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from console.settings.schema import APP_NAME, ENV_PREFIX, config_path, fields
 from engine.system.files import make_private_folder
 
-# Files that are looked at now and then, to be read again once somebody saved them.
+# Files that are looked at now and then, to be read again once they were saved.
 
 
 class WatchedFiles:
@@ -24,7 +24,7 @@ class WatchedFiles:
         self._seen = self._look()
 
     def changed(self) -> bool:
-        """Whether anything was written, made or removed since the last call. One stat a file; safe on any thread."""
+        """Return whether anything was written, made or removed since the last call. Safe on any thread."""
         seen, self._seen = self._seen, self._look()
         return seen != self._seen
 

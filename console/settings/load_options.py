@@ -1,4 +1,4 @@
-"""LoadOptions: what one load of a model sets of its own, made of the settings that a load goes by.
+"""LoadOptions: the options of one load of a model, made of the settings that a load goes by.
 
 Form, HTTP, RPC and the file of last loads have these names and types; the bounds are those of the settings.
 """
@@ -62,7 +62,7 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 if TYPE_CHECKING:
 
     class LoadOptions(_Options, frozen=True, kw_only=True):
-        """What one load sets of its own, by the names of the settings; None leaves it as the program has it."""
+        """Options of one load, by the names of the settings; None leaves one as the program has it."""
 
         def __init__(self, **values: object) -> None: ...
 

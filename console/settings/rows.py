@@ -21,7 +21,7 @@ def setting_rows(
 ) -> Iterator[SettingRow]:
     """in_use: the settings the program runs with.  coming: those it would start with now.
 
-    turned: what is in use instead of a setting, because somebody turned a knob.
+    turned: values in use instead of a setting, as a knob was changed.
     """
     for name, field, flag in fields():
         value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
@@ -47,7 +47,7 @@ def setting_rows(
 
 
 def kind_of(field: FieldInfo) -> Kind:
-    """What sort of value a setting takes."""
+    """Return the kind of value that a setting takes."""
     kinds = {field.annotation, *get_args(field.annotation)}
     if field.annotation is bool:
         return "switch"
@@ -79,7 +79,7 @@ def as_text(value: object) -> str:
 
 
 def toml_value(typed: str, value: object) -> Any:
-    """What config.toml has for a checked value: paths stay as they were typed, "~" and all."""
+    """Return a checked value as config.toml has it: paths stay as they were typed, "~" and all."""
     if isinstance(value, Path):
         return typed
     if isinstance(value, SecretStr):

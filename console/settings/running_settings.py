@@ -45,7 +45,7 @@ class LiveSettings:
         return self._sources
 
     def rows(self) -> Sequence[SettingRow]:
-        """Every setting, in the order of the schema; a file that somebody else changed is read again."""
+        """Every setting, in the order of the schema; a file that changed is read again."""
         if self._file.changed():
             self._reread()
         return tuple(setting_rows(self.current, self._coming, self._sources, self._turned()))
@@ -103,7 +103,7 @@ class LiveSettings:
         return knob_values(self._engine.config)
 
     def _reread(self) -> None:
-        """Somebody else's change; one with a mistake is not looked at, the next start will say what is wrong."""
+        """Take a change of the file; one with a mistake is ignored, and the next start will say what is wrong."""
         try:
             sources = self._sources.saving(_read_again(self._sources.file))
             self._sources, self._coming = sources, sources.settings()
@@ -112,8 +112,8 @@ class LiveSettings:
 
 
 def _read_again(file: Path) -> dict[str, Any]:
-    """What the file says now. Raises InvalidRequest, for a pipe (`ERICLLM_CONFIG=<(...)`) too: there may never again be
-    anything in it, and whoever opens it waits for that."""
+    """Read the file again. Raises InvalidRequest, for a pipe (`ERICLLM_CONFIG=<(...)`) too: it may stay empty, and
+    opening it would wait."""
     with suppress(OSError):  # reading says why
         if file.is_fifo():
             raise InvalidRequest(f"{file} is a pipe, which is read at the start alone", param="config")

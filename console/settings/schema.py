@@ -54,7 +54,7 @@ When = Literal["now", "load", "start"]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """What a field is besides its type: its group in the help, and which backends honour it.
+    """Facts of a setting besides its type: its group in the help, and which backends honour it.
 
     metavar: how the help shows its value.  backends: None where every one does.
     example: what the sample file shows where there is no default.
@@ -117,7 +117,7 @@ class ServedSettings(BaseModel):
     tls_cert: Annotated[
         Path | None,
         Flag("API", "FILE", example="~/tls/cert.pem"),
-        Field(description="Certificate (PEM, with its chain) to serve HTTPS with; taken anew when it is renewed"),
+        Field(description="Certificate (PEM, with its chain) to serve HTTPS with; reloaded when the file changes"),
     ] = None
     tls_key: Annotated[
         Path | None, Flag("API", "FILE", example="~/tls/key.pem"), Field(description="The certificate's key (PEM)")
@@ -263,7 +263,7 @@ class Settings(ServedSettings):
     weights: Annotated[
         WeightsName,
         Flag("Model", backends=("torch",)),
-        Field(description="Weights made into so many bits at load, on a CPU; auto keeps them in their dtype"),
+        Field(description="Quantize weights to int8 or int4 at load, on a CPU; auto keeps their dtype"),
     ] = "auto"
     deterministic: Annotated[
         bool,
@@ -343,7 +343,11 @@ class Settings(ServedSettings):
     idle_unload: Annotated[
         float,
         Flag("Engine", "SECONDS", when="now", knob="idle_unload_s", engine="idle_unload_s"),
-        Field(ge=0, le=MAX_TIMEOUT_S, description="Unload a model that nobody asks for so long, until asked; 0: never"),
+        Field(
+            ge=0,
+            le=MAX_TIMEOUT_S,
+            description="Unload a model after this many idle seconds, and reload it on demand; 0: never",
+        ),
     ] = 0.0
     devices: Annotated[
         SimulatedDevices,
@@ -492,7 +496,7 @@ def fields() -> Sequence[tuple[str, FieldInfo, Flag]]:
 
 
 def flag_of(name: str) -> Flag:
-    """What a setting is besides its type."""
+    """Return the facts of a setting besides its type."""
     return next(extra for extra in Settings.model_fields[name].metadata if isinstance(extra, Flag))
 
 

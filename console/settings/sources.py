@@ -23,9 +23,9 @@ _NOT_SETTINGS = {"ERICLLM_CONFIG", "ERICLLM_HOME", "ERICLLM_BACKEND_FACTORY", "E
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What set a value, and where that stands: "--port", "ERICLLM_PORT", a path; "" for a default.
+    """Source of a value, and its place: "--port", "ERICLLM_PORT", a path; "" for a default.
 
-    tuned: autotune found it for the model on this hardware, and was told to apply it.
+    tuned: autotune found it for the model on this hardware, and applied it.
     """
 
     source: Literal["flag", "variable", "file", "tuned", "default"]
@@ -34,7 +34,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What each source says, by the settings' names. file: the config.toml that was read, or where it would be.
+    """Values of each source, by the settings' names. file: the config.toml that was read, or where it would be.
 
     tuned: what is used before a default, where `tuned_in` says.
     """
@@ -81,7 +81,7 @@ class Sources:
 
     @property
     def given(self) -> frozenset[str]:
-        """The settings that somebody set."""
+        """The settings that a flag, a variable or the file sets."""
         return frozenset(self.saved) | frozenset(self.variables) | frozenset(self.flags)
 
     def saving(self, saved: Mapping[str, Any]) -> Sources:
@@ -143,7 +143,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
-    """What a config.toml says; nothing where there is none. Raises InvalidRequest."""
+    """Read a config.toml; nothing where there is none. Raises InvalidRequest."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

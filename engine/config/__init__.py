@@ -1,4 +1,4 @@
-"""What the engine is asked to do: frozen, validated values. Nothing here imports torch."""
+"""Configuration of the engine, a model and a request: frozen, validated values. Nothing here imports torch."""
 
 from engine.config.engine import (
     MAX_PROMPTS,

@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: tokens per KV page.
     threads: CPU threads of each worker; 0 shares the machine's cores out.
     hang_s: a worker with work that reports nothing for so long is replaced; 0: never.
-    max_deaths: a worker that dies so many times in a row is left dead.
+    max_deaths: crashes in a row after which a worker is left dead.
     ageing_s: waiting so long is worth one priority.
     idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
     devices: GiB of each simulated device, in place of the machine's own; () takes those.

@@ -19,7 +19,7 @@ MAX_STRETCH = 1000.0
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker takes of one device. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
+    """Share of one device that a worker takes. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
     layers, in order; the embedding goes with the first share, the final norm and the head with the last.
 
     shared_bytes: of the weights, what all workers of the model have once in the machine's RAM, as far as a plan knows.

@@ -283,7 +283,7 @@ class Flooding:
         yield to_plain(FrameEvent(full=frame()))
         for _ in range(99):
             yield {"delta": {}}
-        raise OutOfReach("gpu1 cannot be reached: nobody listens there")
+        raise OutOfReach("gpu1 cannot be reached: connection refused")
 
     async def get(self, path: str, query: Any = None) -> Any:
         return {"result": [3, []]}

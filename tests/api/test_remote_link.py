@@ -252,7 +252,7 @@ class NoInstance:
         self.fails -= 1
         if self.fails == 0:
             yield to_plain(FrameEvent(full=to_plain(Frame(snapshot=scenes.busy()))))
-        raise OutOfReach("gpu1 cannot be reached: nobody listens there")
+        raise OutOfReach("gpu1 cannot be reached: connection refused")
 
     async def get(self, path: str, query: Any = None) -> Any:
         return {"result": [3, []]}
@@ -349,9 +349,9 @@ def test_of_what_screens_poll_only_the_last_answers_of_each_call_are_kept() -> N
     for after in range(100):
         polled.get("requests.finished", (after,), fetch, "nothing yet")
     polled.get("api.report", (), fetch, "nothing yet")
-    kept = [polled.known("requests.finished", (after,), None) for after in range(100)]
+    kept = [polled.latest("requests.finished", (after,), None) for after in range(100)]
     assert kept == [None] * 96 + ["an answer"] * 4
-    assert polled.known("api.report", (), None) == "an answer"
+    assert polled.latest("api.report", (), None) == "an answer"
 
 
 async def test_a_name_is_no_book_and_a_prompt_may_be_one(served: Served) -> None:

@@ -54,7 +54,7 @@ class Sending:
                 yield decode_json(event)
             except ValueError:
                 raise OutOfReach("What gpu1 sends is refused") from None
-        raise OutOfReach("gpu1 cannot be reached: nobody listens there")
+        raise OutOfReach("gpu1 cannot be reached: connection refused")
 
     async def get(self, path: str, query: Any = None) -> Any:
         return {"result": [3, []]}

@@ -111,7 +111,7 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
         (["serve", "demo", "--trace", "no-such-file.json"], "no-such-file.json cannot be read"),
         (["latency", "demo", "--prompt-tokens", "900000"], "do not fit the model's"),
         (["latency", "demo", "--max-model-len", "100"], "answers of up to 200 do not fit the model's 100"),
-        (["load", "--url", "http://127.0.0.1:9"], "a server loads its own; leave --url out"),
+        (["load", "--url", "http://127.0.0.1:9"], "loads a model, which it cannot do on a server; leave --url out"),
     ],
 )
 def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
@@ -129,7 +129,7 @@ def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
         (["demo", "--model", "other"], "the model is given twice"),
         (["--dialect", "tgi"], "give its --url"),
         (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is about loading a model here"),
-        (["--url", "http://127.0.0.1:9"], "nobody listens there"),
+        (["--url", "http://127.0.0.1:9"], "connection refused"),
         (["--promts", "3"], "there is no --promts"),
         (["no-such-model"], "no model is called no-such-model"),
     ],

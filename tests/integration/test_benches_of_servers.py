@@ -67,7 +67,7 @@ async def test_a_server_is_measured_with_its_key_and_kept_under_its_address(tmp_
         ({"url": "ftp://x"}, "url", "is no address of a server"),
         ({"url": "http://[::1"}, "url", "is no address of a server"),
         ({"url": "http://me:pw@x"}, "url", "a key is given by itself"),
-        ({"url": "http://127.0.0.1:9"}, "url", "cannot be asked: nobody listens there"),
+        ({"url": "http://127.0.0.1:9"}, "url", "cannot be asked: connection refused"),
         ({"dialect": "morse"}, "dialect", "morse is no dialect"),
         ({"dialect": "ollama"}, "dialect", "/api/generate answered 404"),
         ({"key": "another"}, "key", "answered 401: that key is none of ours"),

@@ -68,8 +68,8 @@ def test_top_goes_on_and_speaks_json(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "said"),
     [
-        (("top", NOBODY), None, "127.0.0.1:9 cannot be reached: nobody listens there"),
-        (("record", "night.rec", NOBODY), None, "127.0.0.1:9 cannot be reached: nobody listens there"),
+        (("top", NOBODY), None, "127.0.0.1:9 cannot be reached: connection refused"),
+        (("record", "night.rec", NOBODY), None, "127.0.0.1:9 cannot be reached: connection refused"),
         (("top", "{url}"), "wrong", "That key is not valid here"),
         (("top", "{url}"), None, "This server needs a key"),
     ],

@@ -73,7 +73,7 @@ class CallEndpoints:
         group="admin",
     )
     async def _get(self, request: web.Request) -> web.StreamResponse:
-        call = _known(request)
+        call = _call_of(request)
         if call.scope != "watch":
             raise MethodNotAllowed(f"{call.name} changes something: it takes POST", allowed="POST")
         arguments = _arguments(call, dict(request.query), strict=False)
@@ -85,7 +85,7 @@ class CallEndpoints:
         group="admin",
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
-        call = _known(request)
+        call = _call_of(request)
         document = await run_offloaded(request, partial(_document, body_bytes(request)))
         arguments = await run_offloaded(request, partial(_arguments, call, document, strict=True))
         order = asyncio.create_task(self._operations.carry_out(call, arguments), name=call.name)
@@ -98,13 +98,13 @@ class CallEndpoints:
         return chunks.response
 
     def _ended(self, order: asyncio.Task[object]) -> None:
-        """Its client was told what went wrong, but where it left before, the log alone has it."""
+        """Log a failure, for a client that left before."""
         self._orders.discard(order)
         if not order.cancelled() and (error := order.exception()) is not None:
             log.info("%s failed: %s", order.get_name(), error)
 
     async def _done(self, order: asyncio.Task[object]) -> object:
-        """What an order came to. A server that stops does not wait for it."""
+        """Return the result of an order. A server that stops does not wait for it."""
         while not order.done():
             await asyncio.wait((order,), timeout=_LOOK_S)
             if self._context.traffic.closing and not order.done():
@@ -112,7 +112,7 @@ class CallEndpoints:
         return order.result()
 
 
-def _known(request: web.Request) -> Call:
+def _call_of(request: web.Request) -> Call:
     name = request.match_info["name"]
     if name not in CALLS:
         raise NotFound(f"There is no call {name}; there are: {', '.join(sorted(CALLS))}")

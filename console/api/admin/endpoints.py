@@ -1,4 +1,4 @@
-"""What an operator may do over HTTP: load and unload models, turn their knobs, attach adapters, restart workers."""
+"""Endpoints of operators: load and unload models, change their knobs, attach adapters, restart workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LoadJob:
 
     @property
     def ended(self) -> bool:
-        """Whether it is ready or has failed."""
+        """True once it is ready or has failed."""
         return self._work.done()
 
     @property
@@ -120,7 +120,7 @@ class LoadJobs:
 
 
 _REFUSAL_S = 0.5
-"""Whatever forbids a load is known sooner; a load that goes on longer is told about where it can be looked at."""
+"""A refusal comes sooner; a load that goes on longer is answered with the place of its report."""
 
 _LOOK_S = 0.25
 """As often as the engine says how it is."""

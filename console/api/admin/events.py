@@ -44,8 +44,7 @@ class Events:
         return chunks.response
 
     async def _follow(self, chunks: ChunkStream, pause_s: float, call: Call) -> None:
-        """Who watches holds up no stop: it is told of it, and asks again if it wants to see the rest. A key that is
-        revoked shows no more."""
+        """Send events until the server stops, which ends them with an error, or its key is revoked."""
         link, writer, traffic = self._operations.link, FrameWriter(), self._context.traffic
         clock = asyncio.get_running_loop().time
         due = clock()

@@ -19,15 +19,15 @@ from console.link.status import LinkStatus, Reach
 from engine.errors import EngineError
 from engine.snapshot import LogEntry, Snapshot
 
-# Playhead: where in a recording one is, as time goes by. Pure: every call is told the time by a clock.
+# Playhead: where in a recording one is, as time goes by. Pure: every call gets the time.
 
 SPEEDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 GAP_S = 10.0
 _GAP_FRAMES = 3
-"""Where nothing was recorded for so long, and for the time of so many frames, playing goes over it at once."""
+"""Frames: where nothing was recorded for GAP_S and for this many frames, playing skips the gap."""
 
 _LOOKED_AT = 1000
-"""Frames at the beginning that tell how far they are apart."""
+"""Frames at the beginning, of which the usual interval is taken."""
 
 
 class Playhead:
@@ -60,7 +60,7 @@ class Playhead:
         return self._times[later] - (self._played[later] - played)
 
     def ended(self, now: float) -> bool:
-        """Whether there is nothing more to play."""
+        """Return whether there is nothing more to play."""
         return self.position(now) >= self._times[-1]
 
     def toggle(self, now: float) -> None:
@@ -155,7 +155,7 @@ class ReplayLink(RpcLink):
         return LinkStatus(name=self.recording.path.name, reach=reach, reason=problem, read_only=True)
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
-        """What was recorded of it; the rest is not known."""
+        """Return the recorded answer, or a blank."""
         answers = self._frame().answers
         if call.name not in answers or arguments:
             return call.blank(**arguments)

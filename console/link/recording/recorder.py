@@ -1,4 +1,4 @@
-"""Recorder: what a link shows, into a file, on a thread of its own, so that a slow disk holds nobody up."""
+"""Recorder: what a link shows, into a file, on a thread of its own, so that a slow disk delays nothing else."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Recorder:
         self.frames += 1
 
     def _ask(self) -> dict[str, object]:
-        """What the calls give. What is not known yet, of an engine elsewhere, is asked for again."""
+        """Return the answers of the calls. An engine elsewhere that does not know one yet is asked again."""
         for name in SELDOM:
             if self.frames % _SELDOM_LOOKS == 0 or not self._seldom.get(name):
                 self._seldom[name] = CALLS[name].on(self._link)()

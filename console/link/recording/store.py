@@ -1,7 +1,7 @@
 """The file: an SQLite database. What is in it is here; `writer` and `reader` say how it gets there and back.
 
 A frame of each segment, the first, is whole; the others are what changed since the one before. A whole frame has no
-history: beside it lie the seconds that came since the last one, and those of the segment are in its changes. All is
+history: next to it lie the seconds that came since the last one, and those of the segment are in its changes. All is
 msgpack, deflated, each frame of a segment with those before it as its dictionary.
 """
 
@@ -39,7 +39,7 @@ MAX_BLOB_BYTES = 2 * MAX_MSGPACK_BYTES
 """Of one value of the database, deflated."""
 
 _STEPS_PER_BYTE = 1
-_LEAST_STEPS = 10**6
+_MIN_STEPS = 10**6
 _LOOK_STEPS = 10_000
 """Of SQLite's machine, for one query: a row takes ten of them, and as many bytes of the file, unless its pages are used
 many times over."""
@@ -97,7 +97,7 @@ class Packer:
         return data
 
     def unpacked(self, data: object) -> Any:
-        """What another Packer made, in the same order.
+        """Unpack the output of another Packer, in the same order.
 
         Raises ValueError or zlib.error for what is damaged, or more than one makes.
         """
@@ -163,7 +163,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         try:
             _harden(database, path)
             database.execute("SELECT 1 FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:  # beside a file in a folder that is not ours to write
+        except sqlite3.OperationalError:  # the folder is not ours to write
             database.close()
             database = sqlite3.connect(f"{where}?immutable=1", uri=True)
             _harden(database, path)
@@ -188,7 +188,7 @@ def _harden(database: sqlite3.Connection, path: Path) -> None:
 
 def limit_steps(database: sqlite3.Connection, num_bytes: int) -> None:
     """Have the next query fail that takes more steps than a file of `num_bytes` has rows for."""
-    left = (_LEAST_STEPS + _STEPS_PER_BYTE * num_bytes) // _LOOK_STEPS
+    left = (_MIN_STEPS + _STEPS_PER_BYTE * num_bytes) // _LOOK_STEPS
 
     def look() -> bool:
         nonlocal left
@@ -210,7 +210,7 @@ def _check(path: Path, database: sqlite3.Connection) -> None:
         empty.executescript(_SCHEMA)
         expected = _schema_of(empty)
     empty.close()
-    if _schema_of(database) != expected:  # a view or a trigger would be a program of whoever made the file
+    if _schema_of(database) != expected:  # a view or a trigger would be a program of the author of the file
         raise RecordingUnusable(f"{path} is no recording of ericllm: it has other tables", path=str(path))
 
 
@@ -237,7 +237,7 @@ def recording_errors(path: Path) -> Iterator[None]:
 
 
 def close_as_one_file(database: sqlite3.Connection) -> None:
-    """Close so that no other file is needed; where somebody reads it just now, they go on needing it."""
+    """Close so that no other file is needed; a reader of this moment goes on needing it."""
     with suppress(sqlite3.Error):
         database.execute("PRAGMA journal_mode=DELETE")
     database.close()

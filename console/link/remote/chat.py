@@ -78,7 +78,7 @@ def chat_body(
 
 
 async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[ChatDelta, None]:
-    """What the instance answers, with times as they are here. Raises OutOfReach for what is no answer or has no end."""
+    """Yield the answer of the instance, with times as they are here. Raise OutOfReach for none, or an endless one."""
     stopwatch = _Stopwatch(asyncio.get_running_loop().time)
     length = 0
     async with aclosing(instance.events(PATH, body=body)) as events:
@@ -118,7 +118,7 @@ class _Stopwatch:
         )
 
 
-def _reason(said: str | None) -> FinishReason | None:
+def _reason(text: str | None) -> FinishReason | None:
     """A reason that this version does not know is an end all the same."""
-    known: tuple[FinishReason, ...] = get_args(FinishReason)
-    return None if said is None else next((reason for reason in known if reason == said), known[0])
+    reasons: tuple[FinishReason, ...] = get_args(FinishReason)
+    return None if text is None else next((reason for reason in reasons if reason == text), reasons[0])

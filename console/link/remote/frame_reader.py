@@ -24,7 +24,7 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 15.0
 _SILENT_S = 2.0
 _LATE_FRAMES = 3
-"""Without a frame for so long, and for the time of so many, what is shown is said to be old."""
+"""Without a frame for _SILENT_S and for the time of this many frames, the screen says that its numbers are old."""
 _SILENT_FRAMES = 8
 _SHORTEST_SILENCE_S = 8.0
 """A connection that brings no frame for so long is taken for dead."""
@@ -84,7 +84,7 @@ class Connection:
                 reason: EngineError = OutOfReach(f"{self._standing.name} ended the connection")
             except EngineError as error:
                 reason = error
-            except Exception:  # a defect must not end what nobody else begins again
+            except Exception:  # a defect must not end the one task that reconnects
                 log.exception("following %s broke", self._standing.name)
                 reason = OutOfReach(f"What {self._standing.name} sends is not understood; the log says why")
             self._lost(reason, retry_s)
@@ -107,11 +107,11 @@ class Connection:
                 raise self._not_understood(error) from None
             await self._read_log(instance, frame.snapshot.log_total)
             snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
-            self.came(msgspec.structs.replace(frame, snapshot=snapshot))
+            self.receive(msgspec.structs.replace(frame, snapshot=snapshot))
             yield self.frame
 
-    def came(self, frame: Frame) -> None:
-        """A frame is there: the connection is live."""
+    def receive(self, frame: Frame) -> None:
+        """Take a frame: the connection is live."""
         self.frame = frame
         self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
         self._retry_at, self._frame_at = None, self._clock()

@@ -34,7 +34,7 @@ def connect_error_reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "there is no such host"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "nobody listens there" if isinstance(error.os_error, ConnectionRefusedError) else str(error.os_error)
+        return "connection refused" if isinstance(error.os_error, ConnectionRefusedError) else str(error.os_error)
     if isinstance(error, aiohttp.InvalidURL):
         return "that is no URL"
     return "the connection broke off"
@@ -154,24 +154,24 @@ class Instance:
                     continue
                 event = self._decoded(data)
                 if isinstance(event, dict) and "error" in event:
-                    raise _told(event["error"], 500)
+                    raise _error_of(event["error"], 500)
                 yield event
                 await asyncio.sleep(0)  # as many may have come at once
 
     async def _data(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """What each line of data holds."""
-        held = bytearray()
+        """Yield the data of each event."""
+        buffer = bytearray()
         since = 0  # bytes since the last event
         async for chunk in response.content.iter_any():
-            held += chunk
+            buffer += chunk
             since += len(chunk)
             if since > MAX_BYTES:
                 raise self._too_much("before an event ends")
             if b"\n" not in chunk:
                 continue
-            end = held.rindex(b"\n") + 1
-            lines = bytes(held[:end])
-            del held[:end]
+            end = buffer.rindex(b"\n") + 1
+            lines = bytes(buffer[:end])
+            del buffer[:end]
             for line in _DATA.finditer(lines):
                 since = 0
                 yield line[1].strip()
@@ -230,11 +230,11 @@ def _refusal(status: int, body: bytes, address: Address) -> EngineError:
         error["message"]
     except (ValueError, TypeError, KeyError):
         return OutOfReach(f"What answers at {address.name} is no ericllm (HTTP {status})", url=address.url)
-    return _told(error, status)
+    return _error_of(error, status)
 
 
-def _told(error: object, status: int) -> EngineError:
-    """The error that an instance told of, in its words."""
+def _error_of(error: object, status: int) -> EngineError:
+    """Return the error of an instance, in its words."""
     found = error if isinstance(error, dict) else {}
     message = quote_value(found.get("message", "it did not say why"), _MAX_MESSAGE)
     if status in (401, 403):

@@ -45,7 +45,7 @@ class _Answer:
 
 
 class Polled:
-    """Nothing is fetched that nobody asks for. submit: runs a coroutine elsewhere, from any thread."""
+    """Nothing is fetched unasked. submit: runs a coroutine elsewhere, from any thread."""
 
     def __init__(
         self, submit: Callable[[Coroutine[Any, Any, None]], object], clock: Callable[[], float] = time.monotonic
@@ -73,14 +73,14 @@ class Polled:
             self._submit(self._fetch(answer, fetch))
         return answer.value
 
-    def known(self, call: str, arguments: Hashable, blank: object) -> object:
+    def latest(self, call: str, arguments: Hashable, blank: object) -> object:
         """The last answer, and nothing is fetched."""
         with self._lock:
             answer = self._answers.get(call, OrderedDict[Hashable, _Answer]()).get(arguments)
         return blank if answer is None else answer.value
 
     def forget(self) -> None:
-        """Have everything fetched anew the next time it is asked for; what is known is shown until then."""
+        """Have everything fetched again the next time; the last answers are shown until then."""
         with self._lock:
             for answers in self._answers.values():
                 for answer in answers.values():
@@ -89,7 +89,7 @@ class Polled:
     async def _fetch(self, answer: _Answer, fetch: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:
             answer.value = await fetch()
-        except EngineError as error:  # a screen that polls shows what is known; what is asked for is told why
+        except EngineError as error:  # a screen that polls shows the last answer; other calls raise the reason
             log.debug("not fetched: %s", error.message)
         finally:
             answer.under_way = False
@@ -139,7 +139,7 @@ class RemoteLink(RpcLink):
         return self._connection.frame.api
 
     def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
-        """What came of the log, counted on over every start of the instance."""
+        """Return received lines of the log, counted over every start of the instance."""
         return self._connection.log.after(after)
 
     def standing(self) -> LinkStatus:
@@ -151,7 +151,7 @@ class RemoteLink(RpcLink):
         self._connection.check()
 
     async def stop_api(self, *, finish: bool = False) -> None:
-        """Refused: nobody could switch it on again from here."""
+        """Refused: it could not be switched on again from here."""
         name = self.standing().name
         raise EngineBusy(f"The API of {name} carries this console; it can be switched off on that machine alone")
 
@@ -160,7 +160,7 @@ class RemoteLink(RpcLink):
         blank = call.blank(**arguments)
         given = tuple(sorted(arguments.items()))
         if self.standing().stale:
-            return self._polled.known(call.name, given, blank)
+            return self._polled.latest(call.name, given, blank)
         return self._polled.get(call.name, given, lambda: self._answer(call, arguments), blank)
 
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
