@@ -201,7 +201,7 @@ def test_the_form_fits_a_small_terminal() -> None:
         await shown(pilot, "Mean response time by number of users")
 
     fields = "target       this engine", "latency", "users         1,2,4", "threads", "repeats       1", "serve", "load"
-    end = "and both are slower.", "Start (enter)    In full (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
+    end = "are slower.", "Start (enter)    In full (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
     assert shows(app_with(), *fields, *end, terminal_size=(80, 24), run_before=form)
 
 
@@ -218,6 +218,6 @@ def test_a_server_that_refuses_is_told_above_the_buttons(size: tuple[int, int]) 
         await shown(pilot, "answered 401: no such key")
         assert isinstance(pilot.app.screen, BenchFormScreen)
 
-    fields = f"target       {URL}", "dialect", "openai", "key", "serve", "requests      16", "trace"
+    fields = f"target       {URL}", "dialect", "openai", "key", "requests", " 16 ", "serve", "trace"
     end = "✖ http", "answered 401: no such key", "Start (enter)", "Cancel (esc)", "esc Close"
     assert shows(app, *fields, *end, terminal_size=size, run_before=form)
