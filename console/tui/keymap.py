@@ -67,7 +67,7 @@ BINDINGS: list[Binding] = [
         "app.next_model",
         "Model",
         id="model.next",
-        tooltip="Look at the next model: its state, its knobs, its chat",
+        tooltip="Show the next model: state, knobs, chat",
     ),
     ConsoleBinding(
         "left_square_bracket",
@@ -75,7 +75,7 @@ BINDINGS: list[Binding] = [
         "Workers −",
         id="workers.fewer",
         mutates=True,
-        tooltip="Take one worker away",
+        tooltip="Remove a worker",
         group=WORKERS,
     ),
     ConsoleBinding(
@@ -93,7 +93,7 @@ BINDINGS: list[Binding] = [
         "Max prompts −",
         id="prompts.fewer",
         mutates=True,
-        tooltip="Let each worker take one prompt less at a time",
+        tooltip="Lower max prompts by one",
         group=PROMPTS,
     ),
     ConsoleBinding(
@@ -102,12 +102,12 @@ BINDINGS: list[Binding] = [
         "Max prompts +",
         id="prompts.more",
         mutates=True,
-        tooltip="Let each worker take one prompt more at a time",
+        tooltip="Raise max prompts by one",
         key_display="+",
         group=PROMPTS,
     ),
     Binding("ctrl+q", "app.quit", "Quit", id="quit.always", tooltip="Quit the console", show=False, priority=True),
     Binding(
-        "ctrl+c", "app.help_quit", "How to quit", id="quit.how", tooltip="Say how to quit", show=False, system=True
+        "ctrl+c", "app.help_quit", "How to quit", id="quit.how", tooltip="Show how to quit", show=False, system=True
     ),
 ]

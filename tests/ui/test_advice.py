@@ -131,7 +131,7 @@ async def test_advice_about_a_worker_opens_it() -> None:
 async def test_the_palette_has_advice_only_where_there_is_some() -> None:
     link = FakeLink(scenes.busy())
     app = EricApp(link)
-    does = "Take the advice: turn the knob it names"
+    does = "Apply the advice: change the knob that it names"
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert does not in {entry.title for entry in entries(app.screen)}

@@ -12,7 +12,7 @@ from engine.errors import InsufficientMemory
 from engine.placement.model_memory import Correction
 from tests.fakes import estimates, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import foretold, listed, screen_text, selected, until
+from tests.ui.seen import foretold, listed, screen_text, selected, shows, until
 
 pytestmark = pytest.mark.long
 
@@ -99,15 +99,30 @@ def test_a_fit_on_simulated_devices_says_so_and_what_was_learned() -> None:
     assert "Corrected by 3 earlier loads." in shown
 
 
-def test_a_model_that_does_not_fit_looks_right(snap_compare: object) -> None:
+def test_a_model_that_does_not_fit_shows_what_each_device_lacks() -> None:
     link = FakeLink(scenes.busy())
     link.expected = estimates.estimate_that_lacks()
     app = EricApp(link, start="models")
-    assert snap_compare(app, terminal_size=(100, 30), run_before=foretold)  # type: ignore[operator]
+    words = (
+        "✖ It does not fit",
+        "short",
+        "by 2,310",
+        "GiB   weights",
+        "GPU0 ",
+        "5.6",
+        "GPU1 ",
+        "✖ −2,310 MiB",
+        "1 on GPU0, 1 on GPU1",
+    )
+    assert shows(app, *words, terminal_size=(100, 30), run_before=foretold)
 
 
-def test_a_preview_for_eight_cards_looks_right(snap_compare: object) -> None:
+def test_a_preview_for_eight_cards_has_a_row_for_each() -> None:
     link = FakeLink(scenes.eight_gpus())
     link.expected = estimates.estimate_for_eight()
     app = EricApp(link, start="models")
-    assert snap_compare(app, terminal_size=(120, 40), run_before=foretold)  # type: ignore[operator]
+    devices = [f"GPU{number}      9.4     6.1" for number in range(8)]
+    end = "✖ −2,310 MiB", "1 on each of 7 devices"
+    assert shows(
+        app, "✖ It does not fit", "GiB   weights", *devices, *end, terminal_size=(120, 40), run_before=foretold
+    )

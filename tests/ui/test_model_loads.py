@@ -21,7 +21,7 @@ from engine.backends.base import LoadProgress
 from engine.errors import LoadCancelled
 from tests.fakes import estimates, fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import cells, listed, rows, screen_text, selected, until
+from tests.ui.seen import cells, listed, rows, screen_text, selected, shows, until
 
 HERMES = str(MODELS[1].path)
 UNFINISHED = msgspec.structs.replace(
@@ -301,23 +301,50 @@ async def compared(pilot: Pilot[None]) -> None:
     await until(pilot, lambda: "Estimating" not in str(behind.content))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (140, 44)])
-def test_a_form_looks_right(snap_compare: object, size: tuple[int, int]) -> None:
+def test_a_form_looks_right(snap_compare: object) -> None:
     app = EricApp(FakeLink(scenes.busy()), start="models")
-    assert snap_compare(app, terminal_size=size, run_before=changed_form)  # type: ignore[operator]
-
-
-def test_a_form_looks_right_in_the_light_theme(snap_compare: object) -> None:
-    app = EricApp(FakeLink(scenes.busy()), start="models", theme="ericllm-light")
     assert snap_compare(app, terminal_size=(120, 40), run_before=changed_form)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-def test_a_comparison_looks_right(snap_compare: object, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (140, 44)])
+def test_a_form_is_above_its_fit(size: tuple[int, int]) -> None:
+    app = EricApp(FakeLink(scenes.busy()), start="models")
+    values = (
+        "NeuralHermes-7B",
+        "workers      −         3 +",
+        "max prompts  −        12 +",
+        "▸ context      −     6,144 +",
+    )
+    fit = (
+        "✓ It fits: 2 workers",
+        "GiB   weights",
+        "GPU0      9.4     6.1",
+        "GPU1      9.4     6.1",
+        "1 on GPU0, 1 on GPU1",
+    )
+    assert shows(app, *values, *fit, terminal_size=size, run_before=changed_form)
+
+
+def comparison() -> EricApp:
+    """The second model lacks memory."""
     link = FakeLink(scenes.busy())
     link.models.expected[HERMES] = estimates.estimate_that_lacks()
-    app = EricApp(link, start="models")
-    assert snap_compare(app, terminal_size=size, run_before=compared)  # type: ignore[operator]
+    return EricApp(link, start="models")
+
+
+def test_a_comparison_looks_right(snap_compare: object) -> None:
+    assert snap_compare(comparison(), terminal_size=(120, 40), run_before=compared)  # type: ignore[operator]
+
+
+def test_a_comparison_fits_a_small_terminal() -> None:
+    models = (
+        "Two models",
+        "demo             NeuralHermes-7B",
+        "architecture       Llama            Mistral           ≠ differs",
+    )
+    rows = "17.0 MiB         4.4 GiB", "× 265", "backend            torch            torch             = same"
+    load = "load: max prompts  8                8", "fit                ✓ fits           ✖ does not fit"
+    assert shows(comparison(), *models, *rows, *load, terminal_size=(80, 24), run_before=compared)
 
 
 async def test_a_model_that_cannot_be_loaded_offers_no_load_and_no_form() -> None:

@@ -240,7 +240,7 @@ async def test_a_worker_that_drains_is_not_asked_about_again() -> None:
         await _opened(pilot, 0)
         await pilot.press("d")
         await pilot.pause()
-        assert "w0 is on its way out already." in [toast.message for toast in app._notifications]
+        assert "w0 is already draining." in [toast.message for toast in app._notifications]
 
 
 async def test_a_restart_that_is_refused_says_why() -> None:
@@ -258,10 +258,10 @@ async def test_a_restart_that_is_refused_says_why() -> None:
 async def test_the_palette_has_what_the_keys_of_workers_do() -> None:
     app = EricApp(FakeLink(fleet_scenes.simulated()))
     async with app.run_test(size=(100, 40)) as pilot:
-        assert "Look closely at the selected worker" in {entry.title for entry in entries(app.screen)}
+        assert "Show the selected worker" in {entry.title for entry in entries(app.screen)}
         await pilot.press("i")
         await pilot.pause()
-        does = "Let this worker finish what it has, then go"
+        does = "Drain this worker: it finishes its requests, then stops"
         assert {"Restart this worker", does, "Close the worker"} <= {entry.title for entry in entries(app.screen)}
 
 

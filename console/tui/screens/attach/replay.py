@@ -32,7 +32,7 @@ class GoToScreen(ModalScreen[float | None]):
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss(None)", "Close", id="go_to.close", tooltip="Stay where it is", show=False),
+        Binding("escape", "dismiss(None)", "Close", id="go_to.close", tooltip="Close without a jump", show=False),
     ]
 
     def __init__(self, understood: Callable[[str], float | None]) -> None:

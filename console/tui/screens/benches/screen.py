@@ -50,7 +50,7 @@ class BenchesScreen(ConsolePage[None]):
             "Bench",
             id="bench.new",
             mutates=True,
-            tooltip="Choose a bench and run it on the engine that serves",
+            tooltip="Choose a bench and run it on the serving engine",
         ),
         ConsoleBinding(
             "c",
@@ -58,7 +58,7 @@ class BenchesScreen(ConsolePage[None]):
             "Cancel",
             id="bench.cancel",
             mutates=True,
-            tooltip="End the bench under way; what was measured is kept",
+            tooltip="Cancel the bench under way; its results so far are kept",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
         Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the number before", show=False),

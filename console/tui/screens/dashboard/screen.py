@@ -39,7 +39,7 @@ class DashboardScreen(ConsoleScreen):
             tooltip="Cancel the selected request",
             key_display="x",
         ),
-        Binding("i", "inspect", "Worker", id="worker.open", tooltip="Look closely at the selected worker"),
+        Binding("i", "inspect", "Worker", id="worker.open", tooltip="Show the selected worker"),
         replace(INSIGHT, show=True),
         ConsoleBinding(
             "t",
@@ -47,7 +47,7 @@ class DashboardScreen(ConsoleScreen):
             "Advice",
             id="advice.take",
             mutates=True,
-            tooltip="Take the advice: turn the knob it names",
+            tooltip="Apply the advice: change the knob that it names",
         ),
         Binding(
             "T",

@@ -77,7 +77,7 @@ class DoctorScreen(ModalScreen[None]):
     """Looks once when it opens, and again when asked to; the last findings stay in sight meanwhile."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "look", "Look again", id="doctor.look", tooltip="Look at the machine again", show=False),
+        Binding("r", "look", "Look again", id="doctor.look", tooltip="Check the machine again", show=False),
         Binding("escape,q", "dismiss", "Close", id="doctor.close", tooltip="Close the doctor", show=False),
     ]
 

@@ -43,14 +43,14 @@ class RequestsScreen(ConsoleScreen):
             "All queued",
             id="requests.cancel_queued",
             mutates=True,
-            tooltip="Cancel every request that waits for a worker",
+            tooltip="Cancel every queued request",
         ),
         Binding(
             "slash", "find", "Filter", id="requests.filter", tooltip="Show only requests with a word", key_display="/"
         ),
         Binding("v", "states", "States", id="requests.states", tooltip="Show only requests in some states, then all"),
         Binding("s", "sort(1)", "Sort", id="requests.sort", tooltip="Sort by the next column"),
-        Binding("S", "reverse", "Reverse", id="requests.reverse", tooltip="Turn the order round", show=False),
+        Binding("S", "reverse", "Reverse", id="requests.reverse", tooltip="Reverse the order", show=False),
         Binding("escape", "leave", "Clear", id="requests.leave", tooltip="Show all requests again", show=False),
     ]
 
@@ -149,7 +149,7 @@ class RequestsScreen(ConsoleScreen):
         """Cancel all that waits; ask first."""
         queued = self.console.view.published.queued
         if not queued:
-            self.notify("No request waits.")
+            self.notify("No request is queued.")
             return
         title = f"{text.plural(queued, 'request')} {'waits' if queued == 1 else 'wait'} for a worker."
         question = ConfirmScreen(title, "Their clients get no answer. Cancel them?", yes="Cancel them", no="Keep them")

@@ -44,7 +44,7 @@ class SettingsScreen(ConsoleScreen):
             "Default",
             id="settings.reset",
             mutates=True,
-            tooltip="Take the setting out of config.toml: its default again",
+            tooltip="Reset the setting to its default",
             key_display="d",
         ),
         Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only what is not at its default"),

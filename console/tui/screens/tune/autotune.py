@@ -155,7 +155,7 @@ class TuneFormScreen(ModalScreen[bool | None]):
     AUTO_FOCUS = "#tune-turned"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Begin to try settings"),
-        Binding("space", "switch", "On or off", id="tune.switch", tooltip="Turn the selected knob, or leave it"),
+        Binding("space", "switch", "On or off", id="tune.switch", tooltip="Vary the selected knob, or not"),
         Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
         Binding("escape", "dismiss(None)", "Cancel", id="tune.leave", tooltip="Close the form", show=False),

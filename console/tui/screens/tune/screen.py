@@ -128,7 +128,7 @@ class TuneScreen(ConsoleScreen):
             "Undo",
             id="tune.undo",
             mutates=True,
-            tooltip="Set a knob back to what it was before the selected change",
+            tooltip="Undo the selected change",
         ),
         ConsoleBinding(
             "comma",
@@ -156,19 +156,19 @@ class TuneScreen(ConsoleScreen):
             "Find best",
             id="tune.find",
             mutates=True,
-            tooltip="Find the best settings by trying them, or stop doing that",
+            tooltip="Find the best settings by measurement, or cancel that",
         ),
         Binding(
             "b",
             "app.benches",
             "Bench",
             id="tune.bench",
-            tooltip="Benchmarks: measure the model that serves, and look at what was measured before",
+            tooltip="Benchmarks: measure the serving model; show earlier results",
         ),
         ConsoleBinding(
             "w", "use_best", "Use best", id="tune.use", mutates=True, tooltip="Use the best settings found, from now on"
         ),
-        Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show what changes did, or the settings tried"),
+        Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show the effects of changes, or the settings tried"),
         Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]

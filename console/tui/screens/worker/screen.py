@@ -177,7 +177,7 @@ class WorkerScreen(ConsolePage[None]):
             "Drain",
             id="worker.drain",
             mutates=True,
-            tooltip="Let this worker finish what it has, then go",
+            tooltip="Drain this worker: it finishes its requests, then stops",
         ),
         Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", show=False),
     ]
@@ -257,7 +257,7 @@ class WorkerScreen(ConsolePage[None]):
         if worker is None:
             self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
         elif worker.state in ("draining", "stopping"):
-            self.notify(f"{worker.id} is on its way out already.", markup=False)
+            self.notify(f"{worker.id} is already draining.", markup=False)
         else:
             works = f" finishes {text.plural(worker.active, 'request')}," if worker.active else ""
             question = ConfirmScreen(
@@ -269,4 +269,4 @@ class WorkerScreen(ConsolePage[None]):
             self.app.push_screen(question, lambda yes: self._drain() if yes else None)
 
     def _drain(self) -> None:
-        self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} is drained, then goes")
+        self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} drains, then stops")
