@@ -168,7 +168,9 @@ class TuneScreen(ConsoleScreen):
         ConsoleBinding(
             "w", "use_best", "Use best", id="tune.use", mutates=True, tooltip="Use the best settings found, from now on"
         ),
-        Binding("v", "view", "Changes/found", id="tune.view", tooltip="Show the effects of changes, or the settings tried"),
+        Binding(
+            "v", "view", "Changes/found", id="tune.view", tooltip="Show the effects of changes, or the settings tried"
+        ),
         Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
