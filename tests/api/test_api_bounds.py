@@ -141,7 +141,9 @@ def served_by(tokenizer: Tokenizer, context: int) -> ServedModel:
     """A model with a context of so many tokens."""
     loaded: Any = SimpleNamespace(max_model_len=context, vocab_size=257)
     thread = SerialThread("test")
-    return ServedModel(name="fake", asked="", key="", adapter="", loaded=loaded, tokenizer=tokenizer, thread=thread)
+    return ServedModel(
+        name="fake", requested_name="", key="", adapter="", loaded=loaded, tokenizer=tokenizer, thread=thread
+    )
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["prompt", "counted"])
