@@ -113,14 +113,14 @@ def test_a_page_or_a_head_that_does_not_fit_is_gathered_and_the_reason_told(tmp_
     runner = load_runner(make_tiny_model(tmp_path))
     assert runner.attention is not None
     assert runner.attention.name == "gathered"
-    assert "pages of a multiple of 16 tokens, and these have 8" in runner.attention.reason
+    assert "pages of a multiple of 16 tokens, not 8" in runner.attention.reason
     runner = native_runner(make_tiny_model(tmp_path / "other", head_dim=24))
     assert runner.attention is not None
-    assert (runner.attention.name, "16 divides, and this is 24" in runner.attention.reason) == ("gathered", True)
+    assert (runner.attention.name, "multiple of 16, not 24" in runner.attention.reason) == ("gathered", True)
 
 
 def test_native_attention_that_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
-    words = "--attention native cannot be honoured: .*bfloat16 or float32, and this is float16"
+    words = "--attention native cannot be honoured: .*bfloat16 or float32, not float16"
     with pytest.raises(InvalidRequest, match=words):
         load_runner(make_tiny_model(tmp_path), attention="native", dtype="float16")
 
@@ -133,8 +133,8 @@ def test_gathered_pages_can_be_asked_for(tmp_path: Path) -> None:
 def test_a_kernel_that_gives_something_else_is_passed_over_with_a_warning(
     bits: CacheBits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = attention_check._plain
-    monkeypatch.setattr(attention_check, "_plain", lambda *args: plain(*args) + 0.5)
+    plain = attention_check._plain_attention
+    monkeypatch.setattr(attention_check, "_plain_attention", lambda *args: plain(*args) + 0.5)
     with caplog.at_level(logging.WARNING):
         assert choice(native_runner(make_tiny_model(tmp_path), cache_bits=bits)) == "gathered"
     assert "attention stays on torch's kernels: results of the native kernel are off by 0." in caplog.text

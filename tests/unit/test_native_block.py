@@ -88,7 +88,7 @@ def test_in_bfloat16_the_fused_model_is_as_near_to_float32_as_its_parts_are(
     folder = make_tiny_model(tmp_path, dtype="bfloat16")
     _, exact = answers(folder)
     _, logits = answers(folder, dtype="bfloat16")
-    monkeypatch.setattr(decoder_loader, "fused", lambda decoder: decoder)
+    monkeypatch.setattr(decoder_loader, "fuse_decoder", lambda decoder: decoder)
     _, apart = answers(folder, dtype="bfloat16")
     assert not torch.equal(logits[0], apart[0])
     assert (logits[0] - exact[0]).abs().max() <= 1.5 * (apart[0] - exact[0]).abs().max()

@@ -499,7 +499,7 @@ def _wait_until_ended(folder: Path) -> None:
 
 def _in_a_new_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing had been compiled or loaded yet, on a CPU with AVX2."""
-    monkeypatch.setattr(kernels, "_opened", cache(NativeLibrary))
+    monkeypatch.setattr(kernels, "_open_library", cache(NativeLibrary))
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
     monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
 

@@ -212,11 +212,11 @@ def test_a_load_that_has_no_use_for_the_kernels_does_not_wait_for_the_compiler(
         raise AssertionError(f"the kernels for {isa} were wanted")
 
     monkeypatch.setattr(library, "native_isa", lambda: "avx2")
-    monkeypatch.setattr(library, "_find", wanted)
+    monkeypatch.setattr(library, "_load_or_build", wanted)
     runner = load_runner(make_tiny_model(tmp_path), dtype="float16")
     assert runner.attention is not None
     assert (runner.dtype_name, runner.attention.name) == ("float16", "gathered")
-    assert "this is float16" in runner.attention.reason
+    assert "not float16" in runner.attention.reason
     with pytest.raises(AssertionError, match="avx2 were wanted"):
         load_runner(tmp_path, dtype="float32")
 
