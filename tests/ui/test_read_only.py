@@ -150,13 +150,13 @@ async def test_read_only_no_key_and_no_entry_of_the_palette_reaches_a_call_that_
 def test_an_instance_that_goes_silent_is_said_to_be_after_two_seconds() -> None:
     now = [100.0]
     connection = Connection("gpu1:8000", 2.0, lambda: now[0])
-    connection.came(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
     found = []
     for passed in (0.0, 0.5, 1.9, 2.0, 3.7):
         now[0] = 100.0 + passed
         found.append((connection.standing().silent_s, connection.standing().stale))
     assert found == [(0, False), (0, False), (0, False), (2, True), (3, True)]
-    connection.came(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
     assert not connection.standing().stale
 
 

@@ -43,7 +43,7 @@ async def test_a_key_is_printed_alone_on_stdout_and_is_valid(state: Path, capsys
     found = await keys.find(said.out.strip())
     assert found is not None
     assert (found.name, found.scopes) == ("ci", ("use", "watch"))
-    assert found.kept.limits == KeyLimits(requests_per_min=60, tokens_per_min=9000, concurrent=2)
+    assert found.stored.limits == KeyLimits(requests_per_min=60, tokens_per_min=9000, concurrent=2)
 
 
 def test_keys_are_listed_without_what_they_consist_of(capsys: pytest.CaptureFixture[str]) -> None:
