@@ -111,11 +111,11 @@ async def test_m_is_offered_only_where_there_are_several_models() -> None:
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.pause()
         assert "m Model" not in rows(app)[-1]
-        assert "Look at the next model" not in " ".join(entry.title for entry in entries(app.screen))
+        assert "Show the next model" not in " ".join(entry.title for entry in entries(app.screen))
         link.show(fleet_scenes.two_models())
         app.refresh_screen()
         await until(pilot, lambda: "m Model" in rows(app)[-1])
-        assert "Look at the next model" in " ".join(entry.title for entry in entries(app.screen))
+        assert "Show the next model" in " ".join(entry.title for entry in entries(app.screen))
 
 
 # -- what the engine holds --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container, Vertical
+from textual.containers import Container
 
 from console.adviser import Look, Open, Turn
 from console.tui.keymap import INSIGHT, ConsoleBinding
@@ -70,9 +70,9 @@ class DashboardScreen(ConsoleScreen):
 
         yield from at("top")
         with Container(id="overview"):
-            with Vertical(id="left"):
+            with Container(id="left"):
                 yield from at("left")
-            with Vertical(id="right"):
+            with Container(id="right"):
                 yield from at("right")
         yield from at("bottom")
 
