@@ -29,6 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.language
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

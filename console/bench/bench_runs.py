@@ -275,7 +275,7 @@ class Benches:
         except Exception:
             log.exception("bench %s failed", job.name)
         finally:
-            self._report = msgspec.structs.replace(self._report, state=state, said=outcome, number=number)
+            self._report = msgspec.structs.replace(self._report, state=state, outcome=outcome, number=number)
 
     def _set_progress(self, progress: BenchProgress) -> None:
         self._report = msgspec.structs.replace(self._report, progress=progress)

@@ -162,7 +162,7 @@ def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             write(text, as_json=given.as_json)
     last = reports[-1]
     if not last.tried:
-        say(last.said)
+        say(last.outcome)
     return 0 if last.state == "done" and last.best is not None and last.best.keeps and not _missed(last, order) else 1
 
 
@@ -222,7 +222,7 @@ def as_text(report: TuningReport, columns: int | None = None) -> str:
     found = [heading_of(report), "", table_of(report, columns=columns), ""]
     if remarks := remarks_of(report):
         found += [*remarks, ""]
-    return "\n".join((*found, report.said))
+    return "\n".join((*found, report.outcome))
 
 
 def as_json(report: TuningReport) -> str:

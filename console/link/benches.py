@@ -83,14 +83,14 @@ def refuse_from_elsewhere(order: BenchOrder) -> None:
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """How the last one goes or went. progress: the last news of it.
 
-    said: what came of it or why it failed, in a sentence.  number: of its result in the history, 0 where it has none.
+    outcome: its result or why it failed, in a sentence.  number: of its result in the history, 0 where it has none.
     """
 
     state: BenchState = "none"
     bench: str = ""
     model: str = ""
     progress: BenchProgress | None = None
-    said: str = ""
+    outcome: str = msgspec.field(default="", name="said")
     number: int = 0
 
     @property

@@ -22,7 +22,7 @@ class TuneOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prompt, output: lengths in tokens, as written for a bench; trace: a file on the engine's machine to take them from.
     Without any of these they are as they were in this session.
     users: clients at once; as many as there are places if None.
-    knobs: those that may be turned, all that can be if empty; of these, `kept` stay as they are.
+    knobs: those that may be turned, all that can be if empty; of these, `fixed` stay as they are.
     least_cache_bits: of the KV cache.  apply: leave the engine at the winner, and start with it from now on.
     """
 
@@ -36,7 +36,7 @@ class TuneOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     trace: str = ""
     users: Annotated[int, msgspec.Meta(ge=1, le=MAX_USERS)] | None = None
     knobs: tuple[KnobName, ...] = ()
-    kept: tuple[KnobName, ...] = ()
+    fixed: tuple[KnobName, ...] = msgspec.field(default=(), name="kept")
     least_cache_bits: int = MIN_CACHE_BITS
     apply: bool = False
     seed: int = 0
@@ -91,7 +91,7 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     now: the setting that is tried.  size: of the whole grid.
     failed: settings that could not be measured, `refused` of them for want of memory.
     notes: what else happened: windows that do not count as a knob was changed, and longer ones.
-    said: why it failed, or what came of it, in a sentence.
+    outcome: why it failed, or what came of it, in a sentence.
     """
 
     state: TuningState = "none"
@@ -113,7 +113,7 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
     applied: bool = False
-    said: str = ""
+    outcome: str = msgspec.field(default="", name="said")
 
     @property
     def best(self) -> Tried | None:

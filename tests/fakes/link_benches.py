@@ -77,7 +77,7 @@ class FakeBenches:
         """It has ended."""
         await self._link.record("cancel_bench")
         said = "Cancelled: what was measured by then is kept as number 3."
-        self.current = msgspec.structs.replace(self.current, state="cancelled", said=said)
+        self.current = msgspec.structs.replace(self.current, state="cancelled", outcome=said)
 
     async def history(self) -> Sequence[BenchEntry]:
         """The newest first."""

@@ -147,7 +147,7 @@ def found(state: TuningState = "running") -> TuningReport:
         knobs=("workers", "max_prompts", "step_tokens", "cache_bits"),
         windows=24,
         tried=tried,
-        said=""
+        outcome=""
         if state == "running"
         else "1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.",
     )

@@ -208,7 +208,7 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
             await runtime.tuning.start(order)
         await runtime.tuning.finished()
         report = runtime.tuning.report()
-        assert (report.state, report.mix, report.knobs) == ("done", "short", ("max_prompts",)), report.said
+        assert (report.state, report.mix, report.knobs) == ("done", "short", ("max_prompts",)), report.outcome
         assert report.best is not None and report.best.verdict != "broken"
         assert await at(runtime.engine) == before
         key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.publish().devices)
@@ -240,9 +240,9 @@ async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_ca
         report = runtime.tuning.report()
         assert (report.state, report.applied, await at(runtime.engine)) == ("done", False, before)
         assert report.mix == "prompts of 16 tokens, answers of 8"
-        assert re.search("breaks? what is asked of latency, by the least", report.said), report.said
-        assert "So it is not applied" in report.said
-        assert "What was found is not kept" in report.said and "tuned.json cannot be written" in report.said
+        assert re.search("breaks? what is asked of latency, by the least", report.outcome), report.said
+        assert "So it is not applied" in report.outcome
+        assert "What was found is not kept" in report.outcome and "tuned.json cannot be written" in report.said
         with pytest.raises(InvalidRequest, match="breaks what is asked of latency"):
             await runtime.tuning.use_best()
     finally:

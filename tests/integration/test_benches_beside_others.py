@@ -38,7 +38,7 @@ async def test_a_bench_is_measured_told_kept_and_written_for_programs(tmp_path: 
         assert (report.state, report.number) == ("done", 1)
         assert report.progress is not None
         assert [row.keys for row in report.progress.rows] == [{"users": 1}, {"users": 2}]
-        assert "mean response, users 2; kept as number 1." in report.said
+        assert "mean response, users 2; kept as number 1." in report.outcome
         [entry] = await found.history()
         assert (entry.id, entry.bench, entry.model, entry.complete) == (1, "users", "fake", True)
         assert entry.settings == "1×16, 2 requests, 8+6 tokens, 2 repeats"
@@ -75,7 +75,7 @@ async def test_a_bench_that_is_cancelled_before_its_first_row_leaves_nothing(tmp
         await found.start(USERS)
         await until(lambda: engine.publish().running)
         await found.cancel()
-        assert found.report().said == "Cancelled before the first row was measured."
+        assert found.report().outcome == "Cancelled before the first row was measured."
         assert await found.history() == []
 
 
@@ -152,7 +152,7 @@ async def test_a_model_that_goes_away_is_said_and_what_was_measured_is_kept(tmp_
         await found.finished()
         report = found.report()
         assert report.state == "cancelled"
-        assert report.said.startswith("It ended early")
+        assert report.outcome.startswith("It ended early")
         assert not (await found.history())[0].complete
 
 
@@ -204,5 +204,5 @@ async def test_without_a_state_folder_the_result_is_told_and_not_kept(tmp_path: 
         await found.start(USERS)
         await found.finished()
         assert found.report().state == "done"
-        assert "not remembered" in found.report().said
+        assert "not remembered" in found.report().outcome
         assert await found.history() == ()

@@ -96,7 +96,7 @@ async def test_a_server_that_answers_no_more_ends_the_bench_with_its_reason() ->
             await until(lambda: len(kind.bodies) > 5)
         await found.finished()
         assert found.report().state == "cancelled"
-        assert found.report().said.startswith("It ended early")
+        assert found.report().outcome.startswith("It ended early")
         assert clients() == []
 
 

@@ -129,7 +129,7 @@ async def test_when_it_ends_its_result_is_selected() -> None:
         await opened(pilot)
         await shown(pilot, "measuring users")
         link_of(app).benches.results[5] = bench_scenes.grid()
-        done = BenchReport(state="done", bench="grid", said="1,148.0 tok/s; kept as number 5.", number=5)
+        done = BenchReport(state="done", bench="grid", outcome="1,148.0 tok/s; kept as number 5.", number=5)
         link_of(app).benches.current = done
         app.refresh_screen()
         await shown(pilot, "✓ grid: 1,148.0 tok/s; kept as number 5.")

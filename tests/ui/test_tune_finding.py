@@ -98,7 +98,7 @@ async def test_knobs_and_settings_are_chosen_and_stay_as_they_were(size: tuple[i
         await pilot.press("f")
         await _shown(pilot, "400ms")
         await pilot.press("tab", "enter")
-        order = TuneOrder(minutes=5, slo_ttft_s=0.4, users=8, kept=("max_prompts", "cache_bits"))
+        order = TuneOrder(minutes=5, slo_ttft_s=0.4, users=8, fixed=("max_prompts", "cache_bits"))
         await until(pilot, lambda: _link(app).commands == [("tune", {"order": order})])
 
 

@@ -201,7 +201,7 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (reports[0].state, len(reports[0].tried) >= 1) == ("cancelled", True)
-    said = reports[0].said
+    said = reports[0].outcome
     assert said.startswith("Cancelled. The best by then gives ") and "The engine is as it was before." in said
     assert said in as_text(reports[0])
     assert not TunedProfiles(tmp_path).knows(str(resolve_local("demo", ())))

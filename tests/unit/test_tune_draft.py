@@ -41,10 +41,10 @@ def test_all_of_it_is_in_the_order() -> None:
         users=8,
         prompt="64-256",
         output="normal:64:16",
-        kept=("threads", "cache_bits"),
+        fixed=("threads", "cache_bits"),
     )
     found.switch("threads")
-    assert found.order("").kept == ("cache_bits",)
+    assert found.order("").fixed == ("cache_bits",)
 
 
 @pytest.mark.parametrize(

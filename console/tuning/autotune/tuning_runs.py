@@ -63,7 +63,7 @@ class Run:
             cores=usable_cores(),
             load_s=_load_s(engine, serving.name),
             wishes=SearchLimits(
-                knobs=order.knobs, fixed=order.kept, least_cache_bits=order.least_cache_bits
+                knobs=order.knobs, fixed=order.fixed, least_cache_bits=order.least_cache_bits
             ).validate(),
         )
         ids = [each for each in range(serving.model.vocab_size) if each not in serving.tokenizer.special_ids]
@@ -225,9 +225,9 @@ class Tuning:
         if not best.keeps:
             raise InvalidRequest("the best that was found breaks what is asked of latency: it is not put to use")
         await self._run.go_to(best)
-        self._report = msgspec.structs.replace(self._report, applied=True, said=self._run.summary())
+        self._report = msgspec.structs.replace(self._report, applied=True, outcome=self._run.summary())
         if self._run.unkept:
-            raise EngineError(self._report.said)
+            raise EngineError(self._report.outcome)
 
     async def finished(self) -> None:
         """Wait for the end of the run under way."""
@@ -270,7 +270,7 @@ class Tuning:
             raise
         finally:
             applied = run.tuner.applied
-            self._report = msgspec.structs.replace(run.report(state), said=run.summary(early), applied=applied)
+            self._report = msgspec.structs.replace(run.report(state), outcome=run.summary(early), applied=applied)
 
     def _changed(self) -> None:
         if self._run is not None:

@@ -77,7 +77,7 @@ def _state(report: TuningReport) -> Content:
         left = text.seconds(max(0.0, report.budget_s - report.elapsed_s))
         more = f"  {len(report.tried)} of {report.size:,} tried, max {left} left  ·  {now}"
     else:
-        more = f"  {report.said}"
+        more = f"  {report.outcome}"
     return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
 
 

@@ -65,7 +65,7 @@ class TuneDraft:
             output=typed["output"],
             trace=typed[TRACE],
             users=_whole(typed, "users", 1, MAX_USERS) if typed["users"] else None,
-            kept=tuple(knob for knob in KNOBS if knob in self.fixed),
+            fixed=tuple(knob for knob in KNOBS if knob in self.fixed),
         )
 
 
