@@ -19,7 +19,7 @@ from tests.ui.seen import rows, screen_text, shows, until
 
 pytestmark = pytest.mark.long
 
-LOST = "10.0.0.7:8000 cannot be reached: nobody listens there"
+LOST = "10.0.0.7:8000 cannot be reached: connection refused"
 
 
 def two() -> tuple[FakeRemote, FakeRemote]:
