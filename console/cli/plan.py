@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from multiprocessing import get_context
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +17,7 @@ from console.bench.progress import Progress, Show
 from console.bench.text import span
 from console.planning.demand import RequestedDemand, demand_from_flags
 from console.planning.report import PlanReport, plan_text
+from console.planning.simulations import Simulations
 from console.runtime.output import write
 from console.settings.schema import Settings, flag_of
 from console.settings.values import duration_s, span_s
@@ -29,20 +27,16 @@ from engine.devices import usable_cores
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.outcome import Outcome
-from engine.simulation.simulation import simulate
 from engine.simulation.step_costs import MeasuredModel
 from engine.simulation.what_if import (
     FRONT_LOADS,
     MARGINS,
     MAX_WORKERS,
-    Case,
     DeathAnswer,
     Goal,
     RunCases,
     alone_summary,
     front_door_limit,
-    in_turn,
     node_death,
     workers_needed,
 )
@@ -251,7 +245,6 @@ def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
         yield ("die_at", "detect", "restart", "workers_per_node"), "no node dies without --ask death"
 
 
-_MAX_PROCESSES = 8
 _CROWD = 2.5
 """Times the CPU time of a request alone that one takes among others, whose steps differ more."""
 _SEARCHES = 5
@@ -266,43 +259,12 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     refuse_unused(given)
     progress = Progress(sys.stderr)
     try:
-        with SimulationProcesses() as processes:
-            report = _answered(given, progress.show, processes.run)
+        with Simulations() as simulations:
+            report = _answered(given, progress.show, simulations.run)
     finally:
         progress.end()
     write(_json(report) if given.as_json else plan_text(report), as_json=given.as_json)
     return 0
-
-
-class SimulationProcesses:
-    """Simulates independent cases at once, one process per core, in processes that start when they are first needed."""
-
-    def __init__(self) -> None:
-        self._pool: Pool | None = None
-
-    def __enter__(self) -> SimulationProcesses:
-        """Start nothing yet."""
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """End the processes, whatever they are at."""
-        if self._pool is not None:
-            self._pool.terminate()
-            self._pool.join()
-
-    def run(self, cases: Sequence[Case]) -> Sequence[Outcome]:
-        """Return the outcomes, in the order of the cases."""
-        processes = min(usable_cores(), _MAX_PROCESSES)
-        if min(processes, len(cases)) == 1:
-            return in_turn(cases)
-        if self._pool is None:
-            self._pool = get_context("spawn").Pool(processes, _leave_interrupts_alone)
-        return self._pool.starmap(simulate, cases, chunksize=1)
-
-
-def _leave_interrupts_alone() -> None:
-    """Leave Ctrl-C to the command, which ends these processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def expected_s(asking: RequestedDemand, cluster: Cluster, goal: Goal, asked: Collection[str]) -> float:

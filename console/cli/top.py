@@ -152,9 +152,7 @@ def _arguments(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse
     add_key(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="a JSON object per line, for programs")
     parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 86400), default=None, help="say it so often")
-    parser.add_argument(
-        "--count", metavar="N", type=number(1, 10**9), default=None, help="number of lines (default 1)"
-    )
+    parser.add_argument("--count", metavar="N", type=number(1, 10**9), default=None, help="number of lines (default 1)")
     given = parser.parse_args(argv)
     if given.count is None and given.interval is None:
         given.count = 1.0

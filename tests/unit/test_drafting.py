@@ -51,7 +51,9 @@ class Machine:
         candidates = [DraftCandidate(name, behind, 99) for name, behind in self.behind.items()]
         turns = self.drafting.plan(candidates, rows=self.decodes, tokens=float(self.decodes), spare=99, budget=128)
         for ahead in range(max((max(turn.num_drafts, 1) for turn in turns.values()), default=0)):
-            fed = [turn.catch_up if ahead == 0 else 1 for turn in turns.values() if turn.num_drafts > ahead or ahead == 0]
+            fed = [
+                turn.catch_up if ahead == 0 else 1 for turn in turns.values() if turn.num_drafts > ahead or ahead == 0
+            ]
             self.draft_s += self.pass_s
             self.drafting.record_pass(sum(fed), self.pass_s, max(fed) <= MAX_LAG_TOKENS)
         rows = self.decodes + sum(turn.num_drafts for turn in turns.values())

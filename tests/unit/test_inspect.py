@@ -233,4 +233,7 @@ def test_what_is_wrong_is_said_by_the_backend_that_would_compute_the_model(tmp_p
     assert (entry.backend, entry.problem, entry.context_tokens, asked) == ("exllamav2", "", 2048, [""])
     assert "CohereForCausalLM" in inspect(folder).problem
     unknown = write_model(tmp_path / "m", architectures=["MambaForCausalLM"])
-    assert "unsupported architecture: MambaForCausalLM; exllamav2 supports" in inspect(unknown, lambda quantisation: "exllamav2").problem
+    assert (
+        "unsupported architecture: MambaForCausalLM; exllamav2 supports"
+        in inspect(unknown, lambda quantisation: "exllamav2").problem
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -100,6 +100,7 @@ def test_loggers_belong_to_parts_of_the_program(logger: str, source: str) -> Non
 
 
 @given(st.text(st.characters(exclude_categories=("Cc", "Cs"))), st.integers(min_value=20, max_value=60))
+@example("\u0300", 20)
 def test_rows_fit_and_lose_nothing_but_spaces_and_line_ends(message: str, width: int) -> None:
     rows = wrapped(message, width)
     assert rows

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.common.step_memory import SLACK_PAIRS
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.kv.staging import MIN_ROW_TOKENS, ContiguousKvStaging, row_tokens, group_rows, staging_tokens
+from engine.backends.torch.kv.staging import MIN_ROW_TOKENS, ContiguousKvStaging, group_rows, row_tokens, staging_tokens
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from tests.fakes.oracle import ignore_progress, never
@@ -121,8 +121,12 @@ def test_another_sequences_nan_stays_its_own(pair: tuple[ModelRunner, ModelRunne
 
 def test_a_row_that_takes_the_place_of_a_longer_one_sees_nothing_of_it(pair: tuple[ModelRunner, ModelRunner]) -> None:
     twin = Twin(pair)
-    twin.feed(chunk(0, 60, [1, 2, 3, 4], residency=1), chunk(0, 5, [5], residency=2), chunk(0, 40, [6, 7, 8], residency=3))
-    twin.feed(chunk(60, 1, [1, 2, 3, 4], residency=1), chunk(5, 1, [5], residency=2), chunk(40, 1, [6, 7, 8], residency=3))
+    twin.feed(
+        chunk(0, 60, [1, 2, 3, 4], residency=1), chunk(0, 5, [5], residency=2), chunk(0, 40, [6, 7, 8], residency=3)
+    )
+    twin.feed(
+        chunk(60, 1, [1, 2, 3, 4], residency=1), chunk(5, 1, [5], residency=2), chunk(40, 1, [6, 7, 8], residency=3)
+    )
     with torch.inference_mode():
         mirror_of(twin.kept).rows(0)[0, :, :61] = torch.nan
     twin.feed(chunk(6, 1, [5], residency=2), chunk(41, 1, [6, 7, 8], residency=3))
@@ -140,7 +144,9 @@ def test_any_coming_and_going_computes_what_gathering_does(pair: tuple[ModelRunn
         if len(live) < 8:
             live[residency] = (free[:25], 0, [5] * draw.choice([1, 30, 120, 240, 300]))
             del free[:25]
-        chunks = [ChunkInput(ids, done, pages, sample=True, residency=name) for name, (pages, done, ids) in live.items()]
+        chunks = [
+            ChunkInput(ids, done, pages, sample=True, residency=name) for name, (pages, done, ids) in live.items()
+        ]
         logits = twin.feed(*chunks)
         for each, row in zip(chunks, logits, strict=True):
             live[each.residency] = (live[each.residency][0], each.end, [int(row.argmax())])

@@ -165,7 +165,10 @@ async def test_a_mistake_that_somebody_typed_into_the_file_meanwhile_is_named_an
 
 async def test_knobs_are_turned_at_once_and_others_wait_for_the_next_start(config: Path) -> None:
     runtime = running(config)
-    knob, waiting = await runtime.live_settings.save("max_prompts", "5"), await runtime.live_settings.save("port", "9000")
+    knob, waiting = (
+        await runtime.live_settings.save("max_prompts", "5"),
+        await runtime.live_settings.save("port", "9000"),
+    )
     assert runtime.engine.config.max_prompts == 5
     assert (knob.value, knob.source, knob.waits) == ("5", "file", False)
     assert (waiting.value, waiting.saved, waiting.waits, waiting.when) == ("8000", "9000", True, "start")
@@ -245,7 +248,9 @@ async def test_no_row_holds_the_password_of_an_address(config: Path) -> None:
     runtime = running(config, flags)
     shown = row(runtime, "otlp_traces_endpoint")
     assert (shown.value, shown.saved, shown.secret) == (HIDDEN, HIDDEN, True)
-    assert "of-the-file" not in repr(runtime.live_settings.rows()) and "of-a-flag" not in repr(runtime.live_settings.rows())
+    assert "of-the-file" not in repr(runtime.live_settings.rows()) and "of-a-flag" not in repr(
+        runtime.live_settings.rows()
+    )
     written(config, "")
     open_one = running(config, {"otlp_traces_endpoint": "http://otel:4318"})
     assert row(open_one, "otlp_traces_endpoint").value == "http://otel:4318"

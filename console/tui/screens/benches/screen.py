@@ -149,7 +149,9 @@ class BenchesScreen(ConsolePage[None]):
         outcome.display = report.state in _ENDINGS
         if outcome.display:
             glyph, style = _ENDINGS[report.state]
-            line = Content.assemble((f" {glyph} ", f"bold {style}"), (f"{report.bench}: {report.outcome}", "$foreground"))
+            line = Content.assemble(
+                (f" {glyph} ", f"bold {style}"), (f"{report.bench}: {report.outcome}", "$foreground")
+            )
             outcome.update(fitted(self.app, line))
 
     def _read_history(self, choose: int = 0) -> None:

@@ -256,7 +256,7 @@ def wrapped(message: str, width: int) -> tuple[str, ...]:
         return (message,)
     rows: list[str] = []
     for part in message.splitlines():
-        rows += _cut(part, width) if part.isascii() else chop_cells(part, width)
+        rows += _cut(part, width) if part.isascii() else chop_cells(part, width) or [part]  # of no width at all
     return tuple(rows) or ("",)
 
 
