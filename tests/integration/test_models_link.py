@@ -27,7 +27,7 @@ from engine.placement.estimate import Estimate
 from tests.fakes.engines import until
 from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
 from tests.fakes.tiny_models import make_tiny_model
-from tests.unit.test_tuned import found
+from tests.unit.test_tuned_profiles import found
 
 pytestmark = pytest.mark.timeout(120)
 

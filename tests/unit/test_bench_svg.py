@@ -14,7 +14,7 @@ import pytest
 from console.bench.export import WIDTH, csv_text, plot
 from console.bench.result import BenchResult, Column, Key, Row
 from engine.text.printable import ANY_UNSAFE
-from tests.unit.test_bench_kept_results import made
+from tests.unit.test_bench_history import made
 
 
 def over(*keys: Key) -> BenchResult:

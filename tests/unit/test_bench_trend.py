@@ -9,7 +9,7 @@ import pytest
 
 from console.bench.comparison import compare, trend
 from console.bench.result import BenchResult, Column
-from tests.unit.test_bench_kept_results import RATE, made
+from tests.unit.test_bench_history import RATE, made
 
 GOODPUT = Column(name="request_goodput", title="goodput", better="higher")
 

@@ -23,7 +23,7 @@ from tests.fakes.drafting import eager
 from tests.fakes.families import make_family
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.torch_backend.running import Run, ask, load_spec, prompt
-from tests.integration.torch_backend.test_torch_over_pages import over_pages
+from tests.integration.torch_backend.test_torch_paged_attention import over_pages
 
 BAD = 319
 """A token whose embedding is infinite; those who are not to fail are held to answers without it."""

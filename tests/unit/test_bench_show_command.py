@@ -18,7 +18,7 @@ from console.cli.bench import comparison_text, show_results, shown
 from console.tui.screens.benches.plot import plottable_columns
 from engine.simulation.lengths import fixed
 from tests.fakes.bench_target import FakeTarget
-from tests.unit.test_bench_kept_results import RATE, TTFT, made
+from tests.unit.test_bench_history import RATE, TTFT, made
 
 OTHERS = Published(who="Somebody", device="a card", source="a study", values={"tok_s": 77.0})
 TIMES = [f"{name} {kind}" for name in ("TTFT", "TPOT", "ITL", "response") for kind in ("p50", "p90", "p95", "p99")]

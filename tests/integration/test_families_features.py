@@ -22,7 +22,7 @@ from tests.fakes.allocations import peak_bytes
 from tests.fakes.families import FAMILIES, make_family
 from tests.fakes.oracle import Driver, ignore_progress, load_runner, never
 from tests.integration.test_lora import assert_equals_merged
-from tests.unit.test_torch_split import answers, assert_equal, shares
+from tests.unit.test_torch_multi_device import answers, assert_equal, shares
 from tools.exl2_writer.quantize import open_source
 
 PAGES, PAGE_TOKENS = 200, 16

@@ -20,8 +20,8 @@ from console.cli.main import main
 from console.settings.schema import Settings, state_dir
 from engine.backends.base import LoadProgress
 from tests.fakes.bench_target import FakeTarget
-from tests.unit.test_bench_kept_results import made
-from tests.unit.test_tuned import of_demo
+from tests.unit.test_bench_history import made
+from tests.unit.test_tuned_profiles import of_demo
 
 QUICK = ("bench", "latency", "demo", "--prompts", "1", "--output-tokens", "2")
 Opened = list[Settings]
