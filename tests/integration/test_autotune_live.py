@@ -240,9 +240,9 @@ async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_ca
         report = runtime.tuning.report()
         assert (report.state, report.applied, await at(runtime.engine)) == ("done", False, before)
         assert report.mix == "prompts of 16 tokens, answers of 8"
-        assert re.search("breaks? what is asked of latency, by the least", report.outcome), report.said
+        assert re.search("breaks? what is asked of latency, by the least", report.outcome), report.outcome
         assert "So it is not applied" in report.outcome
-        assert "What was found is not kept" in report.outcome and "tuned.json cannot be written" in report.said
+        assert "What was found is not kept" in report.outcome and "tuned.json cannot be written" in report.outcome
         with pytest.raises(InvalidRequest, match="breaks what is asked of latency"):
             await runtime.tuning.use_best()
     finally:

@@ -37,6 +37,7 @@ PRINTS_ITSELF = {
     "runtime/output.py": "the one place",
     "runtime/headless.py": "its warning is red",
     "planning/child.py": "a child process, read by its parent",
+    "planning/simulations.py": "likewise",
     "planning/step_timer.py": "likewise",
 }
 
