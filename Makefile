@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m tools.language
+	$(BIN)/python -m tools.lint_words
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

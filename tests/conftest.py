@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 
 # No deadlines: machines differ and tests share them. CI draws the same examples each time; here they are new ones.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

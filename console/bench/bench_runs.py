@@ -28,7 +28,7 @@ from console.runtime.loops import LoopThread
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineError, InvalidRequest
 from engine.models.files import home_expanded
-from engine.system.runtime import run_detached
+from engine.system.tasks import run_detached
 
 _LETTERS_PER_TOKEN = 3
 """Of a trace's prompts, at least: to count them exactly takes as long as to make them."""

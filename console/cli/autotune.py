@@ -23,9 +23,9 @@ from console.runtime.runtime import Runtime
 from console.settings.schema import Settings, state_dir
 from console.settings.sources import changed, load_settings
 from console.tuning.autotune.knob_space import KNOBS, SearchLimits
-from console.tuning.autotune.load import Mix, asked_mix
 from console.tuning.autotune.space import MIN_CACHE_BITS, KnobName
 from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
+from console.tuning.autotune.traffic import Mix, asked_mix
 from console.tuning.autotune.tuning_runs import traced_mix
 from engine.errors import InvalidRequest
 from engine.text.printable import printable

@@ -42,7 +42,7 @@ from engine.errors import EngineError, InvalidRequest
 from engine.models.files import home_expanded
 from engine.models.resolve import resolve
 from engine.system.files import replace_file
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 from engine.text.printable import printable
 from engine.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ def keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.description = "Print every key as a commented keys.toml, or its path."
     parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample", help="which of them")
     what = parser.parse_args(argv).what
-    from console.tui.bindings import all_bindings
+    from console.tui.binding_index import all_bindings
     from console.tui.keys_file import keys_path, sample
 
     write(sample(all_bindings()).rstrip("\n") if what == "sample" else str(keys_path()))

@@ -20,7 +20,7 @@ from console.settings.schema import APP_NAME, Settings, state_dir
 from console.settings.sources import Sources
 from engine.errors import EngineError
 from engine.models.files import is_file
-from engine.system.runtime import reduce_gc_pauses, run_detached
+from engine.system.tasks import reduce_gc_pauses, run_detached
 from engine.text.printable import printable
 
 _FAILED, _CANNOT_BE = 1, 2

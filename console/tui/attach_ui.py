@@ -16,7 +16,7 @@ from console.settings.sources import load_settings
 from console.tui.terminal import native_stderr_logged
 from engine.errors import InvalidRequest
 from engine.system.log import LogRing
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 
 
 def show_instances(links: Sequence[RemoteLink], theme: str | None, *, read_only: bool) -> int:

@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
 from console.link.status import link_status
-from console.tui.bindings import mutating_ids
+from console.tui.binding_index import mutating_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from platformdirs import user_config_path
 from textual.dom import DOMNode
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys, key_to_character
 
-from console.tui.bindings import DeclaredBinding
+from console.tui.binding_index import DeclaredBinding
 from console.tui.suggestions import class_title, did_you_mean
 
 _MODIFIERS = frozenset({"ctrl", "shift", "alt", "super", "hyper", "meta"})

@@ -21,7 +21,7 @@ from console.settings.sources import Sources
 from console.tui.modes import import_screens
 from engine.errors import EngineError
 from engine.snapshot import LogEntry, Snapshot
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.logs import NATIVE_LOGGER
 
 if TYPE_CHECKING:

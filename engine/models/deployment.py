@@ -34,7 +34,7 @@ from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.scheduling.queue import Dispatcher, ModelQueue, Slot
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
-from engine.system.runtime import run_detached
+from engine.system.tasks import run_detached
 from engine.text.tokenizer import Tokenizer
 from engine.workers.pool import Pool
 from engine.workers.replica import Replica

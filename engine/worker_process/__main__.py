@@ -18,7 +18,7 @@ import time
 from typing import cast
 
 from engine.system.child_process import ignore_stop_signals
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
 from engine.worker_process.logs import forwarded_logs

@@ -16,8 +16,8 @@ from engine.requests.request import Request
 from engine.scheduling.queue import Slot
 from engine.worker_process.protocol import StepBatch
 from engine.workers.desired_state import ModelDesiredState
+from engine.workers.health import Backoff
 from engine.workers.replica import Replica
-from engine.workers.supervision import Backoff
 
 if TYPE_CHECKING:
     from engine.models.deployment import Deployment

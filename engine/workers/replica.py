@@ -18,7 +18,7 @@ from engine.worker_process import protocol
 from engine.worker_process.hosts import WorkerExit, WorkerHost
 from engine.worker_process.protocol import CancelLoad, Command, Event
 from engine.workers.desired_state import DesiredState
-from engine.workers.supervision import (
+from engine.workers.health import (
     AwakeClock,
     Backoff,
     CrashCounter,
@@ -165,7 +165,7 @@ class Replica:
 
     A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
     until `restart`. `draining` ones finish what they have and take nothing new.
-    hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.supervision`); 0: never.
+    hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.health`); 0: never.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from console.api.settings import ApiSettings
 from console.bench.engine_target import all_ready
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 from tests.fakes.model import fake_spec
 
 _STATUS = Path("/proc/self/status")

@@ -12,9 +12,9 @@ import pytest
 from console.link.tuning import TuneOrder
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
-from console.tuning.autotune.load import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter, Mix
 from console.tuning.autotune.rig import KnobsChanged, LiveRig, setting_of
 from console.tuning.autotune.space import Setting
+from console.tuning.autotune.traffic import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter, Mix
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed

@@ -14,7 +14,7 @@ from textual.dom import DOMNode
 from textual.screen import Screen
 
 from console.tui.app import EricApp
-from console.tui.bindings import _modules
+from console.tui.binding_index import _modules
 from console.tui.screens.dashboard import panels
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink

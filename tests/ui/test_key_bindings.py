@@ -9,7 +9,7 @@ from textual.screen import ModalScreen, Screen
 
 from console.tui import modes
 from console.tui.app import EricApp
-from console.tui.bindings import DeclaredBinding, all_bindings, binding_owners, can_conflict
+from console.tui.binding_index import DeclaredBinding, all_bindings, binding_owners, can_conflict
 from console.tui.commands import BindingCommands, entries
 from console.tui.screens.help import HelpScreen
 from console.tui.widgets.footer import KeyRow

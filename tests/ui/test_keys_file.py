@@ -10,7 +10,7 @@ import pytest
 
 from console.cli.main import main
 from console.tui.app import EricApp
-from console.tui.bindings import all_bindings, can_conflict
+from console.tui.binding_index import all_bindings, can_conflict
 from console.tui.keys_file import KeysFile, checked, is_key, keys_path, read_keys, sample
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until

@@ -16,10 +16,10 @@ from console.cli.autotune import Live, as_json, as_text, tune
 from console.cli.main import main
 from console.link.tuning import Failed, TuneOrder, TuningReport
 from console.settings.schema import Settings
-from console.tuning.autotune.load import Mix
 from console.tuning.autotune.record import Verdict
 from console.tuning.autotune.space import Setting
 from console.tuning.autotune.table import Outcome, remarks_of, sentences, shortened, table_of
+from console.tuning.autotune.traffic import Mix
 from console.tuning.profiles import TunedProfiles
 from engine.models.resolve import resolve_local
 from tests.fakes import tune_scenes

@@ -10,9 +10,9 @@ import pytest
 
 from console.bench.workload import Exchange, Prompt, Words
 from console.tuning.autotune.knob_space import SearchLimits, space_of
-from console.tuning.autotune.load import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.tuning.autotune.rig import setting_of
 from console.tuning.autotune.space import KnobName, Setting
+from console.tuning.autotune.traffic import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import InvalidRequest

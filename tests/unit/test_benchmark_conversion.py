@@ -16,7 +16,7 @@ from tools.benchmarks.convert.llama_tensors import (
     laid_out,
     permuted,
 )
-from tools.benchmarks.rows import AMX, ROWS, chosen
+from tools.benchmarks.engines import AMX, ROWS, chosen
 from tools.synthetic_models import synthetic_config, tensor_shapes
 
 

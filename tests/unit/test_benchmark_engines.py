@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from tools.benchmarks.engine_process import EngineFailed, EngineProcess
+from tools.benchmarks.engines import Row
 from tools.benchmarks.places import NotPrepared, Places, last_words
+from tools.benchmarks.prompts import work_of
 from tools.benchmarks.protocol import Given
-from tools.benchmarks.rows import Row
-from tools.benchmarks.work import work_of
 
 Start = Callable[..., EngineProcess]
 

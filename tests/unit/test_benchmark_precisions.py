@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tools.benchmarks.engines import ROWS
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.precisions import of_compute_type, of_dtype, of_linear_layers, of_openvino
 from tools.benchmarks.report import markdown, precisions, rates_table
 from tools.benchmarks.results import Cell, Results
-from tools.benchmarks.rows import ROWS
 
 
 @pytest.fixture

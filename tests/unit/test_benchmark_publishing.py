@@ -12,9 +12,9 @@ from tools.benchmarks import __main__ as command
 from tools.benchmarks.arguments import Asked, asked
 from tools.benchmarks.complete import CLIENTS, SHAPES, lacking
 from tools.benchmarks.driver import all_turns
+from tools.benchmarks.engines import ROWS, chosen
 from tools.benchmarks.machine import Machine
 from tools.benchmarks.results import Cell, Failure, Goal, Results, Spread
-from tools.benchmarks.rows import ROWS, chosen
 
 BEFORE = "# Page\n\nbefore\n"
 MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tools.benchmarks.driver import Plan, all_turns
+from tools.benchmarks.engines import ROWS, Row, chosen
 from tools.benchmarks.pace import Pace
+from tools.benchmarks.prompts import FIRST_ID, VOCABULARY, work_of
 from tools.benchmarks.protocol import Given, Work
-from tools.benchmarks.rows import ROWS, Row, chosen
-from tools.benchmarks.work import FIRST_ID, VOCABULARY, work_of
 from tools.synthetic_models import SHAPES
 
 ROUNDS = Plan(

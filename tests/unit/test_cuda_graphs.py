@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.backends.exllamav2.loading import CudaGpus
-from engine.backends.torch.cuda.recorder import CudaRecorder
+from engine.backends.torch.cuda.graph_capture import CudaRecorder
 from engine.backends.torch_common import memory
 from tests.fakes.cuda import WORKSPACE_BYTES, FakeCuda
 

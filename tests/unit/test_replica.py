@@ -19,8 +19,8 @@ from engine.snapshot import WorkerReading
 from engine.worker_process import protocol
 from engine.worker_process.hosts import WorkerExit
 from engine.worker_process.protocol import Hello, LogLine, Progress
+from engine.workers.health import Backoff
 from engine.workers.replica import Replica
-from engine.workers.supervision import Backoff
 from tests.fakes.hosts import PlayedHost
 
 HANG_S = 60.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.workers.supervision import Backoff, CrashCounter
+from engine.workers.health import Backoff, CrashCounter
 
 
 def test_waits_double_up_to_the_longest() -> None:

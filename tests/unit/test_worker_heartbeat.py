@@ -8,7 +8,7 @@ import pytest
 
 from engine.backends.base import BackendStats, LoadPhase, LoadProgress
 from engine.worker_process.protocol import StepBatch
-from engine.workers.supervision import PATIENCE, Activity, AwakeClock, Heartbeat, describe_silence, patience_s
+from engine.workers.health import PATIENCE, Activity, AwakeClock, Heartbeat, describe_silence, patience_s
 
 
 def test_every_phase_of_a_load_has_its_patience() -> None:

@@ -15,12 +15,12 @@ from tools.benchmarks.arguments import Asked, asked
 from tools.benchmarks.complete import lacking
 from tools.benchmarks.driver import Driver, all_turns
 from tools.benchmarks.engine_process import EngineFailed
+from tools.benchmarks.engines import OURS, chosen
 from tools.benchmarks.machine import Machine, this_machine
 from tools.benchmarks.pace import Pace
 from tools.benchmarks.places import ROOT, Places
 from tools.benchmarks.publish import PEERS, publish, sections
 from tools.benchmarks.results import Failure, Goal, Results
-from tools.benchmarks.rows import OURS, chosen
 
 PAGE = ROOT / "docs" / "performance.md"
 RUNS = "runs"

@@ -13,9 +13,9 @@ import platformdirs
 
 from tools.benchmarks.complete import CLIENTS, ROUNDS, SHAPES
 from tools.benchmarks.driver import Plan
+from tools.benchmarks.engines import Row, chosen
 from tools.benchmarks.publish import GOAL_ROWS, GOALS, PEERS, TITLES
 from tools.benchmarks.results import Results, read_results
-from tools.benchmarks.rows import Row, chosen
 from tools.synthetic_models import SHAPES as KNOWN_SHAPES
 
 QUICK_CLIENTS = (1, 8)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "which", nargs="+", choices=TITLES, help=f"{GOALS}: the rows that goals speak of; {PEERS}: all there are"
     )
-    parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in tools/benchmarks/rows.py")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in tools/benchmarks/engines.py")
     parser.add_argument(
         "--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", help=f"{' '.join(SHAPES)} by default"
     )

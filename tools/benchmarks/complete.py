@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from tools.benchmarks.engines import Row
 from tools.benchmarks.pace import Turn
-from tools.benchmarks.rows import Row
 
 SHAPES, CLIENTS, ROUNDS = ("135m", "0.5b"), (1, 8, 32), 3
 """What `make bench-cpu` and `make bench-peers` measure if nothing else is asked for."""

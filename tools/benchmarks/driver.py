@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import psutil
 
 from tools.benchmarks.engine_process import EngineFailed, EngineProcess
+from tools.benchmarks.engines import Row
 from tools.benchmarks.machine import usable_cores
 from tools.benchmarks.pace import Pace
 from tools.benchmarks.places import NotPrepared, Places, Say
+from tools.benchmarks.prompts import MAX_TOKENS, work_of
 from tools.benchmarks.protocol import Given
 from tools.benchmarks.results import Cell, Failure
-from tools.benchmarks.rows import Row
-from tools.benchmarks.work import MAX_TOKENS, work_of
 
 _WARM_UP_TOKENS = 8
 _SPARE_BYTES = 3 << 30

@@ -20,13 +20,13 @@ from engine.config import SamplingParams
 from engine.devices.measure import product_flops_per_s
 from engine.engine import Engine, GenerateRequest
 from tools.benchmarks.engine_process import EngineFailed
+from tools.benchmarks.engines import ROWS
 from tools.benchmarks.machine import usable_cores
 from tools.benchmarks.places import ROOT, Places, environment, last_words
+from tools.benchmarks.prompts import FIRST_ID, VOCABULARY
 from tools.benchmarks.protocol import Given
 from tools.benchmarks.results import Goal, Spread
-from tools.benchmarks.rows import ROWS
 from tools.benchmarks.runners.ours import load
-from tools.benchmarks.work import FIRST_ID, VOCABULARY
 from tools.synthetic_models import synthetic_config, tensor_shapes
 
 PREFILL_TOKENS, PREFIX_TOKENS, TAIL_TOKENS = 2048, 1024, 16

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from tools.benchmarks.rows import OURS, REPAIRED, Row
+from tools.benchmarks.engines import OURS, REPAIRED, Row
 from tools.synthetic_models import make_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.benchmarks.complete import lacking
+from tools.benchmarks.engines import ROWS, chosen
 from tools.benchmarks.page import write_section
 from tools.benchmarks.places import Say
 from tools.benchmarks.report import markdown, other_rows
 from tools.benchmarks.results import Results
-from tools.benchmarks.rows import ROWS, chosen
 
 GOALS, PEERS = "bench-cpu", "bench-peers"
 TITLES = {GOALS: "On a CPU, against what was promised", PEERS: "On a CPU, next to other engines"}

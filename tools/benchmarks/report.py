@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from tools.benchmarks.engines import OURS, RATIOS, ROWS, Ratio, Row
 from tools.benchmarks.results import Cell, Goal, Results, Spread
-from tools.benchmarks.rows import OURS, RATIOS, ROWS, Ratio, Row
 
 TIE = 0.1
 """Rates that differ by less are the same on a machine that others use too."""

@@ -26,7 +26,7 @@ from console.runtime.logs import logging_to
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.system.runtime import reduce_gc_pauses
+from engine.system.tasks import reduce_gc_pauses
 from tools.internal_benches.zero_cost_worker import InstantWorkers
 
 _CONTEXT_TOKENS = 1 << 16

@@ -27,12 +27,12 @@ from console.bench.result import MachineInfo
 from console.bench.run import this_machine
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
-from console.tuning.autotune.load import Load, Mix
 from console.tuning.autotune.record import Interval, Record, Sample
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
 from console.tuning.autotune.search_loop import Tuner
 from console.tuning.autotune.space import Knob, Setting, Space
+from console.tuning.autotune.traffic import Load, Mix
 from engine.metrics.slo import Slo
 
 WORKERS, PROMPTS, STEP_TOKENS = (1, 2), (2, 4, 8, 16, 32, 64), (64, 512)

@@ -12,7 +12,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
 from console.link.protocol import EngineLink
-from console.tui.bindings import without_mutating_bindings
+from console.tui.binding_index import without_mutating_bindings
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.header import StatusLine, TabRow

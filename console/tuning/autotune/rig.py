@@ -8,10 +8,10 @@ from typing import Protocol
 
 import msgspec
 
-from console.tuning.autotune.load import Load
 from console.tuning.autotune.record import Sample
 from console.tuning.autotune.space import Setting
 from console.tuning.autotune.table import HEADINGS
+from console.tuning.autotune.traffic import Load
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineError, ModelNotFound, NoModelLoaded, WorkerFailed, from_info

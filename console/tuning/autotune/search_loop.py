@@ -19,7 +19,7 @@ from engine.errors import (
     NoModelLoaded,
     WorkerFailed,
 )
-from engine.system.runtime import run_uninterrupted
+from engine.system.tasks import run_uninterrupted
 
 LONGER = 2.0
 """Times as long is the next window, where nothing was answered in the first."""

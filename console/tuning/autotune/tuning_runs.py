@@ -13,11 +13,11 @@ from console.bench.bench_runs import check_trace
 from console.bench.workload import Exchange, TokenIds, read_trace
 from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
 from console.tuning.autotune.knob_space import SearchLimits, space_of
-from console.tuning.autotune.load import Load, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
 from console.tuning.autotune.search_loop import Tuner, tried_of
 from console.tuning.autotune.table import Outcome, sentences
+from console.tuning.autotune.traffic import Load, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
 from console.tuning.last_settings import model_key
 from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, settings_of
 from engine.devices import usable_cores
@@ -25,7 +25,7 @@ from engine.engine import Engine, Serving
 from engine.errors import EngineBusy, EngineError, InvalidRequest
 from engine.metrics.slo import Slo
 from engine.models.files import home_expanded
-from engine.system.runtime import run_detached, run_uninterrupted
+from engine.system.tasks import run_detached, run_uninterrupted
 
 # One run of tuning: its parts, its report, and the profile it saves.
 

@@ -19,7 +19,7 @@ from engine.backends.paged_attention.interface import PagedAttention, implementa
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs
-from engine.backends.torch.cuda.recorder import readback_for, recorder_for, uploader_for
+from engine.backends.torch.cuda.graph_capture import readback_for, recorder_for, uploader_for
 from engine.backends.torch.cuda.step_transfer import BlockingUploader, fill_pending_ids, upload_plan
 from engine.backends.torch.determinism import refuse_nondeterministic
 from engine.backends.torch.device_memory import DeviceMemory

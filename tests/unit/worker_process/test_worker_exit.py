@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.worker_process.hosts import WorkerExit
-from engine.workers.supervision import describe_exit
+from engine.workers.health import describe_exit
 
 _CRASH = """loading
 Fatal Python error: Segmentation fault

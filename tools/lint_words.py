@@ -1,4 +1,4 @@
-"""Words that no name, docstring, comment or sentence of the program may have: `python -m tools.language [PATH ...]`.
+"""Words that no name, docstring, comment or sentence of the program may have: `python -m tools.lint_words [PATH ...]`.
 
 Prints each with its place and the field's word, and ends with 1 if there are any. The lists are short on purpose: they
 keep out words that were in use here and that a reader has to guess at.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.language import findings, main
+from tools.lint_words import findings, main
 
 
 @pytest.mark.parametrize(
