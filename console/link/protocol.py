@@ -1,6 +1,6 @@
 """EngineLink: all that a screen may ask for. Screens never see the engine, its loop or the API server.
 
-`console/link/local.py` implements it over an engine in this process; the same face can be put over HTTP.
+`console/link/local.py` implements it over an engine in this process, `console/link/remote/` over HTTP.
 """
 
 from __future__ import annotations
