@@ -73,6 +73,10 @@ def terminal(tmp_path: Path, port: int) -> Iterator[Terminal]:
         yield running
 
 
+def _workers(terminal: Terminal) -> list[psutil.Process]:
+    return [process for process in terminal.processes() if "engine.worker_process" in _command(process)]
+
+
 def _command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -129,7 +133,8 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     assert load.problems == []
     assert load.tokens == [ANSWER_TOKENS] * 10
 
-    worker = next(process for process in terminal.processes() if "engine.worker_process" in _command(process))
+    terminal.wait(lambda screen: len(_workers(terminal)) == 1, "the end of the worker that left")
+    (worker,) = _workers(terminal)
     worker.kill()
     assert gone([worker])
     terminal.press("F7")
