@@ -27,6 +27,7 @@ from engine.devices import usable_cores
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
+from engine.simulation.outcome import Summary
 from engine.simulation.step_costs import MeasuredModel
 from engine.simulation.what_if import (
     FRONT_LOADS,
@@ -267,21 +268,26 @@ def plan(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def expected_s(asking: RequestedDemand, cluster: Cluster, goal: Goal, asked: Collection[str]) -> float:
-    """Return about how many seconds the simulations take here, from the time that a short one takes."""
-    began_s = time.perf_counter()
-    alone = alone_summary(cluster, asking.demand(1.0), goal)
-    request_s = _CROWD * (time.perf_counter() - began_s) / max(1, alone.requests)
+def expected_s(
+    asking: RequestedDemand, cluster: Cluster, alone: Summary, alone_s: float, asked: Collection[str]
+) -> float:
+    """Return about how many seconds the simulations take here. alone_s: the time that those of `alone` took."""
+    request_s = _CROWD * alone_s / max(1, alone.requests)
     requests = asking.requests(alone.e2e_s.mean)
     offered_per_s = requests / max(asking.duration_s, 1.0)
     output_tokens = alone.output_tokens_per_s / max(alone.requests_per_s, 1e-9)
     front_s = cluster.front.request_s + output_tokens * cluster.front.output_s
     repeats = {
-        "cards": _SEARCHES + sum(MARGINS) / usable_cores(),
-        "death": 4.0 / usable_cores(),
-        "front": 1 + sum(FRONT_LOADS) / max(offered_per_s * front_s, 1e-6) / usable_cores(),
+        "cards": _SEARCHES + _at_once(MARGINS),
+        "death": _at_once((2.0, 2.0)),
+        "front": 1 + _at_once(FRONT_LOADS) / max(offered_per_s * front_s, 1e-6),
     }
     return request_s * requests * sum(repeats[each] for each in asked)
+
+
+def _at_once(demands: Sequence[float]) -> float:
+    """Return how long independent simulations take together, as times the demand: the longest one at least."""
+    return max(*demands, sum(demands) / usable_cores())
 
 
 def _answered(given: argparse.Namespace, show: Show, run: RunCases) -> PlanReport:
@@ -290,15 +296,20 @@ def _answered(given: argparse.Namespace, show: Show, run: RunCases) -> PlanRepor
     death = _death(given, asking)
     measured = _measured(given, show)
     cluster = _cluster(given, measured).validate()
-    show(f"simulating, which takes about {span(expected_s(asking, cluster, goal, asked))}")
+    began_s = time.perf_counter()
+    alone = alone_summary(cluster, asking.demand(1.0), goal)
+    alone_s = time.perf_counter() - began_s
+    show(f"simulating, which takes about {span(expected_s(asking, cluster, alone, alone_s, asked))}")
     workers, sized = None, cluster
     if given.workers is None:
         margin = "cards" in asked and not asking.traced
         workers = workers_needed(
-            cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show, run=run
+            cluster, asking.demand, goal, most=given.most_workers, margin=margin, show=show, run=run, alone=alone
         )
         sized = msgspec.structs.replace(cluster, workers=workers.workers or 1)
     possible = workers is None or workers.workers is not None
+    trials = workers.trials if workers is not None else ()
+    today = next((each.summary for each in trials if (each.workers, each.demand) == (sized.workers, 1.0)), None)
     return PlanReport(
         measured=measured,
         cluster=sized,
@@ -309,7 +320,7 @@ def _answered(given: argparse.Namespace, show: Show, run: RunCases) -> PlanRepor
         goal=goal,
         workers=workers,
         death=_what_dies(sized, asking, goal, death, show, run) if "death" in asked and possible else None,
-        front=front_door_limit(sized, asking.demand, goal, show, run) if "front" in asked and possible else None,
+        front=front_door_limit(sized, asking.demand, goal, show, run, today) if "front" in asked and possible else None,
     )
 
 

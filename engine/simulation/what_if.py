@@ -183,12 +183,15 @@ def workers_needed(
     margin: bool = True,
     show: Show,
     run: RunCases = in_turn,
+    alone: Summary | None = None,
 ) -> WorkersAnswer:
     """The fewest workers that meet the goal: doubled from an estimate until they do, then by bisection, as more
-    workers never serve worse. The search ends early where more of them cannot help. Raises InvalidRequest."""
+    workers never serve worse. The search ends early where more of them cannot help. alone: its `alone_summary`, if that
+    was made already. Raises InvalidRequest."""
     trials: list[Trial] = []
-    show("simulating requests one by one")
-    alone = alone_summary(cluster, demand(1.0), goal)
+    if alone is None:
+        show("simulating requests one by one")
+        alone = alone_summary(cluster, demand(1.0), goal)
 
     def none(why: Why) -> WorkersAnswer:
         return WorkersAnswer(workers=None, most=most, margin=None, trials=_sorted(trials), why=why, alone=alone)
@@ -307,14 +310,14 @@ def node_death(
 
 
 def front_door_limit(
-    cluster: Cluster, demand: DemandOf, goal: Goal, show: Show, run: RunCases = in_turn
+    cluster: Cluster, demand: DemandOf, goal: Goal, show: Show, run: RunCases = in_turn, today: Summary | None = None
 ) -> FrontAnswer:
-    """Where the front door is full if the cluster grows with the demand, each worker as busy as now.
-    Raises InvalidRequest."""
-    show("simulating the front door")
-    today = run([(cluster, demand(1.0), goal.window)])[0]
-    summary = _counted(today, goal)
-    offered = summary.requests / summary.seconds
+    """Where the front door is full if the cluster grows with the demand, each worker as busy as now. today: of this
+    cluster under this demand, if it was simulated already. Raises InvalidRequest."""
+    if today is None:
+        show("simulating the front door")
+        today = _counted(run([(cluster, demand(1.0), goal.window)])[0], goal)
+    offered = today.requests / today.seconds
     request_s = today.front_busy / offered
     times = _strength_of_a_full_loop(request_s * offered, cluster.front.slot_s * cluster.workers * offered)
     sizes = [max(1, min(MAX_WORKERS, math.ceil(cluster.workers * times * load))) for load in FRONT_LOADS]

@@ -156,7 +156,8 @@ def test_users_that_come_within_a_ramp_are_all_there_after_it() -> None:
 def test_the_command_answers_three_questions(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--users", "40", "--think", "1", "--slo-ttft", "400ms", "--slo_itl=60ms", "--duration", "16"]
     assert main(["plan", "--costs", costs, *flags, "--output", "40", "--prompt", "100", "--front-request", "20ms"]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert progress.startswith("simulating, which takes about ")
     for sentence in (
         "It takes ",
         "A node with 1 of ",
