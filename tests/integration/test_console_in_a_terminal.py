@@ -140,9 +140,10 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     terminal.press("F7")
     terminal.wait_for("SIGKILL")
     terminal.press("F1")
-    terminal.wait_for("idle", "ready", "1 of 1 ready")
-    again = next(process for process in terminal.processes() if "engine.worker_process" in _command(process))
+    terminal.wait(lambda screen: len(_workers(terminal)) == 1, "another worker in the place of the killed one")
+    (again,) = _workers(terminal)
     assert again.pid != worker.pid
+    terminal.wait_for("idle", "ready", "1 of 1 ready")
 
     terminal.press("a")
     terminal.wait_for("No request is running")
