@@ -15,7 +15,7 @@ import pytest
 import console.api
 from console.api import dialects
 from console.api.dialects.registry import discover
-from console.tui.screens.api.curl import curl_line
+from console.tui.screens.api.screen import curl_line
 from tests.api.harness import Served, serving
 from tools.docs_pages import parameters
 

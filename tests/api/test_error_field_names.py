@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 import console
-from console.api.dialects.anthropic import errors as anthropic
-from console.api.dialects.kobold import errors as kobold
-from console.api.dialects.ollama import errors as ollama
-from console.api.dialects.textgen import errors as textgen
-from console.api.dialects.tgi import errors as tgi
+from console.api.dialects import anthropic, kobold, ollama, tgi
+from console.api.dialects.textgen import generate as textgen
 from console.api.http.errors import ErrorFormatter
 from console.api.server import ApiSettings
 from engine.errors import InvalidRequest
 from tests.api.harness import Served, serving
 
 ROOT = Path(console.__file__).parents[1]
-RENAMED = {name for errors in (anthropic, kobold, ollama, textgen, tgi) for name in errors.FIELD_NAMES}
+RENAMED = {name for dialect in (anthropic, kobold, ollama, textgen, tgi) for name in dialect.FIELD_NAMES}
 RAISING = (
     *(ROOT / "console" / "api" / "requests").glob("*.py"),
     ROOT / "console" / "api" / "context.py",

@@ -15,9 +15,8 @@ from console.api.http.errors import CannotListen
 from console.link.api import ApiReport, DialectReading, FailureCount, KeyLimits, KeyReading
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
-from console.tui.screens.api.curl import curl_line
 from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
-from console.tui.screens.api.screen import ApiScreen, place_line, traffic_line
+from console.tui.screens.api.screen import ApiScreen, curl_line, place_line, traffic_line
 from console.tui.screens.api.tables import ago, failures_title
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.widgets.header import status_line

@@ -27,7 +27,7 @@ from console.link.api import DialectReading
 from console.runtime import headless
 from console.runtime.output import say, write
 from console.settings.schema import state_dir
-from console.tui.screens.api.curl import curl_line
+from console.tui.screens.api.screen import curl_line
 from engine.models.discover import demo_path
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes import bench_scenes, scenes

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 import pytest
 
-from console.api.admin.bodies import body_of
+from console.api.admin.endpoints import body_of
 from console.link.frames import from_plain, to_plain
 from console.link.rpc import CALLS
 from console.runtime.loading import requested_spec

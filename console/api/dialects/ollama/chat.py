@@ -13,10 +13,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import AnswerMessage, AnswerPart, Chatted, Stopwatch, ToolCalled
-from console.api.dialects.ollama.body import MESSAGE_REFUSED, ChatBody
-from console.api.dialects.ollama.options import options_params
-from console.api.dialects.ollama.writer import AnswerWriter
+from console.api.dialects.ollama.answers import AnswerMessage, AnswerPart, AnswerWriter, Chatted, Stopwatch, ToolCalled
+from console.api.dialects.ollama.body import MESSAGE_REFUSED, ChatBody, options_params
 from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt

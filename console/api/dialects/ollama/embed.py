@@ -11,8 +11,7 @@ from aiohttp import web
 
 from console.api.context import ApiContext
 from console.api.dialects.ollama.answers import Stopwatch
-from console.api.dialects.ollama.body import OllamaBody
-from console.api.dialects.ollama.options import Options, read_options
+from console.api.dialects.ollama.body import OllamaBody, Options, read_options
 from console.api.http.errors import json_response
 from console.api.requests.body import read
 from console.api.requests.embedding import (

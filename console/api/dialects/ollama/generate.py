@@ -9,10 +9,8 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import AnswerPart, Generated, Stopwatch, ToolCalled
-from console.api.dialects.ollama.body import GenerateBody
-from console.api.dialects.ollama.options import options_params
-from console.api.dialects.ollama.writer import AnswerWriter
+from console.api.dialects.ollama.answers import AnswerPart, AnswerWriter, Generated, Stopwatch, ToolCalled
+from console.api.dialects.ollama.body import GenerateBody, options_params
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import Turn

@@ -1,10 +1,10 @@
-"""POST /api/v1/generate and /api/v1/stop-stream."""
+"""POST /api/v1/generate and /api/v1/stop-stream, their websocket, and the shape of all errors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Literal
@@ -14,14 +14,42 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from console.api.context import ApiContext
 from console.api.dialects.textgen.body import TextgenBody
-from console.api.dialects.textgen.errors import format_error
-from console.api.http.errors import BadHttp, ErrorBody, InternalError, json_response
+from console.api.http.errors import (
+    AS_SENT,
+    BadHttp,
+    ErrorBody,
+    ErrorEnvelope,
+    InternalError,
+    envelope,
+    json_response,
+    localized_message,
+)
 from console.api.http.request_body import release_bytes, reserve_bytes, run_offloaded, store_body
 from console.api.http.traffic import public_error, record_failure
 from console.api.requests.body import read
 from console.api.requests.schemas import describes
 from console.api.requests.text_frontends import LiveGeneration, LiveGenerations
 from engine.errors import EngineError, InvalidRequest
+
+# Errors, for most of which text-generation-webui had no shape: OpenAI's, with its own field names.
+
+FIELD_NAMES: Mapping[str, str] = {
+    "cfg_scale": "guidance_scale",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_length",
+    "repetition_range": "repetition_penalty_range",
+    "stop": "stopping_strings",
+}
+
+
+def format_error(error: EngineError) -> ErrorEnvelope:
+    """Return the error as {"error": {"message": ...}}."""
+    body = envelope(error).error
+    param = body.param
+    if param is not None and not error.details.get(AS_SENT):
+        param = FIELD_NAMES.get(param, param)
+    message = localized_message(error, FIELD_NAMES)
+    return ErrorEnvelope(msgspec.structs.replace(body, message=message, param=param))
 
 
 class Result(msgspec.Struct, frozen=True):

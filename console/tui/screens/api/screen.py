@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -16,11 +18,10 @@ from textual.style import Style
 from textual.widget import Widget
 
 from console import text
-from console.link.api import SETTINGS_KEY, ApiReport, Failure, KeyLimits, Scope
+from console.link.api import SETTINGS_KEY, ApiReport, DialectReading, Failure, KeyLimits, Scope
 from console.link.protocol import ApiStatus
-from console.settings.addresses import is_loopback, reachable
+from console.settings.addresses import is_loopback, reachable, unix_path
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.api.curl import KEY_VARIABLE, curl_line
 from console.tui.screens.api.exposure import confirm_exposure
 from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.tui.screens.api.tables import (
@@ -43,6 +44,7 @@ from console.tui.widgets.plot import draw
 from console.tui.widgets.table import Row, Table
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
+from engine.text.printable import printable, printable_json
 
 # The head of the API screen: where it listens, how much it is asked, and a line that asks it.
 
@@ -337,3 +339,32 @@ class ApiScreen(ConsoleScreen):
 
     def _ask(self, question: ConfirmScreen, go: Callable[[], None]) -> None:
         self.app.push_screen(question, lambda sure: go() if sure else None)
+
+
+# A shell line that sends a request to the served model, for the clipboard.
+
+KEY_VARIABLE = "ERICLLM_API_KEY"
+
+
+def curl_line(base: str, model: str, *, dialects: Iterable[DialectReading], with_key: bool) -> str:
+    """Return one line for a shell: the example of the first dialect that is on, "" where none is.
+
+    base: as "http://127.0.0.1:8000", or "unix:PATH".  with_key: send a key, which the line names by a variable.
+    """
+    asked = next((dialect for dialect in dialects if dialect.on and dialect.example_path), None)
+    if asked is None:
+        return ""
+    path, body = printable(asked.example_path), asked.example_body
+    named = {"model": model, **body} if model else body
+    key = [f'-H "Authorization: Bearer ${KEY_VARIABLE}"'] if with_key else []
+    return " ".join(
+        [
+            "curl",
+            *(["--unix-socket", shlex.quote(file)] if (file := unix_path(base)) else []),
+            shlex.quote(("http://localhost" if file else base) + path),
+            *key,
+            '-H "Content-Type: application/json"',
+            "-d",
+            shlex.quote(printable_json(json.dumps(named, ensure_ascii=False))),
+        ]
+    )
