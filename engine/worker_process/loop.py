@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from engine.backends.base import Backend, BackendRequest, BackendStats, PrefixChanges
+from engine.backends.base import Backend, BackendStats, PrefixChanges
 from engine.errors import EngineError, NoModelLoaded, WorkerFailed
 from engine.worker_process import protocol
 from engine.worker_process.channel import WorkerChannel
@@ -114,7 +114,12 @@ class WorkerLoop:
     def _execute(self, command: protocol.Command) -> None:
         match command:
             case protocol.Submit(request=request):
-                self._submit(request)
+                self._channel.send(protocol.RequestStarted(request_id=request.id))
+                if self._requests is not None:
+                    self._requests.submit(request)
+                else:
+                    lacking = NoModelLoaded("the worker holds no model", state="unloaded")
+                    self._outbox.output_of(request.id).fail(lacking.info)
             case protocol.Cancel(request_id=request_id):
                 if self._requests is not None:
                     self._requests.forget(request_id)
@@ -182,13 +187,6 @@ class WorkerLoop:
         if self._replica is not None:
             for key in unused:
                 self._replica.backend.detach(key)
-
-    def _submit(self, request: BackendRequest) -> None:
-        self._channel.send(protocol.RequestStarted(request_id=request.id))
-        if self._requests is not None:
-            self._requests.submit(request)
-        else:
-            self._outbox.output_of(request.id).fail(NoModelLoaded("the worker holds no model", state="unloaded").info)
 
     # --- steps ----------------------------------------------------------------------------------------
 

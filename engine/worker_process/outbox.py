@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.worker_process.protocol import RequestOutput
-from engine.worker_process.request_state import Output
 
 MAX_DELAY_S = 1 / 20
 """An eye sees no text grow faster."""
@@ -37,7 +36,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self.done = StepResult()
-        self._outputs: dict[str, Output] = {}
+        self._outputs: dict[str, RequestOutput] = {}
+        self._num_timed: dict[str, int] = {}
         self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
         self._delayed = False
@@ -47,16 +47,17 @@ class Outbox:
         """True if outputs of earlier steps wait for more."""
         return self._delayed
 
-    def output_of(self, request_id: str) -> Output:
+    def output_of(self, request_id: str) -> RequestOutput:
         """Return the output of a request so far, to be added to."""
         output = self._outputs.get(request_id)
         if output is None:
-            output = self._outputs[request_id] = Output()
+            output = self._outputs[request_id] = RequestOutput(request_id=request_id)
         return output
 
     def drop(self, request_id: str) -> None:
         """Send nothing more for a request."""
         self._outputs.pop(request_id, None)
+        self._num_timed.pop(request_id, None)
         self._last_token_s.pop(request_id, None)
 
     def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
@@ -69,11 +70,16 @@ class Outbox:
         self.done.seconds += step_s
         self.done.answers += answers
         for request_id, output in self._outputs.items():
-            self._time(request_id, output, ended_s)
+            if new := len(output.token_ids) - self._num_timed.get(request_id, 0):
+                last_s = self._last_token_s.get(request_id)
+                if last_s is not None:
+                    output.gaps += [(ended_s - last_s) / new] * new
+                self._last_token_s[request_id] = ended_s
+                self._num_timed[request_id] = len(output.token_ids)
         waiting = len(self._outputs)
         until_s = self._since_s + min(MAX_DELAY_S, waiting / MESSAGES_PER_S)
         self._delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
-        return not self._delayed or any(output.urgent for output in self._outputs.values())
+        return not self._delayed or any(output.is_urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:
         """Take out the outputs to send, only the urgent ones of those that are delayed unless `everything`; start
@@ -81,21 +87,13 @@ class Outbox:
         self.done = StepResult()
         outputs = self._outputs
         if self._delayed and not everything:
-            outputs = {request_id: output for request_id, output in outputs.items() if output.urgent}
+            outputs = {request_id: output for request_id, output in outputs.items() if output.is_urgent}
             for request_id in outputs:
                 del self._outputs[request_id]
+                self._num_timed.pop(request_id, None)
         else:
-            self._outputs, self._delayed = {}, False
+            self._outputs, self._num_timed, self._delayed = {}, {}, False
         for request_id, output in outputs.items():
             if output.finish is not None:
                 self._last_token_s.pop(request_id, None)
-        return [output.message(request_id) for request_id, output in outputs.items() if not output.empty]
-
-    def _time(self, request_id: str, output: Output, ended_s: float) -> None:
-        """Record the times of the tokens that the step produced for a request."""
-        if new := len(output.token_ids) - output.num_timed:
-            last_s = self._last_token_s.get(request_id)
-            if last_s is not None:
-                output.gaps += [(ended_s - last_s) / new] * new
-            self._last_token_s[request_id] = ended_s
-            output.num_timed += new
+        return [output for output in outputs.values() if not output.is_empty]

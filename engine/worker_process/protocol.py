@@ -19,7 +19,7 @@ from engine.backends.base import (
     TokenLogprob,
 )
 from engine.config import AdapterSpec, ModelSpec
-from engine.errors import ErrorInfo
+from engine.errors import ErrorInfo, WorkerFailed
 
 # --- engine -> worker ---------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class RequestStarted(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
     request_id: str
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Output of the steps of a batch for one request.
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Output of the steps of a batch for one request; the worker adds to it until it is sent.
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
     stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
@@ -151,6 +151,21 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cached_tokens: int | None = None
     prompt_logprobs: bytes = b""
     vector: bytes = b""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to send."""
+        return not (self.token_ids or self.text) and self.finish is None
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if a client waits for just this: an answer's first token, or its end."""
+        return self.finish is not None or self.cached_tokens is not None
+
+    def fail(self, error: ErrorInfo | str) -> None:
+        """End the request with this error, or with WorkerFailed for a sentence."""
+        self.finish = "error"
+        self.error = WorkerFailed(error).info if isinstance(error, str) else error
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

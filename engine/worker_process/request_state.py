@@ -1,75 +1,21 @@
-"""One request inside the loop: its text, the tokens that may still be taken back, and its output of a step."""
+"""One request inside the loop: its text, and the tokens that may still be taken back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
-from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprob, TokenLogprobs, pack_logprobs
-from engine.errors import EngineError, ErrorInfo, InvalidRequest, WorkerFailed
+from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprobs, pack_logprobs
+from engine.errors import EngineError, InvalidRequest, WorkerFailed
 from engine.text.grammar import GrammarMask, unusable
 from engine.text.output_processor import OutputProcessor
 from engine.text.tokenizer import Tokenizer
-from engine.worker_process import protocol
+from engine.worker_process.protocol import RequestOutput
 
 MAX_TRIES = 64
 """Tokens that may be tried in one place of an answer before its banned strings leave no way on."""
 
 MAX_REWINDS = 1024
 """How often an answer may go back before one of its tokens is settled again."""
-
-
-@dataclass(slots=True)
-class Output:
-    """Output of one request since the last message.
-
-    gaps, stop: as in RequestOutput.  num_timed: tokens whose step is over.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    num_timed: int = 0
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: FinishReason | None = None
-    stop: str = ""
-    error: ErrorInfo | None = None
-    cached_tokens: int | None = None
-    prompt_logprobs: bytes = b""
-    vector: bytes = b""
-
-    @property
-    def empty(self) -> bool:
-        """True if there is nothing to send."""
-        return not (self.token_ids or self.text) and self.finish is None
-
-    @property
-    def urgent(self) -> bool:
-        """True if a client waits for just this: an answer's first token, or its end."""
-        return self.finish is not None or self.cached_tokens is not None
-
-    def fail(self, error: ErrorInfo | str) -> Output:
-        """End the request with this error, or with WorkerFailed for a sentence."""
-        self.finish = "error"
-        self.error = WorkerFailed(error).info if isinstance(error, str) else error
-        return self
-
-    def message(self, request_id: str) -> protocol.RequestOutput:
-        """Return the output as it is sent."""
-        return protocol.RequestOutput(
-            request_id=request_id,
-            token_ids=self.token_ids,
-            gaps=self.gaps,
-            text=self.text,
-            logprobs=self.logprobs,
-            finish=self.finish,
-            stop=self.stop,
-            error=self.error,
-            cached_tokens=self.cached_tokens,
-            prompt_logprobs=self.prompt_logprobs,
-            vector=self.vector,
-        )
 
 
 class RequestState:
@@ -122,7 +68,7 @@ class RequestState:
         """True if the backend has to resume from an earlier place: see `rewound`."""
         return self._rewind_to is not None
 
-    def take(self, event: TokenEvent, output: Output) -> None:
+    def take(self, event: TokenEvent, output: RequestOutput) -> None:
         """Take in one token or end of the backend's. The output processor's end goes before the backend's own, but for
         an answer that its grammar ends with the last token it could have: that one is whole."""
         if self._cached_tokens is None:
@@ -160,16 +106,15 @@ class RequestState:
         self._output = OutputProcessor(self._tokenizer, request)
         return request
 
-    def _take_token(self, event: TokenEvent, token_id: int, output: Output) -> None:
-        if not self._unsettled and (text := self._output.push_plain(token_id)) is not None:
-            output.text += text
-            self._append(event, token_id, output)
-            self._begin(output)
+    def _take_token(self, event: TokenEvent, token_id: int, output: RequestOutput) -> None:
+        text = self._output.push_plain(token_id) if not self._unsettled else None
+        self._unsettled.append(event)
+        if text is not None:
+            self._settle(text, output)
             return
         shown = self._output.push(token_id)
         if self._request.params.banned_strings:
             self._token_ids.append(token_id)
-        self._unsettled.append(event)
         self._rewind_to = shown.banned_from
         if (
             self._rewind_to is None
@@ -181,35 +126,28 @@ class RequestState:
             self._settle(shown.text, output)
             output.finish = shown.finish
 
-    def _settle(self, text: str, output: Output) -> None:
-        """Output every unsettled token, and their text."""
+    def _settle(self, text: str, output: RequestOutput) -> None:
+        """Output every unsettled token, and their text; with the first ones, how many of the prompt's were cached, and
+        the prompt's logprobs."""
         output.text += text
         for event in self._unsettled:
             if event.token_id is not None:
-                self._append(event, event.token_id, output)
-        self._begin(output)
+                output.token_ids.append(event.token_id)
+            if event.logprob is not None:
+                output.logprobs.append(event.logprob)
+        if not self._begun:
+            output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
+            if self._prompt_logprobs:
+                output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, b""
         self._unsettled.clear()
         self._tried.clear()
         self._rewinds = 0
-
-    def _append(self, event: TokenEvent, token_id: int, output: Output) -> None:
-        output.token_ids.append(token_id)
-        if event.logprob is not None:
-            output.logprobs.append(event.logprob)
 
     def _note_prompt(self, logprobs: TokenLogprobs) -> None:
         """Keep the logprobs of the prompt for the first output. They are computed once, whatever is taken back."""
         self._prompt_logprobs = pack_logprobs(logprobs)
         params = msgspec.structs.replace(self._request.params, prompt_logprobs=None)
         self._request = msgspec.structs.replace(self._request, params=params)
-
-    def _begin(self, output: Output) -> None:
-        """Output, with the first tokens, how many of the prompt's were cached, and the prompt's logprobs."""
-        if self._begun:
-            return
-        output.cached_tokens, self._begun = self._cached_tokens, bool(output.token_ids)
-        if self._prompt_logprobs:
-            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, b""
 
     @property
     def _ruled_out(self) -> bool:

@@ -70,7 +70,7 @@ class Requests:
     @property
     def adapters(self) -> set[str]:
         """Keys of the adapters in use: any request may have to begin again."""
-        return {answer.adapter for answer in self._states.values()}
+        return {state.adapter for state in self._states.values()}
 
     def submit(self, request: BackendRequest) -> None:
         """Start a request, or output why it cannot be."""
@@ -78,26 +78,26 @@ class Requests:
             if request.id in self._states:
                 self.forget(request.id)
                 raise InvalidRequest(f"a request with the id {request.id} is already being worked on", param="id")
-            answer = RequestState(self._tokenizer, request)
-            if answer.finish is not None:
+            state = RequestState(self._tokenizer, request)
+            if state.finish is not None:
                 output = self._outbox.output_of(request.id)
-                output.finish, output.stop = answer.finish, answer.stop
+                output.finish, output.stop = state.finish, state.stop
                 return
             if request.params.grammar is None:
                 self._backend.submit(request)
             else:
                 self._compiler.begin(request)
-            self._states[request.id] = answer
+            self._states[request.id] = state
         except Exception as error:
             self._fail(request.id, error, "the request could not be taken")
 
     def take_masks(self) -> None:
         """Give the backend the requests whose grammars are compiled."""
         for request, compiling in self._compiler.done():
-            answer = self._states[request.id]
+            state = self._states[request.id]
             try:
-                answer.mask = compiling.result()
-                self._backend.submit(request, answer.mask)
+                state.mask = compiling.result()
+                self._backend.submit(request, state.mask)
             except Exception as error:
                 self._fail(request.id, error, "the request could not be taken")
                 del self._states[request.id]
@@ -114,9 +114,20 @@ class Requests:
         continued = 0
         for event in events:
             continued += event.token_id is not None and event.cached_tokens is None
-            self._apply(event)
-        for answer in [answer for answer in self._states.values() if answer.rewinding]:
-            self._rewind(answer)
+            state = self._states.get(event.request_id)
+            if state is None or state.rewinding:
+                continue  # past its end, or taken back
+            output = self._outbox.output_of(event.request_id)
+            try:
+                state.take(event, output)
+            except Exception as error:
+                self._fail(event.request_id, error, "the answer's text could not be made")
+            if output.finish is not None:
+                del self._states[event.request_id]
+                if event.finish is None:
+                    self._backend.cancel(event.request_id)
+        for state in [state for state in self._states.values() if state.rewinding]:
+            self._rewind(state)
         return continued
 
     def fail(self, why: str) -> None:
@@ -126,32 +137,17 @@ class Requests:
             self._backend.cancel(request_id)
             self._outbox.output_of(request_id).fail(why)
 
-    def _apply(self, event: TokenEvent) -> None:
-        """Process one token of a request; tokens past its end, or taken back, are dropped."""
-        answer = self._states.get(event.request_id)
-        if answer is None or answer.rewinding:
-            return
-        output = self._outbox.output_of(event.request_id)
-        try:
-            answer.take(event, output)
-        except Exception as error:
-            self._fail(event.request_id, error, "the answer's text could not be made")
-        if output.finish is not None:
-            del self._states[event.request_id]
-            if event.finish is None:
-                self._backend.cancel(event.request_id)
-
-    def _rewind(self, answer: RequestState) -> None:
+    def _rewind(self, state: RequestState) -> None:
         """Resume a request before the place where a banned string began; the prefix cache makes that cheap."""
-        self._backend.cancel(answer.id)
+        self._backend.cancel(state.id)
         try:
-            request = answer.rewound()
-            if answer.mask is not None:
-                answer.mask.restart(request.generated)
-            self._backend.submit(request, answer.mask)
+            request = state.rewound()
+            if state.mask is not None:
+                state.mask.restart(request.generated)
+            self._backend.submit(request, state.mask)
         except Exception as error:
-            self._fail(answer.id, error, "the request could not go on")
-            del self._states[answer.id]
+            self._fail(state.id, error, "the request could not go on")
+            del self._states[state.id]
 
     def _fail(self, request_id: str, error: Exception, what: str) -> None:
         """End a request with an error; an internal one is logged in full."""

@@ -20,7 +20,7 @@ from engine.text.output_processor import BannedStrings, OutputProcessor
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import ThreadHost
 from engine.worker_process.protocol import RequestOutput
-from engine.worker_process.request_state import MAX_TRIES, Output, RequestState
+from engine.worker_process.request_state import MAX_TRIES, RequestState
 from tests.fakes.backend import PATIENCE_S, FakeBackend, saying
 from tests.fakes.model import EOS_ID, write_fake_model
 from tests.fakes.tiny_models import make_tiny_model
@@ -164,7 +164,7 @@ def event(token_id: int, logprob: float | None = None) -> TokenEvent:
 
 
 def test_each_token_tried_in_a_place_is_ruled_out_there_until_none_are_left(tokenizer: Tokenizer) -> None:
-    answer, output = RequestState(tokenizer, request(banned_strings=tuple("abc"))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=tuple("abc"))), RequestOutput(request_id="r")
     answer.take(event(ord("x")), output)
     for tried in ("a", "ab", "abc"):
         answer.take(event(ord(tried[-1])), output)
@@ -177,7 +177,7 @@ def test_each_token_tried_in_a_place_is_ruled_out_there_until_none_are_left(toke
 
 
 def test_an_earlier_place_keeps_its_tries_while_a_later_one_is_tried(tokenizer: Tokenizer) -> None:
-    answer, output = RequestState(tokenizer, request(banned_strings=("ab", "acd", "d"))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("ab", "acd", "d"))), RequestOutput(request_id="r")
     answer.take(event(ord("a")), output)
     answer.take(event(ord("b")), output)
     assert (bytes((again := answer.rewound()).generated), bytes(again.banned_next)) == (b"", b"a")
@@ -189,7 +189,7 @@ def test_an_earlier_place_keeps_its_tries_while_a_later_one_is_tried(tokenizer: 
 
 
 def test_a_place_with_too_many_tries_ends_the_request_by_name(tokenizer: Tokenizer) -> None:
-    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), RequestOutput(request_id="r")
     for _ in range(MAX_TRIES - 1):
         answer.take(event(ord("a")), output)
         answer.rewound()
@@ -201,7 +201,7 @@ def test_a_place_with_too_many_tries_ends_the_request_by_name(tokenizer: Tokeniz
 
 
 def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenizer) -> None:
-    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("a",))), RequestOutput(request_id="r")
     answer.take(event(ord("a")), output)
     answer.rewound()
     answer.take(TokenEvent(request_id="r", finish="error", message="no finite probabilities"), output)
@@ -212,9 +212,9 @@ def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenize
 
 
 def test_log_probabilities_are_told_with_their_tokens(tokenizer: Tokenizer) -> None:
-    answer, output = RequestState(tokenizer, request(banned_strings=("ab",), logprobs=0)), Output()
+    answer, output = RequestState(tokenizer, request(banned_strings=("ab",), logprobs=0)), RequestOutput(request_id="r")
     answer.take(event(ord("a"), -1.0), output)
-    assert (output.token_ids, output.logprobs, output.empty) == ([], [], True)
+    assert (output.token_ids, output.logprobs, output.is_empty) == ([], [], True)
     answer.take(event(ord("b"), -2.0), output)
     answer.rewound()
     answer.take(event(ord("c"), -3.0), output)
@@ -315,7 +315,7 @@ def test_no_delta_ever_holds_a_banned_string_and_what_was_told_stays(
     backend.max_prompts = 1
     backend.submit(asked)
     for _ in range(3000):
-        output = Output()
+        output = RequestOutput(request_id="r")
         for each in backend.step():
             answer.take(each, output)
         if answer.rewinding:
@@ -372,10 +372,10 @@ async def test_the_torch_backend_goes_another_way_from_the_same_start(
 # --- within a grammar -----------------------------------------------------------------------------------------------
 
 
-def to_its_end(tokenizer: Tokenizer, asked: BackendRequest, draw: Callable[[list[int]], int]) -> Output:
+def to_its_end(tokenizer: Tokenizer, asked: BackendRequest, draw: Callable[[list[int]], int]) -> RequestOutput:
     """All that comes of a request whose tokens `draw` chooses among those that are left."""
     masks = GrammarMasks(tokenizer, tokenizer.vocab_size)
-    answer, output = RequestState(tokenizer, asked), Output()
+    answer, output = RequestState(tokenizer, asked), RequestOutput(request_id="r")
     answer.mask = mask = masks.begin(asked).result(PATIENCE_S)
     barred: tuple[int, ...] = ()
     while output.finish is None:
