@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from console.bench.dialects import DIALECTS
+import console.bench.dialects
+from console.bench.dialects import DIALECTS, find_dialects
 from console.bench.dialects.base import first_model
 from console.bench.http_target import HttpTarget
 from console.bench.kinds.latency import Latency
@@ -308,3 +310,16 @@ async def test_a_websocket_that_is_not_there_is_one_sentence() -> None:
         with pytest.raises(TargetFailed, match=r"/api/v1/stream answered 404") as refused:
             await target.greet()
     assert refused.value.details["param"] == "dialect"
+
+
+def test_a_dialect_is_found_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "added_bench_dialect.py").write_text(
+        "from console.bench.dialects.base import Dialect\n"
+        "from console.bench.dialects.openai import read_event\n"
+        "ADDED = Dialect(name='added', order=15, path='/added', extras=lambda item: {}, reader=lambda: read_event,\n"
+        "    request=lambda item, model: {'text': item.prompt.text})\n"
+    )
+    monkeypatch.setattr("console.bench.dialects.__path__", [*console.bench.dialects.__path__, str(tmp_path)])
+    found = find_dialects()
+    assert list(found)[:3] == ["openai", "chat", "added"]
+    assert found["added"].body(TEXT, "", plain=False) == {"text": "two words"}

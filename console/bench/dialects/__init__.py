@@ -1,24 +1,22 @@
-"""The HTTP dialects that a bench speaks, by the names that --dialect takes."""
+"""The HTTP dialects that a bench speaks, by the names that --dialect takes: a module here describes one or two as data,
+and is found by itself."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 
-from console.bench.dialects.anthropic import Anthropic
 from console.bench.dialects.base import Dialect
-from console.bench.dialects.generate import Generate
-from console.bench.dialects.kobold import Kobold
-from console.bench.dialects.llamacpp import LlamaCpp
-from console.bench.dialects.ollama import Ollama, OllamaChat
-from console.bench.dialects.openai import Chat, Completions
-from console.bench.dialects.tabby import Tabby
-from console.bench.dialects.textgen import Textgen
-from console.bench.dialects.tgi import Tgi
 
 __all__ = ["DIALECTS", "Dialect"]
 
-_ALL: tuple[Dialect, ...] = (
-    *(Completions(), Chat(), Anthropic(), Tgi(), LlamaCpp(), Tabby()),
-    *(Ollama(), OllamaChat(), Kobold(), Textgen(), Generate()),
-)
-DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in _ALL}
+
+def find_dialects() -> Mapping[str, Dialect]:
+    """Return every `Dialect` that a module of this package holds, by its name."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    rows = {row for module in modules for row in vars(module).values() if isinstance(row, Dialect)}
+    return {row.name: row for row in sorted(rows, key=lambda row: (row.order, row.name))}
+
+
+DIALECTS: Mapping[str, Dialect] = find_dialects()

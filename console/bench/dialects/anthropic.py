@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Count, Dialect, model_field, refuse_error, user_message
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -43,37 +43,18 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Anthropic(Posted):
-    """POST /v1/messages, the prompt being what a user says. Lengths are forced by fields of ours; Anthropic itself
-    refuses them and ends answers where the model does."""
+def _headers(key: str) -> dict[str, str]:
+    return {"anthropic-version": _VERSION, **({"x-api-key": key} if key else {})}
 
-    name = "anthropic"
-    server = "Anthropic"
-    path = "/v1/messages"
-    models_path = "/v1/models"
-    takes_ids = False
-    forces = True
-    counted_by: CountedBy = "usage"
 
-    def headers(self, key: str) -> dict[str, str]:
-        """Dialect."""
-        return {"anthropic-version": _VERSION, **({"x-api-key": key} if key else {})}
+def _request(item: Item, model: str) -> dict[str, Any]:
+    fields = {"messages": user_message(item), "max_tokens": item.output_tokens, "temperature": 0, "stream": True}
+    return fields | model_field(model)
 
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        asked: dict[str, Any] = {
-            "messages": [{"role": "user", "content": item.prompt.text}],
-            "max_tokens": item.output_tokens,
-            "temperature": 0,
-            "stream": True,
-        }
-        if model:
-            asked["model"] = model
-        return asked if plain else asked | {"ignore_eos": True, "min_tokens": item.output_tokens}
 
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _extras(item: Item) -> dict[str, Any]:
+    """Fields of ours; Anthropic itself refuses them and ends answers where the model does."""
+    return {"ignore_eos": True, "min_tokens": item.output_tokens}
 
 
 def _read(event: bytes) -> Chunk | None:
@@ -88,3 +69,16 @@ def _read(event: bytes) -> Chunk | None:
 
 def _counted(usage: _Usage) -> Chunk:
     return Chunk(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cache_read_input_tokens)
+
+
+ANTHROPIC = Dialect(
+    name="anthropic",
+    order=20,
+    path="/v1/messages",
+    server="Anthropic",
+    models_path="/v1/models",
+    headers=_headers,
+    request=_request,
+    extras=_extras,
+    reader=lambda: _read,
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -12,8 +14,6 @@ from console.bench.workload import Item
 from engine.config import quote_value
 
 _SHOWN = 300
-CountedBy = Literal["usage", "ids", "asked"]
-Over = Literal["lines", "socket"]
 Count = Annotated[int, Meta(ge=0, le=10**7)]
 """A number of tokens; a larger one is not the count of one request."""
 UNREADABLE = (ValueError, RecursionError)
@@ -27,66 +27,60 @@ class Reader(Protocol):
         """Return the tokens of an event, None where it has none. Raises TargetFailed for an error event."""
 
 
-class Dialect(Protocol):
+def bearer(key: str) -> dict[str, str]:
+    """The key as a Bearer token."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
     """How a kind of server is asked, and how it answers.
 
-    path: where.  models_path: where models are listed.  takes_ids: whether a prompt may be token ids.
+    name: as --dialect takes it.  order: after which others it is listed.  path: where it is asked.
+    server: the server that defines it, "" where many implement it.
+    models_path: where models are listed; "" where a request need not name one.
+    takes_ids: whether a prompt may be token ids.
     forces: True if the server can be made to generate the exact number of tokens.
-    over: whether it is asked by POST and answers in lines, or both over a websocket.
     counted_by: source of token counts: reported usage, token ids, or the requested number, where that is forced.
+    over: whether it is asked by POST and answers in lines, or both over a websocket.
+    request: the fields that every server of the kind knows, of a request to a model ("" names none).
+    extras: fields in addition to those, or in their place, that not every one does.
+    reader: makes the reader of one answer.  headers: of every request, by the key ("" for none).
     """
 
-    @property
-    def name(self) -> str:
-        """As --dialect takes it."""
-
-    @property
-    def path(self) -> str:
-        """Where it is asked."""
-
-    @property
-    def server(self) -> str:
-        """Server that defines it, "" where many implement it."""
-
-    @property
-    def models_path(self) -> str:
-        """Where the server lists its models; "" where a request need not name one."""
-
-    @property
-    def takes_ids(self) -> bool:
-        """True if prompts may be token ids."""
-
-    @property
-    def forces(self) -> bool:
-        """True if the exact number of tokens can be forced."""
-
-    @property
-    def counted_by(self) -> CountedBy:
-        """Source of its token counts."""
-
-    @property
-    def over(self) -> Over:
-        """How it is asked."""
-
-    def headers(self, key: str) -> dict[str, str]:
-        """Headers of every request. key: "" for none."""
+    name: str
+    order: int
+    path: str
+    server: str = ""
+    models_path: str = ""
+    takes_ids: bool = False
+    forces: bool = True
+    counted_by: Literal["usage", "ids", "asked"] = "usage"
+    over: Literal["lines", "socket"] = "lines"
+    request: Callable[[Item, str], dict[str, Any]]
+    extras: Callable[[Item], dict[str, Any]]
+    reader: Callable[[], Reader]
+    headers: Callable[[str], dict[str, str]] = bearer
 
     def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """The request. plain: without the fields that are not in every server of the kind."""
+        """Return the body of a request. plain: without the fields that are not in every server of the kind."""
+        body = self.request(item, model)
+        return body if plain else body | self.extras(item)
 
-    def reader(self) -> Reader:
-        """For one answer."""
+
+def ids_or_text(item: Item) -> list[int] | str:
+    """The prompt of a request, as ids where it has them."""
+    return list(item.prompt.ids) or item.prompt.text
 
 
-class Posted:
-    """Base of most dialects: POST, with the key as a Bearer token."""
+def user_message(item: Item) -> list[dict[str, str]]:
+    """The prompt of a request as a conversation."""
+    return [{"role": "user", "content": item.prompt.text}]
 
-    server = ""
-    over: Over = "lines"
 
-    def headers(self, key: str) -> dict[str, str]:
-        """Dialect."""
-        return {"Authorization": f"Bearer {key}"} if key else {}
+def model_field(model: str) -> dict[str, str]:
+    """The field that names a model, none for ""."""
+    return {"model": model} if model else {}
 
 
 class _Named(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""EricLLM's /generate: lines of JSON, each with the whole text so far."""
+"""EricLLM's /generate: lines of JSON, each with the whole text so far. Nothing in the answer counts tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Dialect, ids_or_text, model_field, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -16,35 +16,12 @@ class _Line(msgspec.Struct):
     error: Any = None
 
 
-class Generate(Posted):
-    """POST /generate. Nothing in the answer counts tokens: it has those that were asked for."""
-
-    name = "generate"
-    server = "EricLLM"
-    path = "/generate"
-    models_path = ""
-    takes_ids = True
-    forces = True
-    counted_by: CountedBy = "asked"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        asked: dict[str, Any] = {
-            "prompt": list(item.prompt.ids) or item.prompt.text,
-            "max_tokens": item.output_tokens,
-            "temperature": 0,
-            "stream": True,
-        }
-        if model:
-            asked["model"] = model
-        return asked if plain else asked | {"ignore_eos": True}
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _Growing()
+def _request(item: Item, model: str) -> dict[str, Any]:
+    fields = {"prompt": ids_or_text(item), "max_tokens": item.output_tokens, "temperature": 0, "stream": True}
+    return fields | model_field(model)
 
 
-class _Growing:
+class _GrowingText:
     """Reads one answer: a line counts where its text is longer than that of the line before."""
 
     def __init__(self) -> None:
@@ -56,3 +33,16 @@ class _Growing:
         length = len(found.text) if isinstance(found.text, str) else sum(map(len, found.text))
         grown, self._length = length > self._length, length
         return Chunk(tokens=1) if grown else None
+
+
+GENERATE = Dialect(
+    name="generate",
+    order=100,
+    path="/generate",
+    server="EricLLM",
+    takes_ids=True,
+    counted_by="asked",
+    request=_request,
+    extras=lambda item: {"ignore_eos": True},
+    reader=_GrowingText,
+)

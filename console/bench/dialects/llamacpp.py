@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Count, Dialect, ids_or_text, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -25,31 +25,9 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class LlamaCpp(Posted):
-    """POST /completion."""
-
-    name = "llamacpp"
-    server = "llama.cpp"
-    path = "/completion"
-    models_path = ""
-    takes_ids = True
-    forces = True
-    counted_by: CountedBy = "usage"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        asked: dict[str, Any] = {
-            "prompt": list(item.prompt.ids) or item.prompt.text,
-            "n_predict": item.output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "cache_prompt": True,
-        }
-        return asked if plain else asked | {"ignore_eos": True, "return_tokens": True}
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _request(item: Item, model: str) -> dict[str, Any]:
+    asked = {"n_predict": item.output_tokens, "temperature": 0, "stream": True, "cache_prompt": True}
+    return {"prompt": ids_or_text(item), **asked}
 
 
 def _read(event: bytes) -> Chunk | None:
@@ -64,3 +42,15 @@ def _read(event: bytes) -> Chunk | None:
         prompt_tokens=found.tokens_evaluated,
         cached_tokens=found.timings.cache_n if found.timings else None,
     )
+
+
+LLAMACPP = Dialect(
+    name="llamacpp",
+    order=40,
+    path="/completion",
+    server="llama.cpp",
+    takes_ids=True,
+    request=_request,
+    extras=lambda item: {"ignore_eos": True, "return_tokens": True},
+    reader=lambda: _read,
+)

@@ -1,4 +1,7 @@
-"""Ollama's /api/generate and /api/chat: a JSON object in each line, and counts in the last."""
+"""Ollama's /api/generate and /api/chat: a JSON object in each line, and counts in the last.
+
+Lengths are forced by an option of ours, which Ollama itself passes over: it ends answers where the model does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Count, Dialect, refuse_error, user_message
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -31,53 +34,21 @@ class _Event(msgspec.Struct):
         return bool(self.response or self.thinking or message.content or message.thinking)
 
 
-class Ollama(Posted):
-    """POST /api/generate, with no template around the prompt. Lengths are forced by an option of ours, which Ollama
-    itself passes over: it ends answers where the model does."""
-
-    name = "ollama"
-    server = "Ollama"
-    path = "/api/generate"
-    models_path = "/api/tags"
-    takes_ids = False
-    forces = True
-    counted_by: CountedBy = "usage"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        return {"prompt": item.prompt.text, "raw": True} | _common(item, model, plain=plain)
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _options(item: Item, **more: Any) -> dict[str, Any]:
+    return {"options": {"num_predict": item.output_tokens, "temperature": 0, **more}}
 
 
-class OllamaChat(Posted):
-    """POST /api/chat, the prompt being what a user says; lengths as with /api/generate."""
-
-    name = "ollama-chat"
-    server = "Ollama"
-    path = "/api/chat"
-    models_path = "/api/tags"
-    takes_ids = False
-    forces = True
-    counted_by: CountedBy = "usage"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        return {"messages": [{"role": "user", "content": item.prompt.text}]} | _common(item, model, plain=plain)
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _generate(item: Item, model: str) -> dict[str, Any]:
+    """No template is put around the prompt."""
+    return {"prompt": item.prompt.text, "raw": True, "model": model, "stream": True, **_options(item)}
 
 
-def _common(item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-    """Fields of both."""
-    options: dict[str, Any] = {"num_predict": item.output_tokens, "temperature": 0}
-    if not plain:
-        options["ignore_eos"] = True
-    return {"model": model, "stream": True, "options": options}
+def _chat(item: Item, model: str) -> dict[str, Any]:
+    return {"messages": user_message(item), "model": model, "stream": True, **_options(item)}
+
+
+def _extras(item: Item) -> dict[str, Any]:
+    return _options(item, ignore_eos=True)
 
 
 def _read(event: bytes) -> Chunk | None:
@@ -86,3 +57,25 @@ def _read(event: bytes) -> Chunk | None:
     if found.done:
         return Chunk(tokens=int(found.has_text), output_tokens=found.eval_count, prompt_tokens=found.prompt_eval_count)
     return Chunk(tokens=1) if found.has_text else None
+
+
+GENERATE = Dialect(
+    name="ollama",
+    order=60,
+    path="/api/generate",
+    server="Ollama",
+    models_path="/api/tags",
+    request=_generate,
+    extras=_extras,
+    reader=lambda: _read,
+)
+CHAT = Dialect(
+    name="ollama-chat",
+    order=70,
+    path="/api/chat",
+    server="Ollama",
+    models_path="/api/tags",
+    request=_chat,
+    extras=_extras,
+    reader=lambda: _read,
+)

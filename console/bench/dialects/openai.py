@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Count, Dialect, ids_or_text, model_field, refuse_error, user_message
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -56,55 +56,34 @@ def read_event(event: bytes) -> Chunk | None:
     )
 
 
-class Completions(Posted):
-    """POST /v1/completions."""
-
-    name = "openai"
-    server = "vLLM, others"
-    path = "/v1/completions"
-    models_path = "/v1/models"
-    takes_ids = True
-    forces = True
-    counted_by: CountedBy = "usage"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        prompt: object = list(item.prompt.ids) or item.prompt.text
-        return {"prompt": prompt} | common(item, model, plain=plain)
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return read_event
+def stream_fields(item: Item, model: str) -> dict[str, Any]:
+    """Fields of a greedy, stream_fields request that are beside its prompt."""
+    fields: dict[str, Any] = {"max_tokens": item.output_tokens, "temperature": 0, "stream": True}
+    return fields | model_field(model) | {"stream_options": {"include_usage": True}}
 
 
-class Chat(Posted):
-    """POST /v1/chat/completions, the prompt being what a user says."""
-
-    name = "chat"
-    path = "/v1/chat/completions"
-    models_path = "/v1/models"
-    takes_ids = False
-    forces = True
-    counted_by: CountedBy = "usage"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect."""
-        return {"messages": [{"role": "user", "content": item.prompt.text}]} | common(item, model, plain=plain)
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return read_event
+def _extras(item: Item) -> dict[str, Any]:
+    counted = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    return {"ignore_eos": True, "min_tokens": item.output_tokens, **counted}
 
 
-def common(item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-    """Fields of both."""
-    asked: dict[str, Any] = {"max_tokens": item.output_tokens, "temperature": 0, "stream": True}
-    if model:
-        asked["model"] = model
-    if plain:
-        return asked | {"stream_options": {"include_usage": True}}
-    return asked | {
-        "ignore_eos": True,
-        "min_tokens": item.output_tokens,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
+COMPLETIONS = Dialect(
+    name="openai",
+    order=0,
+    path="/v1/completions",
+    server="vLLM, others",
+    models_path="/v1/models",
+    takes_ids=True,
+    request=lambda item, model: {"prompt": ids_or_text(item), **stream_fields(item, model)},
+    extras=_extras,
+    reader=lambda: read_event,
+)
+CHAT = Dialect(
+    name="chat",
+    order=10,
+    path="/v1/chat/completions",
+    models_path="/v1/models",
+    request=lambda item, model: {"messages": user_message(item), **stream_fields(item, model)},
+    extras=_extras,
+    reader=lambda: read_event,
+)

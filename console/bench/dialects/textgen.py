@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import CountedBy, Over, Posted, Reader, refuse_error
+from console.bench.dialects.base import Dialect, model_field, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -17,33 +17,9 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Textgen(Posted):
-    """GET /api/v1/stream. Nothing in the answer counts tokens: it has those that were asked for."""
-
-    name = "textgen"
-    server = "textgen webui"
-    path = "/api/v1/stream"
-    models_path = ""
-    over: Over = "socket"
-    takes_ids = False
-    forces = True
-    counted_by: CountedBy = "asked"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect. A repetition penalty is its default, and none of what is measured."""
-        asked: dict[str, Any] = {
-            "prompt": item.prompt.text,
-            "max_new_tokens": item.output_tokens,
-            "do_sample": False,
-            "repetition_penalty": 1,
-        }
-        if model:
-            asked["model"] = model
-        return asked if plain else asked | {"ban_eos_token": True}
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _request(item: Item, model: str) -> dict[str, Any]:
+    greedy = {"do_sample": False, "repetition_penalty": 1}  # a penalty is its default, and not measured
+    return {"prompt": item.prompt.text, "max_new_tokens": item.output_tokens, **greedy, **model_field(model)}
 
 
 def _read(event: bytes) -> Chunk | None:
@@ -52,3 +28,16 @@ def _read(event: bytes) -> Chunk | None:
     if found.event == "stream_end":
         return Chunk(last=True)
     return Chunk(tokens=1) if found.text else None
+
+
+TEXTGEN = Dialect(
+    name="textgen",
+    order=90,
+    path="/api/v1/stream",
+    server="textgen webui",
+    over="socket",
+    counted_by="asked",
+    request=_request,
+    extras=lambda item: {"ban_eos_token": True},
+    reader=lambda: _read,
+)

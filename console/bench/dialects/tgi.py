@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.dialects.base import Count, CountedBy, Posted, Reader, refuse_error
+from console.bench.dialects.base import Count, Dialect, refuse_error
 from console.bench.target import Chunk
 from console.bench.workload import Item
 
@@ -26,27 +26,9 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Tgi(Posted):
-    """POST /generate_stream. There is no way to have it go on beyond the end that the model chose."""
-
-    name = "tgi"
-    server = "TGI"
-    path = "/generate_stream"
-    models_path = ""
-    takes_ids = False
-    forces = False
-    counted_by: CountedBy = "ids"
-
-    def body(self, item: Item, model: str, *, plain: bool) -> dict[str, Any]:
-        """Dialect. Greedy is what it does by itself."""
-        parameters: dict[str, Any] = {"max_new_tokens": item.output_tokens}
-        if not plain:
-            parameters |= {"details": True, "decoder_input_details": False}
-        return {"inputs": item.prompt.text, "parameters": parameters}
-
-    def reader(self) -> Reader:
-        """Dialect."""
-        return _read
+def _request(item: Item, model: str, **more: Any) -> dict[str, Any]:
+    """Greedy is what it does by itself; there is no way to have it go on beyond the end that the model chose."""
+    return {"inputs": item.prompt.text, "parameters": {"max_new_tokens": item.output_tokens, **more}}
 
 
 def _read(event: bytes) -> Chunk | None:
@@ -56,3 +38,16 @@ def _read(event: bytes) -> Chunk | None:
         return None
     details = found.details or _Details()
     return Chunk(tokens=1, output_tokens=details.generated_tokens, prompt_tokens=details.input_length)
+
+
+TGI = Dialect(
+    name="tgi",
+    order=30,
+    path="/generate_stream",
+    server="TGI",
+    forces=False,
+    counted_by="ids",
+    request=_request,
+    extras=lambda item: _request(item, "", details=True, decoder_input_details=False),
+    reader=lambda: _read,
+)
