@@ -16,8 +16,9 @@ from console.bench.engine_target import EngineTarget
 from console.bench.history import BenchHistory, Kept
 from console.bench.http_target import HttpTarget
 from console.bench.kinds import PLANS, Plan
-from console.bench.kinds.base import BenchContext, BenchPart, fits
+from console.bench.kinds.base import BenchPart
 from console.bench.kinds.threads import Threads
+from console.bench.measure import BenchContext, check_fits
 from console.bench.plan_fields import form_of, plan_from
 from console.bench.result import BenchProgress, BenchResult, write_result
 from console.bench.run import Report, run_bench
@@ -153,7 +154,7 @@ async def _engine_job(model: str, plan: Plan, engine: Engine) -> EngineJob:
     if isinstance(plan, Threads):
         plan = msgspec.structs.replace(plan, guessed=(target.guessing,))
     parts, mix = plan.parts(target), await _mix(plan, target)
-    fits(target, mix)
+    check_fits(target, mix)
     check_size(plan, parts, _prompt_tokens(mix), engine.config.max_queue)
     return EngineJob(engine, target, plan, serving.name)
 
@@ -171,9 +172,9 @@ def _target(server: BenchServer) -> HttpTarget:
 
 
 async def _mix(plan: Plan, target: Target) -> Mix:
-    lab = BenchContext(target, plan.seed)
-    await plan.prepare(lab)
-    return plan.mix(lab)
+    context = BenchContext(target, plan.seed)
+    await plan.prepare(context)
+    return plan.mix(context)
 
 
 def _prompt_tokens(mix: Mix) -> int:

@@ -1,27 +1,38 @@
-"""Puts requests to a target and keeps when what tokens: by clients that ask again once answered, or by the clock."""
+"""Requests put to a target by clients that ask again once answered, or by the clock; when their tokens came; and the
+numbers made of that, under the names that vLLM's serving bench gives them, so that results compare.
+
+TTFT: to the first token.  TPOT: a request's time after its first token, per further token.  ITL: between two chunks of
+a stream; of an engine in this process between two tokens, as its worker made them.  E2EL: to the last token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from console.bench.target import Chunk, Target, TargetFailed
-from console.bench.workload import Item
-from engine.errors import EngineError
+import msgspec
 
+from console.bench.result import Column
+from console.bench.target import Chunk, EngineHere, Target, TargetFailed
+from console.bench.workload import MARK_TOKENS, Exchange, Item, Mix, items, read_trace, usable
+from engine.errors import EngineError, InvalidRequest
+from engine.metrics.distributions import percentiles
+from engine.metrics.slo import Slo
+from engine.models.files import home_expanded
+from engine.simulation.lengths import Length
+
+Values = dict[str, float | None]
+"""The numbers of a row, by column."""
 NO_TOKENS = "the answer had no tokens"
-_POLL_S = 0.05
-_LOOK_S = 0.005
-_T = TypeVar("_T")
-
-
-class BenchCancelled(Exception):
-    """The bench was cancelled."""
+_POLL_S = 0.005
+_PERCENTILES = (90, 95, 99)
+_TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "response"}
 
 
 @dataclass(slots=True)
@@ -87,23 +98,60 @@ class Run:
         return self
 
 
-class ClientPool:
-    """The clients of a target. done: called with each request that ended.  cancelled: asked now and then."""
+class BenchContext:
+    """The target of a plan, its clients, and the repeat and part under way.
+
+    trace: the exchanges of the trace that was read last; those that fit the target.
+    note: adds a note for readers of the numbers.  done: called with each request, None for a step without one.
+    """
 
     def __init__(
         self,
         target: Target,
+        seed: int = 0,
+        *,
+        note: Callable[[str], None] = lambda text: None,
         done: Callable[[Record | None], None] = lambda record: None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._target = target
-        self._done = done
-        self._cancelled = cancelled
+        self.target = target
+        self.note = note
+        self.done = done
+        self.trace: tuple[Exchange, ...] = ()
+        self._salt = self._repeat_salt = "warm"
+        self._first: dict[str, float] = {}
+        self._seed = seed
+        self._material = target.material
+
+    def begin(self, repeat: int, part: int) -> None:
+        """Begin a part of a repeat."""
+        self._repeat_salt = f"{repeat}"
+        self._salt = f"{repeat}/{part}"
+        if part == 0:
+            self._first.clear()
+
+    def items(self, mix: Mix, count: int, *, first: int = 0, also: str = "", alike: bool = False) -> list[Item]:
+        """Requests whose contents differ from those of other rows, repeats and values of `also`.
+
+        alike: as those of the other rows of this repeat, but for their first tokens.
+        """
+        check_fits(self.target, mix)
+        own = f"{self._salt}/{also}" if also else self._salt
+        salt, lead = (self._repeat_salt, own) if alike else (own, "")
+        return items(mix, self._material, seed=self._seed, salt=salt, lead=lead, count=count, first=first)
+
+    def endless(self, mix: Mix, clients: int) -> list[Iterator[Item]]:
+        """Requests without end for a number of clients."""
+
+        def of_client(client: int) -> Iterator[Item]:
+            for turn in itertools.count():
+                yield from self.items(mix, 1, first=turn * clients + client)
+
+        return [of_client(client) for client in range(clients)]
 
     async def closed(self, clients: Sequence[Iterator[Item]]) -> Run:
         """Each client sends its requests one after the other; clients may share an iterator.
 
-        Raises BenchCancelled, and TargetFailed where no request was answered.
+        Raises TargetFailed where no request was answered.
         """
         began_s, records = time.perf_counter(), list[Record]()
 
@@ -111,13 +159,13 @@ class ClientPool:
             for item in own:
                 await self._ask(item, began_s, records)
 
-        await unless_cancelled(_together([client(own) for own in clients]), self._cancelled)
+        await _together([client(own) for own in clients])
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
     async def opened(self, items: Sequence[Item], max_concurrent: int | None = None) -> Run:
         """Each request is sent when it arrives, or once fewer than `max_concurrent` are under way.
 
-        Raises BenchCancelled, and TargetFailed where no request was answered.
+        Raises TargetFailed where no request was answered.
         """
         began_s, records = time.perf_counter(), list[Record]()
         places = asyncio.Semaphore(max_concurrent or len(items) or 1)
@@ -127,7 +175,7 @@ class ClientPool:
             async with places:
                 await self._ask(item, began_s, records)
 
-        await unless_cancelled(_together([client(item) for item in items]), self._cancelled)
+        await _together([client(item) for item in items])
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
     async def during_streams(
@@ -135,8 +183,8 @@ class ClientPool:
     ) -> tuple[list[Record], Record]:
         """Keep streams going, and send one more once each has had some tokens; the streams, and that one.
 
-        The streams end once each has had as many more after the late one was read. Raises BenchCancelled, and
-        TargetFailed where a stream is not answered.
+        The streams end once each has had as many more after the late one was read. Raises TargetFailed where a stream
+        is not answered.
         """
         began_s, records = time.perf_counter(), list[Record]()
         late_one = Record(late)
@@ -144,52 +192,72 @@ class ClientPool:
         async def client(own: Iterator[Item]) -> None:
             for item in own:
                 records.append(record := Record(item))
-                await ask(self._target, record, began_s)
+                await ask(self.target, record, began_s)
                 if record.error or not record.chunks:
                     raise TargetFailed(record.error or NO_TOKENS)
 
         async def watch() -> None:
             await _have(records, len(streams), settle_tokens)
-            await ask(self._target, late_one, began_s)
-            self._done(late_one)
-            await _have(
-                records, len(streams), sum(_tokens(record) for record in records) // len(streams) + settle_tokens
-            )
+            await ask(self.target, late_one, began_s)
+            self.done(late_one)
+            await _have(records, len(streams), sum(map(_tokens, records)) // len(streams) + settle_tokens)
 
-        async def both() -> None:
-            clients = asyncio.ensure_future(_together([client(own) for own in streams]))
-            watching = asyncio.ensure_future(watch())
-            try:
-                done, _ = await asyncio.wait({clients, watching}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in (clients, watching):
-                    task.cancel()
-                await asyncio.gather(clients, watching, return_exceptions=True)
-
-        await unless_cancelled(both(), self._cancelled)
+        clients = asyncio.ensure_future(_together([client(own) for own in streams]))
+        watching = asyncio.ensure_future(watch())
+        try:
+            done, _ = await asyncio.wait({clients, watching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            clients.cancel()
+            watching.cancel()
+            await asyncio.gather(clients, watching, return_exceptions=True)
         return records, late_one
 
     async def _ask(self, item: Item, began_s: float, records: list[Record]) -> None:
         record = Record(item)
-        await ask(self._target, record, began_s)
+        await ask(self.target, record, began_s)
         records.append(record)
-        self._done(record)
+        self.done(record)
+
+    def first_of_repeat(self, name: str, value: float) -> float:
+        """The first value of this name in this repeat, to which later rows are compared."""
+        return self._first.setdefault(name, value)
+
+    async def read(self, path: str) -> None:
+        """Read a trace on another thread, as the loop may serve others. Raises InvalidRequest."""
+        limit = self.target.max_model_len
+
+        def exchanges() -> tuple[Exchange, ...]:
+            return tuple(usable(read_trace(home_expanded(path)), self._material, limit, MARK_TOKENS))
+
+        self.trace = await asyncio.to_thread(exchanges)
+
+    @property
+    def engine(self) -> EngineHere:
+        """The target as an engine in this process. Raises InvalidRequest."""
+        if not isinstance(self.target, EngineHere):
+            raise InvalidRequest("this bench needs an engine in this process", param="url")
+        return self.target
 
 
-async def unless_cancelled(work: Awaitable[_T], cancelled: Callable[[], bool]) -> _T:
-    """Return its result; where the bench is cancelled meanwhile, cancel it and raise BenchCancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=_POLL_S)
-            if cancelled():
-                raise BenchCancelled
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    return task.result()
+def check_fits(target: Target, mix: Mix) -> None:
+    """Raise InvalidRequest where requests can be longer than the target's context."""
+    check_lengths(target.max_model_len, mix.prompt, mix.output, mix.prefix.tokens if mix.prefix else 0)
+
+
+def check_lengths(limit: int | None, prompt_tokens: Length, output_tokens: Length, shared: int) -> None:
+    """Raise InvalidRequest where a prompt behind a shared prefix and its answer can have more than `limit` tokens."""
+    prompt, output = prompt_tokens.most, output_tokens.most
+    if limit is None or prompt is None or output is None:
+        return
+    if shared + prompt + output > limit:
+        with_prefix = f" behind a prefix of {shared}" if shared else ""
+        raise InvalidRequest(
+            f"prompts of up to {prompt} tokens{with_prefix} and answers of up to {output} do not fit the model's "
+            f"{limit}",
+            param="prompt_tokens",
+        )
 
 
 async def ask(target: Target, record: Record, began_s: float) -> None:
@@ -222,7 +290,7 @@ async def _have(records: Sequence[Record], streams: int, tokens: int) -> None:
         begun = [record for record in records if record.chunks]
         if len(begun) >= streams and sum(map(_tokens, begun)) >= streams * tokens:
             return
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def _note(record: Record, chunk: Chunk, counted: int) -> None:
@@ -240,3 +308,82 @@ async def _together(work: Sequence[Awaitable[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def tpot_s(record: Record) -> float | None:
+    """Seconds per token after the first; 0 for an answer of one token, None where none output_tokens."""
+    if record.ttft_s is None:
+        return None
+    return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1) if record.output_tokens > 1 else 0.0
+
+
+def summarize(run: Run, slo: Slo | None = None) -> Values:
+    """All numbers of a run; None where no request has one."""
+    slo, done, seconds = slo or Slo(), run.answered, run.seconds
+    prompt_tokens = sum(record.prompt_tokens for record in done)
+    output_tokens = sum(record.output_tokens for record in done)
+    within_slo = sum(_is_met(slo, record) for record in done)
+    chunks = sum(len(record.chunks) for record in done)
+    return {
+        "completed": len(done),
+        "failed": len(run.records) - len(done),
+        "duration": seconds,
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / seconds,
+        "request_goodput": within_slo / seconds if slo.is_set else None,
+        "slo_attainment": 100 * within_slo / len(run.records) if slo.is_set and run.records else None,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
+        "tokens_per_chunk": output_tokens / chunks if chunks else None,
+        **_times("ttft", (record.ttft_s for record in done)),
+        **_times("tpot", (tpot_s(record) for record in done if record.output_tokens > 1)),
+        **_times("itl", (gap for record in done for gap in record.gaps_s)),
+        **_times("e2el", (record.e2e_s for record in done)),
+    }
+
+
+def _is_met(slo: Slo, record: Record) -> bool:
+    """Return whether an answer kept the SLO; one without a token keeps no limit on the times between them."""
+    itl_s = tpot_s(record)
+    return not record.error and slo.is_met(record.ttft_s, math.inf if itl_s is None else itl_s, record.e2e_s)
+
+
+def _times(name: str, seconds: Iterable[float | None]) -> Values:
+    """Mean, median, deviation and percentiles in milliseconds."""
+    numbers = [1000 * each for each in seconds if each is not None]
+    found: Values = {
+        f"mean_{name}_ms": statistics.fmean(numbers) if numbers else None,
+        f"median_{name}_ms": statistics.median(numbers) if numbers else None,
+        f"std_{name}_ms": statistics.pstdev(numbers) if numbers else None,
+    }
+    values = percentiles(numbers, *(percent / 100 for percent in _PERCENTILES), interpolate=True)
+    found.update({f"p{percent}_{name}_ms": value for percent, value in zip(_PERCENTILES, values, strict=True)})
+    return found
+
+
+def columns(*shown: str) -> tuple[Column, ...]:
+    """Columns of `summarize`; the table shows the named ones."""
+    return tuple(msgspec.structs.replace(column, shown=column.name in shown) for column in (*_COUNTS, *_time_columns()))
+
+
+_COUNTS = (
+    Column(name="completed", title="answered", digits=0),
+    Column(name="failed", title="failed", digits=0, better="lower"),
+    Column(name="duration", title="took", unit="s"),
+    Column(name="total_input_tokens", title="prompt tokens", digits=0),
+    Column(name="total_output_tokens", title="tokens", digits=0),
+    Column(name="request_throughput", title="requests", unit="req/s", digits=2, better="higher"),
+    Column(name="request_goodput", title="goodput", unit="req/s", digits=2, better="higher"),
+    Column(name="slo_attainment", title="within SLO", unit="%", better="higher"),
+    Column(name="output_throughput", title="output", unit="tok/s", better="higher"),
+    Column(name="total_token_throughput", title="in and out", unit="tok/s", better="higher"),
+    Column(name="tokens_per_chunk", title="tokens per chunk", digits=2),
+)
+
+
+def _time_columns() -> Iterable[Column]:
+    kinds = {"mean": "mean", "median": "p50", "std": "deviation"} | {f"p{each}": f"p{each}" for each in _PERCENTILES}
+    for name, title in _TIMES.items():
+        for kind, statistic in kinds.items():
+            yield Column(name=f"{kind}_{name}_ms", title=f"{title} {statistic}", unit="ms", better="lower")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from collections import Counter
@@ -13,8 +14,8 @@ from typing import TypeVar
 import msgspec
 import psutil
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart, refuse_server
-from console.bench.measure import BenchCancelled, Record, unless_cancelled
+from console.bench.kinds.base import BenchPart, Plan, SkipPart, refuse_server
+from console.bench.measure import BenchContext, Record
 from console.bench.result import (
     BenchProgress,
     BenchResult,
@@ -64,6 +65,25 @@ Report = Callable[[BenchProgress], None]
 _T = TypeVar("_T")
 _REASONS = 3
 """Maximum of reported reasons of failed requests."""
+_POLL_S = 0.05
+
+
+class BenchCancelled(Exception):
+    """The bench was cancelled."""
+
+
+async def unless_cancelled(work: Awaitable[_T], cancelled: Callable[[], bool]) -> _T:
+    """Return its result; where the bench is cancelled meanwhile, cancel it and raise BenchCancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_POLL_S)
+            if cancelled():
+                raise BenchCancelled
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return task.result()
 
 
 async def run_bench(
@@ -118,17 +138,17 @@ class _Running:
 
     async def go(self) -> None:
         """Measure all. Raises EngineError where there is nothing to show for it."""
-        lab = BenchContext(self._target, self._plan.seed, note=self._note, done=self._ended, cancelled=self._cancelled)
+        context = BenchContext(self._target, self._plan.seed, note=self._note, done=self._ended)
         try:
             self._report_progress()
-            await self._unless_cancelled(self._plan.prepare(lab))
-            await self._unless_cancelled(self._plan.warm(lab))
+            await self._unless_cancelled(self._plan.prepare(context))
+            await self._unless_cancelled(self._plan.warm(context))
             self._begin_to_count()
             for repeat in range(self._plan.repeats):
                 for number, part in enumerate(self._parts):
                     if number not in self._skipped:
                         self._repeat, self._at = repeat, number
-                        await self._measure(part, lab)
+                        await self._measure(part, context)
         except BenchCancelled:
             self._complete = False
         except EngineError as error:
@@ -151,13 +171,13 @@ class _Running:
         """Whatever it waits for: workers that drain, loads, answers."""
         return await unless_cancelled(work, self._cancelled)
 
-    async def _measure(self, part: BenchPart, lab: BenchContext) -> None:
+    async def _measure(self, part: BenchPart, context: BenchContext) -> None:
         self._doing = part.title
         self._records.clear()
         self._report_progress()
-        lab.begin(self._repeat, self._at)
+        context.begin(self._repeat, self._at)
         try:
-            values = await self._unless_cancelled(self._plan.measure(part, lab))
+            values = await self._unless_cancelled(self._plan.measure(part, context))
         except SkipPart as reason:
             self._skipped.add(self._at)
             self._note(str(reason))

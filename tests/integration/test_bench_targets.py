@@ -15,8 +15,8 @@ from console.bench.engine_target import EngineTarget
 from console.bench.http_target import HttpTarget
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.latency import Latency
-from console.bench.kinds.load import Load
 from console.bench.kinds.long import Long
+from console.bench.kinds.model_load import Load
 from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.threads import Threads

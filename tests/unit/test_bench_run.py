@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import pytest
 
 from console.bench.kinds import PLANS
-from console.bench.kinds.base import MAX_SEED, BenchContext, Plan, plan_fits
+from console.bench.kinds.base import MAX_SEED, Plan, plan_fits
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.latency import Latency
 from console.bench.kinds.long import gaps
 from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.users import Users
-from console.bench.measure import Record
+from console.bench.measure import BenchContext, Record
 from console.bench.plan_fields import add_flags, plan_of
 from console.bench.result import BenchProgress, Column
 from console.bench.run import failures_text, run_bench
@@ -154,9 +154,9 @@ async def test_requests_that_failed_are_said_with_the_reason_once_they_count() -
 
 async def test_a_failure_while_warming_up_is_not_counted_among_the_rest() -> None:
     class Slow(Users):
-        async def warm(self, lab: BenchContext) -> None:
+        async def warm(self, context: BenchContext) -> None:
             """Plan: two, of which one fails."""
-            await lab.closed([iter(lab.items(self.mix(lab), 2))])
+            await context.closed([iter(context.items(self.mix(context), 2))])
 
     plan = Slow(users=(1,), requests=2, prompt_tokens=SMALL, output_tokens=SMALL)
     assert (await run_bench(plan, FakeTarget(fails=(0,)))).notes == ()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from console.bench.kinds.base import Plan
 from console.bench.kinds.grid import Grid
 from console.bench.kinds.latency import Latency
-from console.bench.kinds.load import Load
 from console.bench.kinds.long import Long
+from console.bench.kinds.model_load import Load
 from console.bench.kinds.prefix import Prefix
 from console.bench.kinds.serve import Serve
 from console.bench.kinds.threads import Threads

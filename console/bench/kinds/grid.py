@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from console.bench.kinds.base import (
-    BenchContext,
     BenchPart,
     Concurrent,
     OutputTokens,
@@ -17,8 +16,8 @@ from console.bench.kinds.base import (
     at_least_one,
     enough,
 )
+from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column, Key, Published
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.errors import InsufficientMemory
@@ -64,37 +63,33 @@ class Grid(Plan, frozen=True, kw_only=True):
     prompt_tokens: PromptTokens = fixed(128)
     output_tokens: OutputTokens = fixed(128)
 
-    def mix(self, lab: BenchContext) -> Mix:
-        """Plan."""
+    def mix(self, context: BenchContext) -> Mix:
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
     def check(self) -> None:
-        """Plan."""
         at_least_one("workers", self.workers)
         at_least_one("max_prompts", self.max_prompts)
         enough(self.requests, self.concurrent)
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return self.concurrent
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         return [
             BenchPart(keys={"workers": workers, "max_prompts": max_prompts}, requests=self.requests)
             for workers in self.workers
             for max_prompts in self.max_prompts
         ]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         """Plan: after a request for each slot, so that no worker is measured while it warms up."""
         workers, max_prompts = int(part.keys["workers"]), int(part.keys["max_prompts"])
         try:
-            await lab.engine.turn(workers=workers, max_prompts=max_prompts)
+            await context.engine.turn(workers=workers, max_prompts=max_prompts)
         except InsufficientMemory as error:
             raise SkipPart(f"{part.title} was not measured: {error.message}") from error
-        first = lab.items(self.mix(lab), workers, also="warm")
-        await lab.closed([iter([item]) for item in first])
-        sent = iter(lab.items(self.mix(lab), self.requests))
-        return summarize(await lab.closed([sent] * self.concurrent))
+        first = context.items(self.mix(context), workers, also="warm")
+        await context.closed([iter([item]) for item in first])
+        sent = iter(context.items(self.mix(context), self.requests))
+        return summarize(await context.closed([sent] * self.concurrent))

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, OutputTokens, Plan, PromptTokens
+from console.bench.kinds.base import BenchPart, OutputTokens, Plan, PromptTokens
+from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.simulation.lengths import fixed
@@ -47,22 +47,19 @@ class Latency(Plan, frozen=True, kw_only=True):
     prompt_tokens: PromptTokens = fixed(32)
     output_tokens: OutputTokens = fixed(200)
 
-    def mix(self, lab: BenchContext) -> Mix:
-        """Plan."""
+    def mix(self, context: BenchContext) -> Mix:
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return 1
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         return [BenchPart(keys={"prompts": self.prompts}, requests=self.prompts)]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         """Plan: means over the requests, time to the first token included."""
-        run = await lab.closed([iter(lab.items(self.mix(lab), self.prompts))])
+        run = await context.closed([iter(context.items(self.mix(context), self.prompts))])
         done = run.answered
         return {
             "tokens_per_s": sum(record.output_tokens / record.e2e_s for record in done) / len(done),

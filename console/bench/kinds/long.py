@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan
-from console.bench.measure import Record
+from console.bench.kinds.base import BenchPart, Plan
+from console.bench.measure import BenchContext, Record, Values
 from console.bench.result import Column
-from console.bench.summary import Values
 from console.bench.target import EngineHere, Target, TargetFailed
 from console.bench.workload import Mix
 from engine.metrics.distributions import percentiles
@@ -50,9 +49,9 @@ class Long(Plan, frozen=True, kw_only=True):
         int, Meta(ge=2 * _SETTLE_TOKENS, le=10**6, description="max tokens of a stream's answer")
     ] = 1024
 
-    def mix(self, lab: BenchContext) -> Mix:
+    def mix(self, context: BenchContext) -> Mix:
         """Plan: of the streams."""
-        return Mix(prompt=self.prompt_tokens, output=fixed(self._stream_tokens(lab.target)))
+        return Mix(prompt=self.prompt_tokens, output=fixed(self._stream_tokens(context.target)))
 
     def _stream_tokens(self, target: Target) -> int:
         limit, prompt = target.max_model_len, self.prompt_tokens.most or 0
@@ -64,29 +63,28 @@ class Long(Plan, frozen=True, kw_only=True):
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return self.streams
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         keys = {"streams": self.streams, "long_tokens": self._long_tokens(target)}
         return [BenchPart(keys=dict(keys), requests=1)]
 
-    async def warm(self, lab: BenchContext) -> None:
+    async def warm(self, context: BenchContext) -> None:
         """Plan: with a short request."""
-        await lab.closed([iter(lab.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
+        await context.closed([iter(context.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         """Plan: with a slot for the long prompt among the streams."""
-        if isinstance(lab.target, EngineHere):
-            workers, max_prompts = lab.target.knobs
+        if isinstance(context.target, EngineHere):
+            workers, max_prompts = context.target.knobs
             if workers * max_prompts <= self.streams:
-                await lab.target.turn(workers=workers, max_prompts=self.streams // workers + 1)
+                await context.target.turn(workers=workers, max_prompts=self.streams // workers + 1)
         tokens = int(part.keys["long_tokens"])
-        [late] = lab.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
+        [late] = context.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
         if tokens < self.long_tokens:
-            lab.note(f"The long prompt has {tokens} tokens: the model takes no more.")
-        streams, long = await lab.during_streams(self.mix(lab), self.streams, late, settle_tokens=_SETTLE_TOKENS)
+            context.note(f"The long prompt has {tokens} tokens: the model takes no more.")
+        endless = context.endless(self.mix(context), self.streams)
+        streams, long = await context.during_streams(endless, late, settle_tokens=_SETTLE_TOKENS)
         if long.error:
             raise TargetFailed(long.error)
         return gaps(streams, long)

@@ -6,10 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Concurrent, OutputTokens, Plan, enough
-from console.bench.measure import Run
+from console.bench.kinds.base import BenchPart, Concurrent, OutputTokens, Plan, enough
+from console.bench.measure import BenchContext, Run, Values, columns, summarize
 from console.bench.result import Column
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix
 from engine.simulation.lengths import Length, fixed
@@ -41,7 +40,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
     prompt_tokens: Annotated[Length, Meta(description="tokens of a prompt after its prefix")] = fixed(64)
     output_tokens: OutputTokens = fixed(16)
 
-    def mix(self, lab: BenchContext) -> Mix:
+    def mix(self, context: BenchContext) -> Mix:
         """Plan: of shared ones."""
         return self._mix(self.prefix_groups)
 
@@ -50,24 +49,20 @@ class Prefix(Plan, frozen=True, kw_only=True):
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens, prefix=prefix)
 
     def check(self) -> None:
-        """Plan."""
         enough(self.requests, self.concurrent)
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return self.concurrent
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         return [BenchPart(keys={"prefix": kind}, requests=self.requests) for kind in (_OWN, _SHARED)]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan."""
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         own = part.keys["prefix"] == _OWN
-        sent = lab.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
+        sent = context.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
         queue = iter(sent)
-        run = await lab.closed([queue] * self.concurrent)
+        run = await context.closed([queue] * self.concurrent)
         tokens = sum(item.prompt.tokens for item in sent)
         groups = [item.group for item in sent if item.group is not None]
         again = (len(groups) - len(set(groups))) * self.prefix_tokens

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, Traced
+from console.bench.kinds.base import BenchPart, Traced
+from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix, PrefixMix, arriving
 from engine.errors import InvalidRequest
@@ -64,36 +64,31 @@ class Serve(Traced, frozen=True, kw_only=True):
     )
     slo_response: Annotated[float | None, Meta(description="max seconds to the last token")] = None
 
-    def mix(self, lab: BenchContext) -> Mix:
-        """Plan."""
+    def mix(self, context: BenchContext) -> Mix:
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
-        return msgspec.structs.replace(super().mix(lab), prefix=prefix if self.prefix_tokens else None)
+        return msgspec.structs.replace(super().mix(context), prefix=prefix if self.prefix_tokens else None)
 
     def check(self) -> None:
-        """Plan."""
         super().check()
         if any(rate <= 0 for rate in self.rates):
             raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return self.max_concurrent or self.requests
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         return [
             BenchPart(keys={"request_rate": _key(rate)}, requests=self.requests, least_s=self.requests / rate)
             for rate in self.rates
         ]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan."""
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         rate = float(part.keys["request_rate"])
-        sent = lab.items(self.mix(lab), self.requests)
+        sent = context.items(self.mix(context), self.requests)
         timed = arriving(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
         slo = Slo(ttft_s=self.slo_ttft, itl_s=self.slo_tpot, e2e_s=self.slo_response)
-        return summarize(await lab.opened(timed, self.max_concurrent or None), slo)
+        return summarize(await context.opened(timed, self.max_concurrent or None), slo)
 
 
 def _key(rate: float) -> float | str:

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, SkipPart, Traced, at_least_one, enough
+from console.bench.kinds.base import BenchPart, SkipPart, Traced, at_least_one, enough
+from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import EngineHere, Target
 from engine.errors import InvalidRequest, ModelLoadFailed
 from engine.simulation.lengths import fixed
@@ -50,14 +50,12 @@ class Threads(Traced, frozen=True, kw_only=True):
     ] = (0, 1, 2, 8)
 
     def check(self) -> None:
-        """Plan."""
         super().check()
         at_least_one("clients", self.clients)
         enough(self.requests, max(self.clients))
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return max(self.clients)
 
     def parts(self, target: Target) -> list[BenchPart]:
@@ -69,17 +67,16 @@ class Threads(Traced, frozen=True, kw_only=True):
             for clients in self.clients
         ]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan."""
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         tokens, clients = int(part.keys["guessed"]), int(part.keys["clients"])
-        here = lab.target if isinstance(lab.target, EngineHere) else None
+        here = context.target if isinstance(context.target, EngineHere) else None
         if here is None:
-            lab.note("A server's speculation is as it was started: it cannot be changed over HTTP.")
+            context.note("A server's speculation is as it was started: it cannot be changed over HTTP.")
         else:
             await _guess(here, tokens)
         before = here.counters() if here else None
-        sent = iter(lab.items(self.mix(lab), self.requests, alike=True))
-        run = await lab.closed([sent] * clients)
+        sent = iter(context.items(self.mix(context), self.requests, alike=True))
+        run = await context.closed([sent] * clients)
         acceptance = None
         if here and before:
             after = here.counters()

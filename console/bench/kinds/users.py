@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from console.bench.kinds.base import BenchContext, BenchPart, OutputTokens, Plan, PromptTokens, at_least_one
+from console.bench.kinds.base import BenchPart, OutputTokens, Plan, PromptTokens, at_least_one
+from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column, Published
-from console.bench.summary import Values, columns, summarize
 from console.bench.target import Target
 from console.bench.workload import Mix
 from engine.simulation.lengths import fixed
@@ -51,28 +51,23 @@ class Users(Plan, frozen=True, kw_only=True):
     prompt_tokens: PromptTokens = fixed(128)
     output_tokens: OutputTokens = fixed(128)
 
-    def mix(self, lab: BenchContext) -> Mix:
-        """Plan."""
+    def mix(self, context: BenchContext) -> Mix:
         return Mix(prompt=self.prompt_tokens, output=self.output_tokens)
 
     def check(self) -> None:
-        """Plan."""
         at_least_one("users", self.users)
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return max(self.users)
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         return [BenchPart(keys={"users": users}, requests=users * self.requests) for users in self.users]
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan."""
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         users = int(part.keys["users"])
-        sent = lab.items(self.mix(lab), users * self.requests)
-        run = await lab.closed([iter(sent[user::users]) for user in range(users)])
+        sent = context.items(self.mix(context), users * self.requests)
+        run = await context.closed([iter(sent[user::users]) for user in range(users)])
         response_s = sum(record.e2e_s for record in run.answered) / len(run.answered)
-        first = lab.first_of_repeat("response_s", response_s)
+        first = context.first_of_repeat("response_s", response_s)
         return {"response_s": response_s, "to_one_user": response_s / first, **summarize(run)}

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from console.bench.kinds.base import BenchContext, BenchPart, Plan, SkipPart
+from console.bench.kinds.base import BenchPart, Plan, SkipPart
+from console.bench.measure import BenchContext, Values
 from console.bench.result import Column
-from console.bench.summary import Values
 from console.bench.target import Target
 
 _BLOCK_BYTES = 1 << 22
@@ -39,29 +39,26 @@ class Load(Plan, frozen=True, kw_only=True):
 
     @property
     def max_concurrent_requests(self) -> int:
-        """Plan."""
         return 1
 
     def parts(self, target: Target) -> list[BenchPart]:
-        """Plan."""
         kinds = ("from disk", "in page cache") if hasattr(os, "posix_fadvise") else ("in page cache",)
         return [BenchPart(keys={"files": kind}, requests=2) for kind in kinds]
 
-    async def warm(self, lab: BenchContext) -> None:
+    async def warm(self, context: BenchContext) -> None:
         """Plan: the model was loaded once already."""
 
-    async def measure(self, part: BenchPart, lab: BenchContext) -> Values:
-        """Plan."""
-        files = [Path(name) for name in lab.engine.weight_files()]
+    async def measure(self, part: BenchPart, context: BenchContext) -> Values:
+        files = [Path(name) for name in context.engine.weight_files()]
         if not files:
             raise SkipPart("The model has no files of weights to be read.")
         forgotten = part.keys["files"] == "from disk"
         read_s = await asyncio.to_thread(read_through, files, forgotten=forgotten)
-        lab.step()
+        context.done(None)
         if forgotten:
             await asyncio.to_thread(forget, files)
-        load_s = await lab.engine.load_s()
-        lab.step()
+        load_s = await context.engine.load_s()
+        context.done(None)
         size_gib = sum(file.stat().st_size for file in files) / _GIB
         return {
             "read_s": read_s,
