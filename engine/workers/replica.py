@@ -16,7 +16,6 @@ from engine.requests.request import Request
 from engine.snapshot import WorkerReading, WorkerState
 from engine.worker_process import protocol
 from engine.worker_process.hosts import WorkerExit, WorkerHost
-from engine.worker_process.protocol import CancelLoad, Command, Event
 from engine.workers.desired_state import DesiredState
 from engine.workers.health import (
     AwakeClock,
@@ -28,118 +27,7 @@ from engine.workers.health import (
     describe_silence,
 )
 
-# HostSupervisor: the hosts of one worker, one after the other. The next starts when nothing is left of the one before.
-
 STOP_PATIENCE_S = 5.0
-
-
-class HostListener(Protocol):
-    """Receiver of the current host's events; those of an earlier one are dropped."""
-
-    def host_started(self) -> None:
-        """It was started, which has its own limits: how long it may be silent counts from now on."""
-
-    def host_event(self, event: Event) -> None:
-        """An event of its worker's."""
-
-    def host_failed(self, error: ErrorInfo) -> None:
-        """It could not be started at all."""
-
-    def host_exited(self, exit_: WorkerExit, *, expected: bool) -> None:
-        """It ended; expected: it was let go before."""
-
-
-class HostSupervisor:
-    """At most one host has the worker at any time. Lives on the loop that made it."""
-
-    def __init__(self, listener: HostListener) -> None:
-        self._listener = listener
-        self._host: WorkerHost | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._disposals: set[asyncio.Task[None]] = set()
-        self._live: list[WorkerHost] = []
-
-    @property
-    def occupied(self) -> bool:
-        """True if there is a current host."""
-        return self._host is not None
-
-    @property
-    def pid(self) -> int | None:
-        """The process it runs in, None for a thread of this one."""
-        return self._host.pid if self._host is not None else None
-
-    def start(self, host: WorkerHost) -> None:
-        """Start the worker in this host, in the background."""
-        self._host = host
-        self._starting = asyncio.get_running_loop().create_task(self._start(host))
-
-    def send(self, command: Command) -> None:
-        """Send the worker a command; nothing happens without one."""
-        if self._host is not None:
-            self._host.send(command)
-
-    def kill(self) -> None:
-        """End at once whatever still runs; who stops it, or waits for that, is done sooner."""
-        for host in self._live:
-            host.kill()
-
-    def let_go(self, *, kill: bool = False) -> None:
-        """Let go of the host: it is stopped in the background. kill: first, for one that would not react."""
-        host, self._host = self._host, None
-        if host is None:
-            return
-        if kill:
-            host.kill()
-        task = asyncio.get_running_loop().create_task(self._dispose(host, self._starting))
-        self._disposals.add(task)
-        task.add_done_callback(self._disposals.discard)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Stop the worker; returns when nothing is left of any host."""
-        if self._starting is not None:
-            await asyncio.wait((self._starting,))
-        if self._host is not None:
-            self._host.send(CancelLoad())
-            await self._host.stop(timeout_s)
-            self._host = None
-        if self._disposals:
-            await asyncio.wait(self._disposals)
-
-    async def _start(self, host: WorkerHost) -> None:
-        while self._disposals and host is self._host:  # the one before may still hold the memory
-            await asyncio.wait(self._disposals)
-        if host is not self._host:
-            return
-        self._live.append(host)
-        try:
-            await host.start(partial(self._on_event, host), partial(self._on_exit, host))
-        except EngineError as error:
-            self._live.remove(host)
-            if host is self._host:
-                self._host = None
-                self._listener.host_failed(error.info)
-        else:
-            if host is self._host:
-                self._listener.host_started()
-
-    async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
-        """Stop a host that may still be starting: it could not be stopped before it has started."""
-        if starting is not None:
-            await asyncio.wait((starting,))
-        await host.stop(STOP_PATIENCE_S)
-
-    def _on_event(self, host: WorkerHost, event: Event) -> None:
-        if host is self._host:
-            self._listener.host_event(event)
-
-    def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
-        self._live.remove(host)
-        expected = host is not self._host
-        if not expected:
-            self._host = None
-        self._listener.host_exited(exit_, expected=expected)
-
 
 _log = logging.getLogger("engine")
 
@@ -164,7 +52,8 @@ class Replica:
     """One worker: starting -> loading -> ready, restarted with back-off when it dies after it was ready.
 
     A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
-    until `restart`. `draining` ones finish what they have and take nothing new.
+    until `restart`. `draining` ones finish what they have and take nothing new. At most one host has the worker at any
+    time: the next one starts when nothing is left of the one before. Events of a host that was let go are dropped.
     hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.health`); 0: never.
     """
 
@@ -197,8 +86,11 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._awake = AwakeClock(self._loop.time())
         self._heartbeat = Heartbeat(self._awake)
-        self._supervisor = HostSupervisor(self)
-        self.desired = DesiredState(load, self._supervisor.send)
+        self._host: WorkerHost | None = None
+        self._live_hosts: list[WorkerHost] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._disposals: set[asyncio.Task[None]] = set()
+        self.desired = DesiredState(load, self._send)
         self._retry: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._reported_error: ErrorInfo | None = None
@@ -209,7 +101,7 @@ class Replica:
     @property
     def pid(self) -> int | None:
         """The process it runs in, None for a thread of this one."""
-        return self._supervisor.pid
+        return self._host.pid if self._host is not None else None
 
     @property
     def planned(self) -> tuple[DeviceShare, ...]:
@@ -253,7 +145,8 @@ class Replica:
         spec = self._owner.placed(self, self.desired.load.spec)
         self.desired.move(spec)
         self.device = spec.device
-        self._supervisor.start(self._new_host(self.id, spec))
+        self._host = self._new_host(self.id, spec)
+        self._starting = self._loop.create_task(self._start(self._host))
         self._set_state("starting")
 
     def restart(self) -> None:
@@ -285,12 +178,12 @@ class Replica:
         request.worker = self.id
         request.tokens_at_start = None
         self.active[request.wire_id] = request
-        self._supervisor.send(protocol.Submit(request=request.for_backend()))
+        self._send(protocol.Submit(request=request.for_backend()))
 
     def forget(self, request: Request) -> None:
         """Stop working on a request."""
         if self.active.pop(request.wire_id, None) is not None:
-            self._supervisor.send(protocol.Cancel(request_id=request.wire_id))
+            self._send(protocol.Cancel(request_id=request.wire_id))
 
     def drain(self) -> None:
         """Take nothing new; `undrain` takes it back."""
@@ -310,8 +203,9 @@ class Replica:
         return self._stopping
 
     def kill(self) -> None:
-        """End its process at once, for who cannot wait for `stop`."""
-        self._supervisor.kill()
+        """End at once whatever still runs of it; who stops it, or waits for that, is done sooner."""
+        for host in self._live_hosts:
+            host.kill()
 
     def reading(self, now: float) -> WorkerReading:
         """Return its state at `now` (the loop's clock); its model and rate are left for others to add."""
@@ -338,25 +232,44 @@ class Replica:
             node=(self.shares[0].device if self.shares else self.device).rpartition("/")[0],
         )
 
-    # -- events -------------------------------------------------------------------------------------------------
-
     def _set_state(self, state: WorkerState) -> None:
         if self.state != "stopping":
             self.state = state
             self._owner.replica_changed(self)
 
-    def host_started(self) -> None:
-        """HostListener: silence counts from now on."""
-        self._heartbeat.begin(self._loop.time())
+    def _send(self, command: protocol.Command) -> None:
+        """Send the worker a command; nothing happens without a host."""
+        if self._host is not None:
+            self._host.send(command)
 
-    def host_event(self, event: protocol.Event) -> None:
-        """HostListener: an event of the worker's."""
+    async def _start(self, host: WorkerHost) -> None:
+        while self._disposals and host is self._host:  # the one before may still hold the memory
+            await asyncio.wait(self._disposals)
+        if host is not self._host:
+            return
+        self._live_hosts.append(host)
+        try:
+            await host.start(partial(self._on_event, host), partial(self._on_exit, host))
+        except EngineError as error:
+            self._live_hosts.remove(host)
+            if host is self._host:
+                self._host = None
+                self._died(error.info)
+        else:
+            if host is self._host:
+                self._heartbeat.begin(self._loop.time())
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def _on_event(self, host: WorkerHost, event: protocol.Event) -> None:
+        if host is not self._host:
+            return
         now = self._loop.time()
         self._heartbeat.sign(event, now)
         match event:
             case protocol.Hello():
                 self._set_state("loading")
-                self._supervisor.send(self.desired.load)
+                self._send(self.desired.load)
             case protocol.Progress(progress=progress):
                 self._heartbeat.progressed(progress, now)
                 self.progress = progress
@@ -383,12 +296,12 @@ class Replica:
                 if self.pid is not None:  # a thread's records are in this process's log already
                     _log.log(level, "%s", message, extra={"source": self.id})
 
-    def host_failed(self, error: ErrorInfo) -> None:
-        """HostListener: the worker could not be started."""
-        self._died(error)
-
-    def host_exited(self, exit_: WorkerExit, *, expected: bool) -> None:
-        """HostListener: the worker ended, of itself or because it was let go."""
+    def _on_exit(self, host: WorkerHost, exit_: WorkerExit) -> None:
+        """The worker ended, of itself or, where it is the current host's no more, because it was let go."""
+        self._live_hosts.remove(host)
+        expected = host is not self._host
+        if not expected:
+            self._host = None
         reported, self._reported_error = self._reported_error, None
         if self.state != "stopping":
             self._log_tail = tuple(exit_.log_tail.splitlines())
@@ -419,8 +332,15 @@ class Replica:
         self._owner.replica_changed(self)
 
     def _let_go(self, *, kill: bool) -> list[Request]:
-        """Let go of the host, and return the requests that it had."""
-        self._supervisor.let_go(kill=kill)
+        """Let go of the host, which is stopped in the background, and return the requests that it had. kill: first, for
+        one that would not react."""
+        host, self._host = self._host, None
+        if host is not None:
+            if kill:
+                host.kill()
+            task = self._loop.create_task(self._dispose(host, self._starting))
+            self._disposals.add(task)
+            task.add_done_callback(self._disposals.discard)
         self.progress, self.stats, self._heartbeat = None, BackendStats(), Heartbeat(self._awake)
         self.desired.attached.clear()
         lost = list(self.active.values())
@@ -432,7 +352,21 @@ class Replica:
         if lost:
             self._owner.replica_lost(self, lost, reason)
 
+    async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
+        """Stop a host that may still be starting: it could not be stopped before it has started."""
+        if starting is not None:
+            await asyncio.wait((starting,))
+        await host.stop(STOP_PATIENCE_S)
+
     async def _stop(self, timeout_s: float) -> None:
+        """Stop the worker; returns when nothing is left of any host."""
         if self._retry is not None:
             self._retry.cancel()
-        await self._supervisor.stop(timeout_s)
+        if self._starting is not None:
+            await asyncio.wait((self._starting,))
+        if self._host is not None:
+            self._host.send(protocol.CancelLoad())
+            await self._host.stop(timeout_s)
+            self._host = None
+        if self._disposals:
+            await asyncio.wait(self._disposals)
