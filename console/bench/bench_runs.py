@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -31,10 +30,15 @@ from engine.errors import EngineBusy, EngineError, InvalidRequest
 from engine.models.files import home_expanded
 from engine.system.tasks import run_detached
 
+log = logging.getLogger(__name__)
+
+FOLDER = "benches"
+"""Of the state folder: every result of a console's bench, as JSON."""
+MAX_LISTED = 500
+_PATIENCE_S = 2.0
+"""What a bench gets to end by itself where the program ends."""
 _LETTERS_PER_TOKEN = 3
 """Of a trace's prompts, at least: to count them exactly takes as long as to make them."""
-
-
 MAX_TOKENS = 500_000
 """Of the prompts of one row: they are made on the engine's loop, which serves no other client meanwhile."""
 MAX_TRACE_BYTES = 64 << 20
@@ -89,23 +93,13 @@ def check_trace(path: str) -> None:
         )
 
 
-class Job(Protocol):
-    """A bench that can begin. `name` is of the bench, `model` of what is asked."""
-
-    @property
-    def name(self) -> str:
-        """Of the bench."""
-
-    @property
-    def model(self) -> str:
-        """Of the model, or where it is asked while that is not known."""
-
-    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
-        """Measure. Raises EngineError."""
+Job = Callable[[Report, Callable[[], bool]], Awaitable[BenchResult]]
+"""A bench that can begin: reports how far it is, and ends early where it is cancelled. Raises EngineError."""
 
 
-async def job_for(order: BenchOrder, plan: Plan, engine: Engine) -> Job:
-    """Return the job of an order. Raises EngineError where it cannot run, or a server does not answer."""
+async def job_for(order: BenchOrder, plan: Plan, engine: Engine) -> tuple[str, Job]:
+    """Return the job of an order, and the name of its model, or its server's address while that is not known. Raises
+    EngineError where it cannot run, or a server does not answer."""
     plan.check()
     if trace := getattr(plan, "trace", ""):
         await asyncio.to_thread(check_trace, trace)
@@ -114,41 +108,8 @@ async def job_for(order: BenchOrder, plan: Plan, engine: Engine) -> Job:
     return await _engine_job(order.model, plan, engine)
 
 
-class EngineJob:
-    """Job: the engine that serves others, too."""
-
-    def __init__(self, engine: Engine, target: EngineTarget, plan: Plan, model: str) -> None:
-        self.name, self.model = plan.name, model
-        self._engine, self._target, self._plan = engine, target, plan
-        self._before = engine.totals().requests
-
-    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
-        """Job: with a note of what others asked meanwhile."""
-        result = await run_bench(self._plan, self._target, report, cancelled)
-        return _with_note(result, self._engine.totals().requests - self._before - self._target.sent)
-
-
-class ServerJob:
-    """Job: a server. Its clients have a thread of their own, so that neither they nor the engine wait for the other."""
-
-    def __init__(self, server: BenchServer, plan: Plan, model: str) -> None:
-        self.name, self.model = plan.name, model or server.url
-        self._server, self._plan = server, plan
-
-    async def run(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
-        """Job."""
-        clients = LoopThread("bench")
-        try:
-            return await asyncio.wrap_future(clients.submit(self._measured(report, cancelled)))
-        finally:
-            await asyncio.to_thread(clients.stop)
-
-    async def _measured(self, report: Report, cancelled: Callable[[], bool]) -> BenchResult:
-        async with _target(self._server) as target:
-            return await run_bench(self._plan, target, report, cancelled)
-
-
-async def _engine_job(model: str, plan: Plan, engine: Engine) -> EngineJob:
+async def _engine_job(model: str, plan: Plan, engine: Engine) -> tuple[str, Job]:
+    """The job of the engine that serves others, too, with a note of what they asked meanwhile."""
     serving = await engine.serving(model)
     target = EngineTarget(engine, model=serving.name, fresh=True)
     if isinstance(plan, Threads):
@@ -156,15 +117,35 @@ async def _engine_job(model: str, plan: Plan, engine: Engine) -> EngineJob:
     parts, mix = plan.parts(target), await _mix(plan, target)
     check_fits(target, mix)
     check_size(plan, parts, _prompt_tokens(mix), engine.config.max_queue)
-    return EngineJob(engine, target, plan, serving.name)
+    before = engine.totals().requests
+
+    async def job(report: Report, cancelled: Callable[[], bool]) -> BenchResult:
+        result = await run_bench(plan, target, report, cancelled)
+        return _with_note(result, engine.totals().requests - before - target.sent)
+
+    return serving.name, job
 
 
-async def _server_job(server: BenchServer, plan: Plan) -> ServerJob:
+async def _server_job(server: BenchServer, plan: Plan) -> tuple[str, Job]:
+    """The job of a server. Its clients have a thread of their own: neither they nor the engine wait for the other."""
     async with _target(server) as target:
         plan.parts(target)
         await _mix(plan, target)
         await target.greet()
-        return ServerJob(server, plan, target.info.model)
+        model = target.info.model or server.url
+
+    async def measured(report: Report, cancelled: Callable[[], bool]) -> BenchResult:
+        async with _target(server) as target:
+            return await run_bench(plan, target, report, cancelled)
+
+    async def job(report: Report, cancelled: Callable[[], bool]) -> BenchResult:
+        clients = LoopThread("bench")
+        try:
+            return await asyncio.wrap_future(clients.submit(measured(report, cancelled)))
+        finally:
+            await asyncio.to_thread(clients.stop)
+
+    return model, job
 
 
 def _target(server: BenchServer) -> HttpTarget:
@@ -190,15 +171,6 @@ def _with_note(result: BenchResult, others: int) -> BenchResult:
         return result
     asked = "1 request of others was" if others == 1 else f"{others:,} requests of others were"
     return msgspec.structs.replace(result, notes=(*result.notes, f"{asked} taken meanwhile, which is in the numbers."))
-
-
-log = logging.getLogger(__name__)
-
-FOLDER = "benches"
-"""Of the state folder: every result of a console's bench, as JSON."""
-MAX_LISTED = 500
-PATIENCE_S = 2.0
-"""What a bench gets to end by itself where the program ends."""
 
 
 class Benches:
@@ -230,11 +202,11 @@ class Benches:
     async def start(self, order: BenchOrder) -> None:
         """See BenchesLink.start."""
         self._refuse_if_busy()
-        job = await job_for(order, plan_of_order(order), self._engine)
+        model, job = await job_for(order, plan_of_order(order), self._engine)
         self._refuse_if_busy()
         self._stopping = False
-        self._report = BenchReport(state="running", bench=job.name, model=job.model)
-        self._task = run_detached(self._to_its_end(job))
+        self._report = BenchReport(state="running", bench=order.bench, model=model)
+        self._task = run_detached(self._run_to_completion(job))
 
     async def cancel(self) -> None:
         """See BenchesLink.cancel."""
@@ -246,9 +218,9 @@ class Benches:
         """End it because the program ends: what waits for a worker is not waited for."""
         if self._task is not None and not self._task.done():
             self._stop()
-            await asyncio.wait((self._task,), timeout=PATIENCE_S)
+            await asyncio.wait((self._task,), timeout=_PATIENCE_S)
             self._task.cancel()
-            await asyncio.wait((self._task,), timeout=PATIENCE_S)
+            await asyncio.wait((self._task,), timeout=_PATIENCE_S)
 
     async def finished(self) -> None:
         """Wait for the end of the one under way."""
@@ -265,16 +237,16 @@ class Benches:
         if self._tuning():
             raise EngineBusy("settings are being tried to find the best; cancel that first", state="tuning")
 
-    async def _to_its_end(self, job: Job) -> None:
+    async def _run_to_completion(self, job: Job) -> None:
         state: BenchState = "failed"
         outcome, number = "It failed; see the log.", 0
         try:
-            result = await job.run(self._set_progress, lambda: self._stopping)
+            result = await job(self._set_progress, lambda: self._stopping)
             state, outcome, number = await self._ended(result)
         except EngineError as error:
             outcome = error.message
         except Exception:
-            log.exception("bench %s failed", job.name)
+            log.exception("bench %s failed", self._report.bench)
         finally:
             self._report = msgspec.structs.replace(self._report, state=state, outcome=outcome, number=number)
 
