@@ -63,7 +63,7 @@ class RequestTracker:
             request.timeline.dispatched(worker, now)
             if request.dispatched is None:
                 request.dispatched = now
-                self._meter.dispatched(model_queue.model, now - request.created)
+                self._meter.count_dispatch(model_queue.model, now - request.created)
         return assigned
 
     def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
@@ -122,7 +122,7 @@ class RequestTracker:
             if output.finish is not None:
                 del replica.active[output.request_id]
                 self._finish(request, output.finish, _error_of(output, replica.id))
-        self._meter.stepped(
+        self._meter.count_steps(
             now,
             model,
             replica.id,
@@ -191,7 +191,7 @@ class RequestTracker:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
         model = request.model_queue.model
-        self._meter.prefilled(now, model, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        self._meter.count_prefill(now, model, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,15 @@ class RequestTracker:
         self._account(request, reason, now)
         request.timeline.leave(now)
         row = request.row(now)
-        self._keep(request, row)
+        self.recent.append(row)
+        self.records.add(
+            row,
+            request.timeline,
+            request.created,
+            params=request.requested_params,
+            adapter=request.adapter,
+            text=self._owner.text_of(request),
+        )
         request.stream.end(reason, error, row, request.timeline.stays(request.created))
         self._owner.finished(request)
 
@@ -240,18 +248,7 @@ class RequestTracker:
         request.model_queue.longest_tokens = max(
             request.model_queue.longest_tokens, finished.prompt_tokens + output_tokens
         )
-        self._meter.finished(now, request.model_queue.model, finished)
-
-    def _keep(self, request: Request, row: RequestRow) -> None:
-        self.recent.append(row)
-        self.records.add(
-            row,
-            request.timeline,
-            request.created,
-            params=request.requested_params,
-            adapter=request.adapter,
-            text=self._owner.text_of(request),
-        )
+        self._meter.count_finish(now, request.model_queue.model, finished)
 
 
 def _now() -> float:

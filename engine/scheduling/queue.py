@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 from engine.requests.request import Request
 from engine.scheduling.routing import Fit, Router, Slot
-from engine.worker_process.protocol import StepBatch
 
 # A priority queue whose items may change their key or leave at any time.
 
@@ -293,6 +292,7 @@ class Dispatcher:
 
     ageing_s: waiting so long is worth one priority.  page_tokens, salt: how workers key the pages that they report
     (LoadedModel.page_tokens, ModelSpec.prefix_salt); where they report none, any will do.
+    router: where a request fits, from what workers report.
     """
 
     def __init__(self, *, ageing_s: float = 30.0, page_tokens: int = 16, salt: bytes = b"") -> None:
@@ -300,7 +300,7 @@ class Dispatcher:
         self._lost = PriorityQueue(ageing_s)
         self._quarantined = PriorityQueue(ageing_s)
         self._patient: dict[int, _PrefixWaiter] = {}
-        self._router = Router(page_tokens, salt)
+        self.router = Router(page_tokens, salt)
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._lost) + len(self._quarantined)
@@ -317,7 +317,7 @@ class Dispatcher:
     def check(self, active: Mapping[str, Request]) -> None:
         """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
         running = {wire_id: request.worker for wire_id, request in active.items()}
-        assert self._router.running == running, f"sent out {self._router.running}, at work {running}"
+        assert self.router.running == running, f"sent out {self.router.running}, at work {running}"
         self._queue.check(Counter(request.client for request in active.values()))
 
     # -- enter and leave ----------------------------------------------------------------------------------------
@@ -361,14 +361,6 @@ class Dispatcher:
             self._send(request, fit, assigned)
         return assigned
 
-    def stepped(self, worker: str, batch: StepBatch) -> None:
-        """A worker reports a step; before `remove` is called for the requests that ended in it."""
-        self._router.stepped(worker, batch)
-
-    def forget_worker(self, worker: str) -> None:
-        """The worker is gone, and its pages with it."""
-        self._router.forget(worker)
-
     def _place_quarantined(
         self, slots: Sequence[Slot], now: float, assigned: list[tuple[Request, str]]
     ) -> Sequence[Slot]:
@@ -382,7 +374,7 @@ class Dispatcher:
             if not empty:
                 emptying = min(slots, key=lambda slot: slot.active, default=None)
                 return [slot for slot in slots if slot is not emptying]
-            fit = self._router.fit(request, empty)
+            fit = self.router.fit(request, empty)
             self._send(request, fit, assigned)
             fit.slot.active = fit.slot.max_prompts
         return slots
@@ -393,7 +385,7 @@ class Dispatcher:
         patient: list[_PrefixWaiter] = []
         for request in self._candidates(now):
             waiter = self._patient.get(request.order)
-            fit = self._router.fit(request, slots, waiter.keys if waiter else None)
+            fit = self.router.fit(request, slots, waiter.keys if waiter else None)
             if not fit.may_wait or (waiter and waiter.overtaken >= MAX_OVERTAKERS):
                 for each in patient:
                     each.overtaken += 1
@@ -424,13 +416,13 @@ class Dispatcher:
 
     def _send(self, request: Request, fit: Fit, assigned: list[tuple[Request, str]]) -> None:
         self._take_out(request)
-        self._router.send(request, fit)
+        self.router.send(request, fit)
         self._queue.start(request.client)
         assigned.append((request, fit.slot.worker))
 
     def _release(self, request: Request) -> bool:
         """Count a request as running no more; False where it did not run."""
-        ran = self._router.release(request)
+        ran = self.router.release(request)
         if ran:
             self._queue.finish(request.client)
         return ran

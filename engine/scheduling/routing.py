@@ -305,7 +305,8 @@ class Router:
         return True
 
     def stepped(self, worker: str, batch: StepBatch) -> None:
-        """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get."""
+        """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get. Before
+        `release` is called for the requests that ended in it."""
         view = self._workers.get(worker)
         if view is None:
             return  # nothing was sent there yet, or it is forgotten
@@ -323,7 +324,7 @@ class Router:
                 self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
 
     def forget(self, worker: str) -> None:
-        """It is gone, and its pages with it."""
+        """The worker is gone, and its pages with it."""
         self._workers.pop(worker, None)
 
     def _offer(self, slot: Slot, keys: Sequence[bytes], tokens: int) -> Offer:

@@ -35,7 +35,7 @@ class Pool:
         self._deployment = deployment
         self._models = deployment.models
         self._desired = ModelDesiredState(spec, deployment.config)
-        self._dispatcher = deployment.model_queue.dispatcher
+        self._router = deployment.model_queue.dispatcher.router
         self._replicas: dict[str, Replica] = {}
         self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -215,9 +215,9 @@ class Pool:
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
-        self._dispatcher.stepped(replica.id, batch)
+        self._router.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
-        self._models.busy_time.stepped(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
+        self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
             self._deployment.worker_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
         self._models.tracker.stepped(replica, batch, before, self._deployment.spec.name)
@@ -231,7 +231,7 @@ class Pool:
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
-        self._dispatcher.forget_worker(replica.id)
+        self._router.forget(replica.id)
         self._models.tracker.lost(replica.id, requests, error)
         self._deployment.workers_changed()
 
@@ -259,7 +259,7 @@ class Pool:
 
     async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
         await stopped
-        self._dispatcher.forget_worker(replica.id)
+        self._router.forget(replica.id)
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)

@@ -51,7 +51,7 @@ class SimulatedWorker:
     def step(self) -> StepBatch:
         """One step for everybody. Answers end at their max_tokens."""
         plan = self.scheduler.plan()
-        sampled = plan.sampled
+        sampled = plan.sampled_sequences
         fed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         answers = sum(seq.num_tokens > seq.prompt_tokens for seq in sampled)
         self.scheduler.commit(plan, [[5]] * len(sampled))
@@ -106,7 +106,7 @@ def run(requests: Many[Request], workers: Many[SimulatedWorker], *, max_prompts:
         while ends and ends[0][0] <= now:
             _, name, batch = heapq.heappop(ends)
             busy.discard(name)
-            dispatcher.stepped(name, batch)
+            dispatcher.router.stepped(name, batch)
             for output in batch.outputs:
                 request = by_id[output.request_id]
                 if output.cached_tokens is not None:

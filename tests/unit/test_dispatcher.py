@@ -52,7 +52,7 @@ def report(
     dispatcher: Dispatcher, worker: str, *, added: list[bytes] | None = None, dropped: list[bytes] | None = None
 ) -> None:
     changes = PrefixChanges(added=tuple(added or ()), dropped=tuple(dropped or ()))
-    dispatcher.stepped(worker, StepBatch(outputs=[], stats=BackendStats(), prefix=changes))
+    dispatcher.router.stepped(worker, StepBatch(outputs=[], stats=BackendStats(), prefix=changes))
 
 
 # --- order ---------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_request_that_lost_its_worker_goes_to_the_head_of_the_queue() -> None:
     dispatcher = queued(lost)
     assigned(dispatcher, 0)
     dispatcher.add(waiting)
-    dispatcher.forget_worker("w0")
+    dispatcher.router.forget("w0")
     dispatcher.add(lost)
     assert [each for each, _ in assigned(dispatcher, 0)] == [lost, waiting]
 
@@ -176,7 +176,7 @@ def test_prompts_that_are_computed_weigh_no_more() -> None:
     dispatcher = queued(long)
     [(_, worker)] = assigned(dispatcher, 0, 0)
     progress = SequenceStats(request_id=long.wire_id, computed_tokens=len(PREFIX) - 10, known_tokens=len(PREFIX))
-    dispatcher.stepped(worker, StepBatch(outputs=[], stats=BackendStats(sequences=(progress,))))
+    dispatcher.router.stepped(worker, StepBatch(outputs=[], stats=BackendStats(sequences=(progress,))))
     dispatcher.add(make_request([7] * 100))
     loads = (0, 1) if worker == "w0" else (1, 0)
     assert [each for _, each in assigned(dispatcher, *loads)] == [worker]
@@ -301,14 +301,14 @@ def test_a_system_prompt_that_scopes_share_is_found_where_another_scope_computed
 
 def test_a_forgotten_worker_holds_no_prefix() -> None:
     dispatcher = holding("w1", PREFIX, "w0")
-    dispatcher.forget_worker("w1")
+    dispatcher.router.forget("w1")
     dispatcher.add(make_request([*PREFIX, 1]))
     assert [worker for _, worker in assigned(dispatcher, 0, 1)] == ["w0"]
 
 
 def test_a_late_report_of_a_forgotten_worker_is_ignored() -> None:
     dispatcher = holding("w1", PREFIX, "w0")
-    dispatcher.forget_worker("w1")
+    dispatcher.router.forget("w1")
     report(dispatcher, "w1", added=page_keys(SALT, PREFIX, PAGE))
     dispatcher.add(make_request([*PREFIX, 1]))
     assert [worker for _, worker in assigned(dispatcher, 0, 1)] == ["w0"]
@@ -382,7 +382,7 @@ def test_short_answers_are_expected_after_short_answers() -> None:
         dispatcher.add(short)
         [(_, worker)] = assigned(dispatcher, 0)
         output = RequestOutput(request_id=short.wire_id, token_ids=[1], finish="stop", cached_tokens=0)
-        dispatcher.stepped(worker, StepBatch(outputs=[output], stats=BackendStats()))
+        dispatcher.router.stepped(worker, StepBatch(outputs=[output], stats=BackendStats()))
         dispatcher.remove(short)
     dispatcher.add(make_request([*PREFIX, 1]))
     assert [worker for _, worker in assigned(dispatcher, 0, 30, max_prompts=40)] == ["w1"]
