@@ -19,7 +19,7 @@ from console.bench.kinds.base import BenchPart
 from console.bench.kinds.threads import Threads
 from console.bench.measure import BenchContext, check_fits
 from console.bench.plan_fields import form_of, plan_from
-from console.bench.result import BenchProgress, BenchResult, write_result
+from console.bench.result import BenchProgress, BenchResult, encoded, write_file
 from console.bench.run import Report, run_bench
 from console.bench.target import Target
 from console.bench.workload import Mix
@@ -271,7 +271,7 @@ class Benches:
         if self._folder is None:
             return 0
         number = BenchHistory(self._folder).add(result)
-        write_result(_file(self._folder, result), result)
+        write_file(_file(self._folder, result), encoded(result), "json")
         return number
 
     # -- results --------------------------------------------------------------------------------------------------

@@ -13,13 +13,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 from console.bench.result import BenchResult, Column, Key, Row
 from console.bench.text import key_text
 from engine.errors import InvalidRequest
-from engine.system.files import replace_file
 from engine.text.printable import printable
 
 # A result as CSV: a line for each row and repeat, for spreadsheets and notebooks.
@@ -55,14 +53,6 @@ def csv_text(result: BenchResult) -> str:
 
 def _plain(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
-
-
-def write_csv(file: Path, result: BenchResult) -> None:
-    """Write it. Raises InvalidRequest where the file cannot be written."""
-    try:
-        replace_file(file, csv_text(result).encode())
-    except OSError as error:
-        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="csv") from error
 
 
 WIDTH, HEIGHT = 860, 440

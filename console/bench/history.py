@@ -40,8 +40,8 @@ class BenchHistoryError(EngineError):
     code = "bench_history"
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """A result in the history, without its numbers. started: ISO 8601, UTC.  target: "engine", or a server's URL."""
+class Kept(msgspec.Struct, frozen=True):
+    """A row of the history: a result without its numbers. started: ISO 8601, UTC.  target: "engine", or a URL."""
 
     id: int
     name: str
@@ -81,7 +81,7 @@ class BenchHistory:
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
         query = f"{_HEADS}{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [_stored(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
+        return [Kept(*row[:-1], complete=bool(row[-1])) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""
@@ -116,16 +116,3 @@ class BenchHistory:
                 yield db
         except (OSError, sqlite3.Error) as error:
             raise BenchHistoryError(f"the history of benches, {self._file}, cannot be {what}: {error}") from None
-
-
-def _stored(row: tuple[Any, ...]) -> Kept:
-    number, name, started, duration_s, model, target, complete = row
-    return Kept(
-        id=number,
-        name=name,
-        started=started,
-        duration_s=duration_s,
-        model=model,
-        target=target,
-        complete=bool(complete),
-    )

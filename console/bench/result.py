@@ -210,12 +210,12 @@ def decoded(content: bytes, name: str) -> BenchResult:
     return result
 
 
-def write_result(file: Path, result: BenchResult) -> None:
-    """Write it. Raises InvalidRequest where the file cannot be written."""
+def write_file(file: Path, content: bytes, param: str) -> None:
+    """Write a result in any form. param: the setting that names the file. Raises InvalidRequest where it cannot be."""
     try:
-        replace_file(file, encoded(result))
+        replace_file(file, content)
     except OSError as error:
-        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="json") from error
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param=param) from error
 
 
 def read_result(file: Path) -> BenchResult:

@@ -13,12 +13,11 @@ from console.bench.comparison import TIE, Comparison, compare
 from console.bench.export import csv_text, plot
 from console.bench.history import BenchHistory, Kept
 from console.bench.kinds import PLANS
-from console.bench.result import BenchResult, encoded, read_result
+from console.bench.result import BenchResult, encoded, read_result, write_file
 from console.bench.text import around, result_text, table, titled
 from console.runtime.output import write
 from console.settings.schema import state_dir
 from engine.errors import InvalidRequest
-from engine.system.files import replace_file
 from engine.text.printable import printable
 
 # `ericllm bench history|show|compare|plot|forget`: results that were kept, as a person or a program reads them.
@@ -55,8 +54,10 @@ def show_results(argv: Sequence[str], parser: argparse.ArgumentParser, folder: P
             history.remove(given.number)
             text = f"result {given.number} is forgotten"
         case _:
-            drawn = plot(find_result(given.result, history), given.column)
-            text = _written(given.out, drawn) if given.out else drawn
+            text = plot(find_result(given.result, history), given.column)
+            if given.out:
+                write_file(given.out, text.encode(), "out")
+                text = f"{given.out} is written"
     write(text.rstrip(), as_json=getattr(given, "as_json", False))
     return 0
 
@@ -157,14 +158,6 @@ def _parse_results(argv: Sequence[str], parser: argparse.ArgumentParser) -> argp
     forgetting = commands.add_parser("forget", help="drop a result from the history")
     forgetting.add_argument("number", type=_whole, help="its number in the history")
     return parser.parse_args(argv)
-
-
-def _written(file: Path, text: str) -> str:
-    try:
-        replace_file(file, text.encode())
-    except OSError as error:
-        raise InvalidRequest(f"{file} cannot be written: {error.strerror or error}", param="out") from error
-    return f"{file} is written"
 
 
 def _whole(text: str) -> int:

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from console.bench.comparison import LIMITS, WORK, compare
-from console.bench.export import csv_text, plot, write_csv
+from console.bench.export import csv_text, plot
 from console.bench.history import FILE, BenchHistory, BenchHistoryError
 from console.bench.kinds import PLANS
-from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, write_result
+from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, encoded, write_file
 from console.cli.bench import comparison_text, find_result, show_results
 from engine.errors import InvalidRequest
 
@@ -151,10 +151,10 @@ def test_csv_has_a_line_for_each_row_and_repeat(tmp_path: Path) -> None:
         ("2", "1", "20.0"),
         ("2", "2", ""),
     ]
-    write_csv(tmp_path / "out.csv", result)
+    write_file(tmp_path / "out.csv", csv_text(result).encode(), "csv")
     assert (tmp_path / "out.csv").read_text() == csv_text(result)
     with pytest.raises(InvalidRequest, match="cannot be written"):
-        write_csv(tmp_path / "out.csv" / "below.csv", result)
+        write_file(tmp_path / "out.csv" / "below.csv", b"", "csv")
 
 
 def test_a_plot_has_a_point_for_each_row_and_a_line_for_each_series() -> None:
@@ -261,7 +261,7 @@ def test_a_result_is_named_by_file_number_or_last(tmp_path: Path) -> None:
     older, newer = made({1: [1.0]}), made({1: [2.0]})
     number = history.add(older)
     history.add(newer)
-    write_result(tmp_path / "r.json", newer)
+    write_file(tmp_path / "r.json", encoded(newer), "json")
     assert find_result(str(number), history) == older == find_result("last~1", history)
     assert find_result("last", history) == newer == find_result(str(tmp_path / "r.json"), history)
     with pytest.raises(InvalidRequest, match="cannot be read"):

@@ -18,7 +18,7 @@ from console.bench.result import (
     encoded,
     merged,
     read_result,
-    write_result,
+    write_file,
 )
 from console.bench.run import these_versions, this_machine
 from console.bench.workload import read_trace
@@ -48,7 +48,7 @@ RESULT = BenchResult(
 
 def test_a_result_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "made" / "result.json"
-    write_result(file, RESULT)
+    write_file(file, encoded(RESULT), "json")
     assert read_result(file) == RESULT
 
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_read_or_written_are_one_sentence(tmp_path: Path) -
     with pytest.raises(InvalidRequest, match="none cannot be read"):
         read_result(tmp_path / "none")
     with pytest.raises(InvalidRequest, match="cannot be written"):
-        write_result(tmp_path, RESULT)
+        write_file(tmp_path, encoded(RESULT), "json")
 
 
 def test_the_machine_says_what_it_is() -> None:

@@ -16,8 +16,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from console.bench.export import plot, write_csv
-from console.bench.result import BenchResult, write_result
+from console.bench.export import csv_text, plot
+from console.bench.result import BenchResult, encoded, write_file
 from console.bench.text import heading_text, published_text, span
 from console.link.benches import BenchEntry
 from console.text import clip
@@ -27,7 +27,6 @@ from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import fitted
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError
-from engine.system.files import replace_file
 
 # The results of benches that are remembered, a row each, the newest first.
 
@@ -177,16 +176,14 @@ class BenchResultScreen(ModalScreen[None]):
             await asyncio.to_thread(_write_files, stem, self._result, column)
         except EngineError as error:
             self.notify(error.message, severity="error", markup=False)
-        except OSError as error:
-            self.notify(f"{stem}.svg cannot be written: {error.strerror}", severity="error", markup=False)
         else:
             self.notify(f"Saved {stem}.json, .csv and .svg", markup=False)
 
 
 def _write_files(stem: Path, result: BenchResult, column: str) -> None:
-    write_result(stem.with_suffix(".json"), result)
-    write_csv(stem.with_suffix(".csv"), result)
-    replace_file(stem.with_suffix(".svg"), plot(result, column).encode())
+    write_file(stem.with_suffix(".json"), encoded(result), "json")
+    write_file(stem.with_suffix(".csv"), csv_text(result).encode(), "csv")
+    write_file(stem.with_suffix(".svg"), plot(result, column).encode(), "svg")
 
 
 def _notes(result: BenchResult) -> Content:
