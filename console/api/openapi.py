@@ -76,7 +76,7 @@ class OpenApi:
         async with self._making:  # takes a while, and needs no key
             if key not in self._made:
                 titles = [reading.title for reading in self._dialects.readings({})]
-                self._made[key] = await asyncio.to_thread(_encoded, places, titles)
+                self._made[key] = await asyncio.to_thread(_encode, places, titles)
         return web.Response(body=self._made[key], content_type="application/json")
 
 
@@ -118,7 +118,7 @@ def document(places: Sequence[Place], version: str, titles: Sequence[str] = ()) 
     }
 
 
-def _encoded(places: Sequence[Place], titles: Sequence[str]) -> bytes:
+def _encode(places: Sequence[Place], titles: Sequence[str]) -> bytes:
     return msgspec.json.encode(document(places, product_version(), titles))
 
 
@@ -223,10 +223,10 @@ class _Schemas:
             unique.values(), schema_hook=_unknown, ref_template=f"{_SCHEMAS}{{name}}"
         )
         names = _names(body_schemas, answer_schemas)
-        self._bodies = _renamed(self._bodies, names[0])
-        self._answers = dict(zip(unique, _renamed(list(found), names[1]), strict=True))
+        self._bodies = _rename(self._bodies, names[0])
+        self._answers = dict(zip(unique, _rename(list(found), names[1]), strict=True))
         self.components = {
-            renames[name]: _renamed(each, renames)
+            renames[name]: _rename(each, renames)
             for components, renames in zip((body_schemas, answer_schemas), names, strict=True)
             for name, each in components.items()
         }
@@ -275,14 +275,14 @@ def _names(of_bodies: Iterable[str], of_answers: Iterable[str]) -> tuple[dict[st
     return bodies, {name: f"{short}Answer" if short in used else short for name, short in answers.items()}
 
 
-def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
+def _rename(schema: Any, names: Mapping[str, str]) -> Any:
     """Return the schema with its components renamed."""
     match schema:
         case list():
-            return [_renamed(each, names) for each in schema]
+            return [_rename(each, names) for each in schema]
         case {"$ref": str(reference)}:
             return {**schema, "$ref": _SCHEMAS + names[reference.removeprefix(_SCHEMAS)]}
         case dict():
-            return {key: _renamed(value, names) for key, value in schema.items()}
+            return {key: _rename(value, names) for key, value in schema.items()}
         case _:
             return schema

@@ -43,7 +43,7 @@ async def test_it_is_made_once_however_many_ask_at_once(whole: Served, monkeypat
         made.append(places)
         return b"{}"
 
-    monkeypatch.setattr("console.api.openapi._encoded", noted)
+    monkeypatch.setattr("console.api.openapi._encode", noted)
     assert await asyncio.gather(*(whole.get("/openapi.json") for _ in range(5))) == [{}] * 5
     assert len(made) == 1
 

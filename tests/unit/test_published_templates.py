@@ -13,7 +13,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from console.api.requests.conversation import read_messages, render
-from console.api.tools import CallReader, Tool, fitting, spoken, tool_use, whole
+from console.api.tools import CallReader, Tool, convert_call_ids, read_answer, tool_use, without_null_content
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.errors import InvalidRequest
 from engine.text.chat_template import ChatTemplate
@@ -69,13 +69,13 @@ def format_of(name: str) -> ToolFormat:
 
 def rendered(name: str, messages: list[dict[str, Any]], *, opens_answer: bool) -> tuple[str, str]:
     """The prompt as it is made here, and as transformers makes it."""
-    turns = fitting(read_messages(messages), format_of(name))
+    turns = convert_call_ids(read_messages(messages), format_of(name))
     options: dict[str, Any] = {"tools": [WEATHER.definition()], "add_generation_prompt": opens_answer}
     template = template_of(name)
     try:
         ours = asyncio.run(template.render(turns, **options))
     except InvalidRequest:
-        turns = spoken(turns)
+        turns = without_null_content(turns)
         ours = asyncio.run(template.render(turns, **options))
     theirs = _compile_jinja_template(template.source).render(messages=turns, documents=None, **TOKENS, **options)
     return ours, theirs
@@ -119,7 +119,7 @@ def test_what_a_published_template_writes_as_a_call_is_read_as_that_call(name: s
         answer = answer.partition(end)[0] if end in answer else answer
     if "<|end_header_id|>" in answer:
         answer = answer.rpartition("<|end_header_id|>")[2]
-    said, [call] = whole(CallReader(format_of(name), [WEATHER]), answer)
+    said, [call] = read_answer(CallReader(format_of(name), [WEATHER]), answer)
     assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
     assert "get_weather" not in said
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.api.tools import (
+    AnswerPiece,
     CallArguments,
-    CallBegan,
-    CallBroken,
-    CallCut,
-    CallEnded,
+    CallEnd,
+    CallMalformed,
     CallReader,
-    Piece,
-    Said,
+    CallStart,
+    CallTruncated,
+    TextPiece,
     Tool,
-    whole,
+    read_answer,
 )
 from console.api.tools.formats import FORMATS, ToolFormat
 
@@ -166,17 +166,17 @@ def reader_of(name: str, which: int = 0, **options: bool) -> CallReader:
     return CallReader(written, TOOLS, **options)
 
 
-def summed(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]], int]:
+def summed(pieces: list[AnswerPiece]) -> tuple[str, list[tuple[str, str]], int]:
     """What is said in all, each call's name and arguments, and how many calls broke."""
-    said = "".join(piece.text for piece in pieces if isinstance(piece, Said))
-    names = [piece.name for piece in pieces if isinstance(piece, CallBegan)]
+    said = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
     texts = ["" for _ in names]
     began = -1
     for piece in pieces:
-        began += isinstance(piece, CallBegan)
+        began += isinstance(piece, CallStart)
         if isinstance(piece, CallArguments):
             texts[began] += piece.text
-    return said, list(zip(names, texts, strict=True)), sum(isinstance(piece, CallBroken) for piece in pieces)
+    return said, list(zip(names, texts, strict=True)), sum(isinstance(piece, CallMalformed) for piece in pieces)
 
 
 def split(text: str, cuts: list[int]) -> list[str]:
@@ -187,7 +187,7 @@ def split(text: str, cuts: list[int]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "which", "text", "said", "calls"), CASES, ids=IDS)
 def test_each_format_is_read(name: str, which: int, text: str, said: str, calls: Calls) -> None:
-    words, found = whole(reader_of(name, which), text)
+    words, found = read_answer(reader_of(name, which), text)
     assert words == said
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
     assert len({call.id for call in found}) == len(found)
@@ -201,9 +201,9 @@ def test_text_that_comes_a_character_at_a_time_is_read_the_same(
     pieces = [piece for character in text for piece in reader.feed(character)] + reader.finish()
     words, found, broken = summed(pieces)
     assert words == said
-    assert [(called, json.loads(arguments)) for called, arguments in found] == calls
+    assert [(has_calls, json.loads(arguments)) for has_calls, arguments in found] == calls
     assert broken == 0
-    assert sum(isinstance(piece, CallEnded) for piece in pieces) == len(calls)
+    assert sum(isinstance(piece, CallEnd) for piece in pieces) == len(calls)
 
 
 @settings(max_examples=200, deadline=None)
@@ -230,14 +230,14 @@ def test_any_split_gives_the_same_calls_and_the_same_text(
 def test_an_answer_cut_off_anywhere_has_its_whole_calls_one_partial_call_and_no_markup(
     name: str, which: int, text: str, said: str, calls: Calls
 ) -> None:
-    _, complete = whole(reader_of(name, which), text)
+    _, complete = read_answer(reader_of(name, which), text)
     openings = of(name, which).shape.openings
     for end in range(len(text) if calls else 0):
-        words, found = whole(reader_of(name, which), text[:end])
-        assert [call.name for call in found] == [called for called, _ in calls][: len(found)]
-        assert not any(call.cut for call in found[:-1])
+        words, found = read_answer(reader_of(name, which), text[:end])
+        assert [call.name for call in found] == [has_calls for has_calls, _ in calls][: len(found)]
+        assert not any(call.truncated for call in found[:-1])
         for call, entire in zip(found, complete, strict=False):
-            assert entire.arguments.startswith(call.arguments) if call.cut else call.arguments == entire.arguments
+            assert entire.arguments.startswith(call.arguments) if call.truncated else call.arguments == entire.arguments
         beyond = words.strip().removeprefix(said.strip()).strip()
         maybe_text = any(opening.startswith(beyond) for opening in openings)
         bare = of(name, which).bare and not found and words == text[:end]
@@ -249,51 +249,51 @@ def test_an_answer_held_to_calls_has_no_text_wherever_it_is_cut_off(
     name: str, which: int, text: str, said: str, calls: Calls
 ) -> None:
     for end in range(len(text) if calls and not said else 0):
-        words, _ = whole(reader_of(name, which, required=True), text[:end])
+        words, _ = read_answer(reader_of(name, which, required=True), text[:end])
         assert words == ""
 
 
 def test_a_partial_call_stops_before_the_tag_that_the_answer_ends_within() -> None:
     head = "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"
     for tail in ("", "\n", "\n</para"):
-        said, [call] = whole(reader_of("Qwen3-Coder"), head + tail)
-        assert (said, call.arguments, call.cut) == ("", '{"city": "Par', True)
-    _, [call] = whole(reader_of("Qwen3-Coder"), head + "is\n</parameter>\n<parameter=days>\n1")
+        said, [call] = read_answer(reader_of("Qwen3-Coder"), head + tail)
+        assert (said, call.arguments, call.truncated) == ("", '{"city": "Par', True)
+    _, [call] = read_answer(reader_of("Qwen3-Coder"), head + "is\n</parameter>\n<parameter=days>\n1")
     assert call.arguments == '{"city": "Paris", "days": '
 
 
 @pytest.mark.parametrize("value", ["4", "-1.5e", "tru", "true"])
 def test_a_value_that_the_answer_may_end_within_is_no_part_of_a_partial_call(value: str) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {{"a": {value}'
-    said, [call] = whole(reader_of("Hermes"), text)
-    assert (said, call.arguments, call.cut) == ("", '{"a": ', True)
+    said, [call] = read_answer(reader_of("Hermes"), text)
+    assert (said, call.arguments, call.truncated) == ("", '{"a": ', True)
 
 
 def test_an_answer_ends_with_calls_only_where_all_are_whole() -> None:
     text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": {"a'
     reader = reader_of("Hermes")
     pieces = [*reader.feed(text), *reader.finish()]
-    assert [type(piece) for piece in pieces][-2:] == [CallArguments, CallCut]
-    assert not reader.called
+    assert [type(piece) for piece in pieces][-2:] == [CallArguments, CallTruncated]
+    assert not reader.has_calls
 
 
 def test_arguments_are_given_as_they_come_after_the_name() -> None:
     reader = reader_of("Hermes")
-    assert reader.feed('Hm.\n<tool_call>\n{"name": "get_wea') == [Said("Hm.")]
+    assert reader.feed('Hm.\n<tool_call>\n{"name": "get_wea') == [TextPiece("Hm.")]
     [began] = reader.feed('ther", "arguments": ')
-    assert isinstance(began, CallBegan)
+    assert isinstance(began, CallStart)
     assert (began.index, began.name) == (0, "get_weather")
     assert reader.feed('{"city": "Pa') == [CallArguments(0, '{"city": "Pa')]
     assert reader.feed('ris"}') == [CallArguments(0, 'ris"}')]
-    assert reader.feed("}") == [CallEnded(0)]
+    assert reader.feed("}") == [CallEnd(0)]
 
 
 def test_what_may_begin_a_call_is_held_back_and_nothing_else() -> None:
     reader = reader_of("Hermes")
-    assert reader.feed("a <b") == [Said("a <b")]
+    assert reader.feed("a <b") == [TextPiece("a <b")]
     assert reader.feed(" <tool") == []
-    assert reader.feed("box> ") == [Said(" <toolbox>")]
-    assert reader.finish() == [Said(" ")]
+    assert reader.feed("box> ") == [TextPiece(" <toolbox>")]
+    assert reader.finish() == [TextPiece(" ")]
 
 
 def test_a_malformed_call_is_broken_off_and_given_as_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -302,19 +302,19 @@ def test_a_malformed_call_is_broken_off_and_given_as_text(caplog: pytest.LogCapt
     said, calls, broken = summed([*reader.feed(text), *reader.finish()])
     assert said == text
     assert (calls, broken) == ([("now", '{"a" ')], 1)
-    assert not reader.called
+    assert not reader.has_calls
     assert "a colon is missing" in caplog.text
-    assert whole(reader_of("Hermes"), text) == (text, ())
+    assert read_answer(reader_of("Hermes"), text) == (text, ())
 
 
 def test_line_breaks_in_a_string_are_mended() -> None:
-    _, [call] = whole(reader_of("Hermes"), '<tool_call>{"name": "now", "arguments": {"a": "b\n\tc"}}</tool_call>')
+    _, [call] = read_answer(reader_of("Hermes"), '<tool_call>{"name": "now", "arguments": {"a": "b\n\tc"}}</tool_call>')
     assert json.loads(call.arguments) == {"a": "b\n\tc"}
 
 
 def test_only_the_first_of_several_calls_is_given_where_one_was_asked_for() -> None:
     text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "get_weather"}</tool_call>'
-    _, calls = whole(reader_of("Hermes", one=True), text)
+    _, calls = read_answer(reader_of("Hermes", one=True), text)
     assert [call.name for call in calls] == ["now"]
 
 
@@ -326,7 +326,7 @@ def test_control_tokens_that_mark_calls_are_never_given_as_text() -> None:
 
 
 def test_ids_are_short_where_the_template_wants_them_so() -> None:
-    _, [call] = whole(reader_of("Mistral"), "[TOOL_CALLS]now[ARGS]{}")
+    _, [call] = read_answer(reader_of("Mistral"), "[TOOL_CALLS]now[ARGS]{}")
     assert len(call.id) == 9
     assert call.id.isalnum()
 
@@ -337,7 +337,7 @@ def test_ids_are_short_where_the_template_wants_them_so() -> None:
 )
 def test_a_parameter_of_any_other_kind_than_a_string_is_what_its_text_is(text: str, value: object) -> None:
     call = f"<function=now>\n<parameter=x>\n{text}\n</parameter>\n</function>"
-    _, [found] = whole(reader_of("Qwen3-Coder"), call)
+    _, [found] = read_answer(reader_of("Qwen3-Coder"), call)
     assert json.loads(found.arguments) == {"x": value}
 
 
@@ -345,7 +345,7 @@ def test_a_parameter_of_any_other_kind_than_a_string_is_what_its_text_is(text: s
 def test_arguments_in_a_string_that_are_no_json_are_no_call(arguments: str) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {json.dumps(arguments)}}}</tool_call>'
     hermes = next(known for known in FORMATS if known.name == "Hermes")
-    assert whole(CallReader(hermes, TOOLS), text) == (text, ())
+    assert read_answer(CallReader(hermes, TOOLS), text) == (text, ())
 
 
 @pytest.mark.parametrize(
@@ -356,4 +356,4 @@ def test_arguments_in_a_string_that_are_no_json_are_no_call(arguments: str) -> N
 def test_half_a_character_makes_no_call(call: str) -> None:
     text = f"<tool_call>{call}</tool_call>"
     hermes = next(known for known in FORMATS if known.name == "Hermes")
-    assert whole(CallReader(hermes, TOOLS), text) == (text, ())
+    assert read_answer(CallReader(hermes, TOOLS), text) == (text, ())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from console.api.tools import Tool, ToolChoice, ToolUse, tool_use, whole
+from console.api.tools import Tool, ToolChoice, ToolUse, read_answer, tool_use
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.backends.base import BackendRequest
 from engine.config import SamplingParams
@@ -58,7 +58,7 @@ def model_of(folder: Path, written: ToolFormat, *, control: bool) -> Tokenizer:
 
 def mask_of(tokenizer: Tokenizer, use: ToolUse) -> GrammarMask:
     """What the answer may be."""
-    params = use.applied(SamplingParams())
+    params = use.apply_to(SamplingParams())
     request = BackendRequest(id="r", prompt_ids=[1], params=params, end_token_ids=(EOS_ID,))
     return GrammarMasks(tokenizer, tokenizer.vocab_size).begin(request).result()
 
@@ -76,7 +76,7 @@ def written_at_random(tokenizer: Tokenizer, use: ToolUse, seed: int, lead: list[
         text += detokenizer.push(token_id)
     for _ in range(MAX_TOKENS):
         assert not mask.error
-        bits = mask.allowed()
+        bits = mask.bitmask()
         allowed = [i for i in range(tokenizer.vocab_size) if bits[i // 8] >> i % 8 & 1]
         assert allowed
         if EOS_ID in allowed:
@@ -101,7 +101,7 @@ def test_whatever_the_grammar_allows_is_a_call_that_fits(
         text = written_at_random(tokenizer, use, seed, [])
         reader = use.reader()
         assert reader is not None
-        said, calls = whole(reader, text)
+        said, calls = read_answer(reader, text)
         assert said == ""
         assert calls
         for call in calls:
@@ -126,14 +126,14 @@ def test_strict_tools_are_held_to_their_schema_when_the_model_calls_at_will(
     use = tool_use(tokenizer, [WEATHER])
     free = mask_of(tokenizer, use)
     for token_id in tokenizer.encode("Just some text, { and < too.", add_special_tokens=False):
-        assert free.allowed()[token_id // 8] >> token_id % 8 & 1
+        assert free.bitmask()[token_id // 8] >> token_id % 8 & 1
         free.accept(token_id)
-    assert free.allowed()[EOS_ID // 8] >> EOS_ID % 8 & 1
+    assert free.bitmask()[EOS_ID // 8] >> EOS_ID % 8 & 1
     lead = tokenizer.encode("Hi. " + written.shape.openings[0], add_special_tokens=False)
     for seed in range(3):
         reader = use.reader()
         assert reader is not None
-        said, calls = whole(reader, written_at_random(tokenizer, use, seed, lead))
+        said, calls = read_answer(reader, written_at_random(tokenizer, use, seed, lead))
         assert said == "Hi."
         assert calls
         assert all(json.loads(call.arguments)["city"] in CITIES for call in calls)
@@ -150,7 +150,7 @@ def test_one_call_is_all_that_is_allowed_where_no_parallel_calls_are_wanted_or_t
     mask, text = mask_of(tokenizer, one), written_at_random(tokenizer, one, 0, [])
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         mask.accept(token_id)
-    assert mask.ended
+    assert mask.is_complete
 
 
 def test_plain_text_of_a_parameter_that_has_to_fit_a_pattern_is_refused_in_strict_tools(tmp_path: Path) -> None:

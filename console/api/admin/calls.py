@@ -90,14 +90,14 @@ class CallEndpoints:
         arguments = await run_offloaded(request, partial(_arguments, call, document, strict=True))
         order = asyncio.create_task(self._operations.carry_out(call, arguments), name=call.name)
         self._orders.add(order)
-        order.add_done_callback(self._ended)
+        order.add_done_callback(self._finish_order)
         if SSE.content_type not in request.headers.get("Accept", ""):
             return json_response({"result": to_plain(await self._done(order))})
         async with ChunkStream(request, self._context.settings) as chunks:
             await chunks.send({"result": to_plain(await self._done(order))})
         return chunks.response
 
-    def _ended(self, order: asyncio.Task[object]) -> None:
+    def _finish_order(self, order: asyncio.Task[object]) -> None:
         """Log a failure, for a client that left before."""
         self._orders.discard(order)
         if not order.cancelled() and (error := order.exception()) is not None:

@@ -286,7 +286,7 @@ def body_of(call: Call, route: Route) -> type[CallBody]:
         elif argument.name in knobs:
             found[argument.name] = _option_field(knobs[argument.name])
         else:
-            found[argument.name] = _bounded(argument.type), ... if argument.required else argument.default
+            found[argument.name] = _with_bounds(argument.type), ... if argument.required else argument.default
     body = create_model(
         f"{call.arguments.__name__}Body", __base__=CallBody, __doc__=inspect.cleandoc(route.about), **found
     )
@@ -319,7 +319,7 @@ def _option_field(setting: FieldInfo) -> Any:
     return Annotated[Annotated[kind, "", *bounds] | None, Field(description=f"{setting.description}.")], None
 
 
-def _bounded(kind: Any) -> Any:
+def _with_bounds(kind: Any) -> Any:
     """Return the type of an argument with its bounds as pydantic has them."""
     if get_origin(kind) is not Annotated:
         return kind

@@ -65,7 +65,7 @@ class DialectRegistry:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of all dialects, each place once."""
         return [
-            first if len(here) == 1 else web.route(first.method, first.path, _shared(here))
+            first if len(here) == 1 else web.route(first.method, first.path, _dispatcher(here))
             for here in self._at.values()
             for first in [next(iter(here.values()))]
         ]
@@ -168,7 +168,7 @@ class DialectRegistry:
         return next(filter(self.is_on, dialects), dialects[0])
 
 
-def _shared(here: Mapping[str, web.RouteDef]) -> Handler:
+def _dispatcher(here: Mapping[str, web.RouteDef]) -> Handler:
     """Return a handler that passes a request to the dialect that it is in."""
 
     async def pass_on(request: web.Request) -> web.StreamResponse:

@@ -8,7 +8,14 @@ from typing import Any
 
 from console.api.http.json_bounds import JsonBounds
 from console.api.requests.parameters import MESSAGE_REFUSED
-from console.api.tools import calling_turn, fitting, format_of, named, result_turn, spoken
+from console.api.tools import (
+    convert_call_ids,
+    format_of,
+    tool_calls_turn,
+    tool_result_turn,
+    with_tool_names,
+    without_null_content,
+)
 from console.api.tools.openai import read_calls
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
@@ -30,7 +37,7 @@ def read_messages(messages: Sequence[object]) -> list[Turn]:
     if not messages:
         raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
     _check_arguments(messages)
-    return named([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
+    return with_tool_names([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
 
 
 def with_negative_prompt(turns: Sequence[Turn], negative_prompt: str) -> list[Turn]:
@@ -77,7 +84,7 @@ async def render(
     except InvalidRequest:
         if all(turn["content"] is not None for turn in turns):
             raise
-        text = await rendered(spoken(turns), client)
+        text = await rendered(without_null_content(turns), client)
     return _up_to_mark(text) if continue_final else text
 
 
@@ -88,7 +95,7 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
         raise InvalidRequest(
             "this model's chat template has no place for the tool_calls of a message", param="messages"
         )
-    return fitting(turns, format_of(tokenizer))
+    return convert_call_ids(turns, format_of(tokenizer))
 
 
 def _check_arguments(messages: Sequence[object]) -> None:
@@ -128,7 +135,7 @@ def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     if role == "assistant" and calls:
         text = "" if content is None else _content(content, where)
         at = f"{where}.tool_calls"
-        return calling_turn(text, read_calls(calls, at), at)
+        return tool_calls_turn(text, read_calls(calls, at), at)
     text = _content(content, where)
     if role != "tool":
         return {"role": role, "content": text}
@@ -136,7 +143,7 @@ def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     if not isinstance(call_id, str) or not call_id:
         at = f"{where}.tool_call_id"
         raise InvalidRequest(f"{at} should be the id of the call that this answers", param=at)
-    return result_turn(call_id, text)
+    return tool_result_turn(call_id, text)
 
 
 def _role(role: object, where: str) -> str:

@@ -5,59 +5,59 @@ and the answer's text to a reader:
 
     use = tool_use(model.tokenizer, tools, ToolChoice("auto"), parallel=True)      # raises InvalidRequest
     prompt = await chat_prompt(model, turns, tools=use.definitions)
-    params = use.applied(params)
+    params = use.apply_to(params)
     reader = use.reader()                                                          # one for each answer
-    pieces = reader.feed(delta.text), reader.finish(); or  text, calls = whole(reader, answer.text)
+    pieces = reader.feed(delta.text), reader.finish(); or  text, calls = read_answer(reader, answer.text)
 """
 
 from console.api.tools.calls import (
+    AnswerPiece,
     CallArguments,
-    CallBegan,
-    CallBroken,
-    CallCut,
-    CallEnded,
+    CallEnd,
+    CallMalformed,
+    CallStart,
+    CallTruncated,
     JsonObject,
-    Piece,
-    Said,
+    TextPiece,
     Tool,
     ToolCall,
     ToolChoice,
     arguments_of,
-    calling_turn,
-    fitting,
-    named,
-    result_turn,
-    spoken,
+    convert_call_ids,
+    tool_calls_turn,
+    tool_result_turn,
+    with_tool_names,
+    without_null_content,
 )
 from console.api.tools.formats import ToolFormat, format_of, require_format
-from console.api.tools.stream_reader import CallReader, whole
+from console.api.tools.stream_reader import CallReader, read_answer
 from console.api.tools.tool_use import NO_TOOLS, ToolUse, finish_of, tool_use
 
 __all__ = [
     "NO_TOOLS",
+    "AnswerPiece",
     "CallArguments",
-    "CallBegan",
-    "CallBroken",
-    "CallCut",
-    "CallEnded",
+    "CallEnd",
+    "CallMalformed",
     "CallReader",
+    "CallStart",
+    "CallTruncated",
     "JsonObject",
-    "Piece",
-    "Said",
+    "TextPiece",
     "Tool",
     "ToolCall",
     "ToolChoice",
     "ToolFormat",
     "ToolUse",
     "arguments_of",
-    "calling_turn",
+    "convert_call_ids",
     "finish_of",
-    "fitting",
     "format_of",
-    "named",
+    "read_answer",
     "require_format",
-    "result_turn",
-    "spoken",
+    "tool_calls_turn",
+    "tool_result_turn",
     "tool_use",
-    "whole",
+    "with_tool_names",
+    "without_null_content",
 ]

@@ -353,7 +353,7 @@ def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Pa
     if types == {"string"}:
         sink.arguments('"')
         ended, ending = (
-            (yield from source.until(endings, lambda text: sink.arguments(_escaped(text)), partial=True)),
+            (yield from source.until(endings, lambda text: sink.arguments(_escape(text)), partial=True)),
             '"',
         )
     else:
@@ -364,7 +364,7 @@ def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Pa
     sink.arguments(ending)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

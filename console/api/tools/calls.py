@@ -48,35 +48,36 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. arguments: a JSON object, as text.  cut: True if the answer, and so that text, ended within the call."""
+    """A call. arguments: a JSON object, as text.  truncated: True if the answer, and so that text, ended within the
+    call."""
 
     id: str
     name: str
     arguments: str
-    cut: bool = False
+    truncated: bool = False
 
 
 JsonObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 """A JSON object as the model wrote it, passed on unparsed."""
 
 
-def arguments_of(text: str, *, cut: bool = False) -> JsonObject:
+def arguments_of(text: str, *, truncated: bool = False) -> JsonObject:
     """Return a call's arguments as part of a one-line JSON document. Within strings, line breaks are escaped.
 
-    cut: True for truncated text: the object has only its complete values.
+    truncated: True for truncated text: the object has only its complete values.
     """
-    if cut:
+    if truncated:
         return msgspec.Raw(msgspec.json.encode(from_json(text, allow_partial=True) if text else {}))
     return msgspec.Raw(text.replace("\r", " ").replace("\n", " ").encode())
 
 
-class Said(msgspec.Struct, frozen=True, tag=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """Text outside of calls."""
 
     text: str
 
 
-class CallBegan(msgspec.Struct, frozen=True, tag=True):
+class CallStart(msgspec.Struct, frozen=True):
     """Start of a call. index: in the answer, from 0; its arguments follow."""
 
     index: int
@@ -84,32 +85,32 @@ class CallBegan(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class CallArguments(msgspec.Struct, frozen=True, tag=True):
+class CallArguments(msgspec.Struct, frozen=True):
     """Part of a call's arguments, which together are a JSON object."""
 
     index: int
     text: str
 
 
-class CallEnded(msgspec.Struct, frozen=True, tag=True):
+class CallEnd(msgspec.Struct, frozen=True):
     """End of a complete call."""
 
     index: int
 
 
-class CallBroken(msgspec.Struct, frozen=True, tag=True):
-    """End of a malformed call. Its text follows as `Said`."""
+class CallMalformed(msgspec.Struct, frozen=True):
+    """End of a malformed call. Its text follows as `TextPiece`."""
 
     index: int
 
 
-class CallCut(msgspec.Struct, frozen=True, tag=True):
+class CallTruncated(msgspec.Struct, frozen=True):
     """End of a call that the end of the answer truncated."""
 
     index: int
 
 
-Piece = Said | CallBegan | CallArguments | CallEnded | CallBroken | CallCut
+AnswerPiece = TextPiece | CallStart | CallArguments | CallEnd | CallMalformed | CallTruncated
 
 
 # Calls and their results as turns of a conversation, as chat templates need them.
@@ -120,7 +121,7 @@ _SHORT_ID = 9
 _ALPHABET = string.digits + string.ascii_letters
 
 
-def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
+def tool_calls_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
     """Return an assistant's turn with its calls; its content is None without text.
 
     where: path of the calls in the request, for errors. Raises InvalidRequest for arguments that are no JSON object.
@@ -136,13 +137,13 @@ def calling_turn(content: str, calls: Sequence[ToolCall], where: str) -> Turn:
     return {"role": "assistant", "content": content or None, "tool_calls": past}
 
 
-def result_turn(call_id: str, content: str, name: str = "") -> Turn:
-    """Return the turn of a call's result. name: of the tool, if known; see `named`."""
+def tool_result_turn(call_id: str, content: str, name: str = "") -> Turn:
+    """Return the turn of a call's result. name: of the tool, if known; see `with_tool_names`."""
     turn: Turn = {"role": "tool", "content": content, "tool_call_id": call_id}
     return turn | {"name": name} if name else turn
 
 
-def named(turns: Sequence[Turn]) -> list[Turn]:
+def with_tool_names(turns: Sequence[Turn]) -> list[Turn]:
     """Add the tool's name, which some templates need, to results whose call is in the conversation."""
     names: dict[object, object] = {}
     result: list[Turn] = []
@@ -154,9 +155,9 @@ def named(turns: Sequence[Turn]) -> list[Turn]:
     return result
 
 
-def fitting(turns: Sequence[Turn], written: ToolFormat | None) -> list[Turn]:
+def convert_call_ids(turns: Sequence[Turn], tool_format: ToolFormat | None) -> list[Turn]:
     """Convert ids of calls for the model's template, as a conversation may have started with another model."""
-    if written is None or not written.short_ids:
+    if tool_format is None or not tool_format.short_ids:
         return list(turns)
     converted: list[Turn] = []
     for turn in turns:
@@ -169,7 +170,7 @@ def fitting(turns: Sequence[Turn], written: ToolFormat | None) -> list[Turn]:
     return converted
 
 
-def spoken(turns: Sequence[Turn]) -> list[Turn]:
+def without_null_content(turns: Sequence[Turn]) -> list[Turn]:
     """Replace content None by "", which not all templates accept."""
     return [turn | {"content": ""} if turn["content"] is None else turn for turn in turns]
 

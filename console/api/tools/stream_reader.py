@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from console.api.tools.calls import (
+    AnswerPiece,
     CallArguments,
-    CallBegan,
-    CallBroken,
-    CallCut,
-    CallEnded,
-    Piece,
-    Said,
+    CallEnd,
+    CallMalformed,
+    CallStart,
+    CallTruncated,
+    TextPiece,
     Tool,
     ToolCall,
 )
@@ -34,8 +34,8 @@ class CallReader:
     """Reads one answer. The result depends on the text, not on how it is split into pieces.
 
     Text before a call is emitted at once, except for white space at its end and what may begin a call. A call is
-    emitted as soon as it has a name; a malformed one ends with CallBroken, and all of its text is emitted as text. One
-    that the end of the answer truncates is emitted so far, and its markers are not text.
+    emitted as soon as it has a name; a malformed one ends with CallMalformed, and all of its text is emitted as text.
+    One that the end of the answer truncates is emitted so far, and its markers are not text.
 
     tools: a bare call (`ToolFormat.bare`) must be of one of them.  one: True to drop calls after the first.
     required: True if the grammar allows only calls, so that a truncated marker belongs to one.
@@ -44,7 +44,7 @@ class CallReader:
 
     def __init__(
         self,
-        written: ToolFormat,
+        tool_format: ToolFormat,
         tools: Sequence[Tool],
         *,
         one: bool = False,
@@ -52,14 +52,14 @@ class CallReader:
         hidden: Sequence[str] = (),
         id_prefix: str = "call_",
     ) -> None:
-        self._format = written
+        self._format = tool_format
         self._schemas = {tool.name: tool.schema for tool in tools}
         self._one = one
         self._required = required
         self._hidden = tuple(hidden)
         self._id_prefix = id_prefix
         self._source = Source()
-        self._pieces: list[Piece] = []
+        self._pieces: list[AnswerPiece] = []
         self._held_space = ""
         self._index = 0
         self._in_call = False
@@ -69,23 +69,23 @@ class CallReader:
         self._advance()
 
     @property
-    def called(self) -> bool:
+    def has_calls(self) -> bool:
         """True if there was a call, and all are complete."""
         return self._index > 0 and not self._cut
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPiece]:
         """Return the pieces of more text."""
         self._source.push(text)
         return self._advance()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPiece]:
         """Return the pieces at the end of the text."""
         self._source.end()
         pieces = self._advance()
         if self._held_space and not self._index:
-            pieces = _merged([*pieces, Said(self._held_space)])
+            pieces = _merge_pieces([*pieces, TextPiece(self._held_space)])
         self._held_space = ""
-        return [piece for piece in pieces if not isinstance(piece, Said)] if self._required else pieces
+        return [piece for piece in pieces if not isinstance(piece, TextPiece)] if self._required else pieces
 
     # Sink of the shapes' parsers.
 
@@ -94,7 +94,7 @@ class CallReader:
         if self._bare and name not in self._schemas:
             raise Malformed(f"there is no tool {name!r}")
         self._in_call = True
-        self._emit(CallBegan(self._index, self._new_id(), name))
+        self._emit(CallStart(self._index, self._new_id(), name))
 
     def member(self, key: str) -> None:
         """Check another member's key. Raises Malformed where a bare call has it: then it is an answer in JSON."""
@@ -107,7 +107,7 @@ class CallReader:
 
     def complete(self) -> None:
         """End the call."""
-        self._emit(CallEnded(self._index))
+        self._emit(CallEnd(self._index))
         self._in_call, self._held_space = False, ""
         self._index += 1
         self._source.mark()
@@ -116,10 +116,10 @@ class CallReader:
         """Return the schema of a tool's arguments."""
         return self._schemas.get(name, {})
 
-    def _advance(self) -> list[Piece]:
+    def _advance(self) -> list[AnswerPiece]:
         next(self._parser, None)
         pieces, self._pieces = self._pieces, []
-        return _merged(pieces)
+        return _merge_pieces(pieces)
 
     def _parse(self) -> Parser[None]:
         source = self._source
@@ -151,7 +151,7 @@ class CallReader:
                 if not may_be_text:
                     log.warning("A tool call of the model is malformed, and returned as text: %s", error)
                 if self._in_call:
-                    self._emit(CallBroken(self._index))
+                    self._emit(CallMalformed(self._index))
                     self._in_call = False
                 self._emit_text((prefix if self._index == before else "") + self._source.consumed)
         self._source.mark()
@@ -159,7 +159,7 @@ class CallReader:
     def _end_within_call(self) -> None:
         """Drop the rest of the text; a call that has a name is truncated."""
         if self._in_call:
-            self._emit(CallCut(self._index))
+            self._emit(CallTruncated(self._index))
             self._cut = not (self._one and self._index)
         self._in_call, self._held_space = False, ""
         self._source.discard_rest()
@@ -172,9 +172,9 @@ class CallReader:
         texts = text.rstrip()
         self._held_space = text[len(texts) :]
         if texts:
-            self._pieces.append(Said(texts))
+            self._pieces.append(TextPiece(texts))
 
-    def _emit(self, piece: Piece) -> None:
+    def _emit(self, piece: AnswerPiece) -> None:
         if not (self._one and self._index):
             self._pieces.append(piece)
 
@@ -184,36 +184,36 @@ class CallReader:
         return f"{self._id_prefix}{uuid.uuid4().hex[:24]}"
 
 
-def whole(reader: CallReader, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Return the text and calls of a whole answer. `reader` must be new."""
+def read_answer(reader: CallReader, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return the text and calls of a complete answer. `reader` must be new."""
     texts: list[str] = []
-    started: dict[int, tuple[CallBegan, list[str]]] = {}
+    started: dict[int, tuple[CallStart, list[str]]] = {}
     calls: list[ToolCall] = []
     for piece in (*reader.feed(text), *reader.finish()):
         match piece:
-            case Said(text=text):
+            case TextPiece(text=text):
                 texts.append(text)
-            case CallBegan(index=index):
+            case CallStart(index=index):
                 started[index] = (piece, [])
             case CallArguments(index=index, text=more):
                 started[index][1].append(more)
-            case CallEnded(index=index) | CallCut(index=index):
+            case CallEnd(index=index) | CallTruncated(index=index):
                 start, arguments = started[index]
-                cut = isinstance(piece, CallCut)
-                calls.append(ToolCall(id=start.id, name=start.name, arguments="".join(arguments), cut=cut))
-            case CallBroken():
+                truncated = isinstance(piece, CallTruncated)
+                calls.append(ToolCall(id=start.id, name=start.name, arguments="".join(arguments), truncated=truncated))
+            case CallMalformed():
                 pass
     return "".join(texts), tuple(calls)
 
 
-def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+def _merge_pieces(pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
     """Merge consecutive texts."""
-    merged: list[Piece] = []
+    merged: list[AnswerPiece] = []
     for piece in pieces:
         last = merged[-1] if merged else None
         match last, piece:
-            case (Said(text=first), Said(text=second)):
-                merged[-1] = Said(first + second)
+            case (TextPiece(text=first), TextPiece(text=second)):
+                merged[-1] = TextPiece(first + second)
             case (CallArguments(index=index, text=first), CallArguments(text=second)):
                 merged[-1] = CallArguments(index, first + second)
             case _:

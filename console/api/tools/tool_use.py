@@ -121,7 +121,7 @@ def _block(tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, requi
             between = '"; "' if tool_format.bare else '"\\n"'
             return _Block(opening, body, between, _objects(shape, tools, schemas))
         case MistralCalls(named=True):
-            rules = _named(tools, schemas, lambda name: f"{_quoted(name)} {spell('[ARGS]')}", "")
+            rules = _call_rules(tools, schemas, lambda name: f"{_quoted(name)} {spell('[ARGS]')}", "")
             return _Block(spell("[TOOL_CALLS]"), "call", "", rules)
         case MistralCalls():
             body = f'/ ?/ "[" {calls} "]"'
@@ -138,10 +138,10 @@ def _objects(shape: JsonCalls, tools: Sequence[Tool], schemas: Sequence[str]) ->
     def prefix(name: str) -> str:
         return _quoted(f'{{"{shape.name}": {json.dumps(name)}, "{shape.arguments}": ')
 
-    return _named(tools, schemas, prefix, '"}"')
+    return _call_rules(tools, schemas, prefix, '"}"')
 
 
-def _named(tools: Sequence[Tool], schemas: Sequence[str], prefix: Callable[[str], str], suffix: str) -> list[str]:
+def _call_rules(tools: Sequence[Tool], schemas: Sequence[str], prefix: Callable[[str], str], suffix: str) -> list[str]:
     """Return one rule per tool, with prefix and suffix of its arguments."""
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
@@ -159,7 +159,7 @@ def _named_block(
         shown = f"{_quoted(f'functions.{name}:')} /[0-9]+/" if shape.numbered else _quoted(name)
         return f"{spell(shape.opening)} {kind} {shown} {spell(shape.separator)} {fence}"
 
-    rules = _named(tools, schemas, prefix, f"{fence_end} {_spell_optional(shape.closing, spell)}")
+    rules = _call_rules(tools, schemas, prefix, f"{fence_end} {_spell_optional(shape.closing, spell)}")
     rules.append('NEWLINE: "\\n"')
     several = "call (NEWLINE? call)*" if parallel else "call"
     body = f"{several} {_spell_optional(shape.section[1], spell)}"
@@ -249,7 +249,7 @@ class ToolUse:
         """Definitions for the chat template; None without tools."""
         return [tool.definition() for tool in self.tools] or None
 
-    def applied(self, params: SamplingParams) -> SamplingParams:
+    def apply_to(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the grammar and tokens for calls. Raises InvalidRequest where they have another
         grammar."""
         if self.tool_format is None:
@@ -309,7 +309,7 @@ def tool_use(
 
 def finish_of(reader: CallReader | None, finish: FinishReason | None) -> FinishReason | Literal["tool_calls"] | None:
     """Return the finish reason in OpenAI's names: `tool_calls` for an answer with complete calls."""
-    return "tool_calls" if reader is not None and reader.called and finish == "stop" else finish
+    return "tool_calls" if reader is not None and reader.has_calls and finish == "stop" else finish
 
 
 def _allows_one_call(tokenizer: Tokenizer) -> bool:

@@ -38,7 +38,7 @@ def read_conversation(system: object, messages: Sequence[object]) -> list[Messag
         turns.append({"role": "system", "content": _text(_blocks(system, "system", ("text",)))})
     for i, message in enumerate(messages):
         turns.extend(_message(message, f"messages[{i}]"))
-    turns = _merged(turns)
+    turns = _merge_turns(turns)
     _check_last(turns[-1], f"messages[{len(messages) - 1}]")
     return turns
 
@@ -94,16 +94,16 @@ def _call(block: Message) -> Message:
     return {"id": block["id"], "type": "function", "function": function}
 
 
-def _merged(turns: Iterable[Message]) -> list[Message]:
+def _merge_turns(turns: Iterable[Message]) -> list[Message]:
     """Join consecutive turns of one side."""
     merged: list[Message] = []
     for role, group in groupby(turns, key=itemgetter("role")):
         of_one_side = list(group)
-        merged.extend([_joined(of_one_side)] if role in _ONE_TURN else of_one_side)
+        merged.extend([_join_turns(of_one_side)] if role in _ONE_TURN else of_one_side)
     return merged
 
 
-def _joined(turns: Sequence[Message]) -> Message:
+def _join_turns(turns: Sequence[Message]) -> Message:
     """Join turns of one side."""
     whole: Message = {**turns[0], "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
     if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:

@@ -26,16 +26,16 @@ from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import ChunkStream, Framing
 from console.api.tools import (
+    AnswerPiece,
     CallArguments,
-    CallBegan,
     CallReader,
+    CallStart,
     JsonObject,
-    Piece,
-    Said,
+    TextPiece,
     ToolUse,
     arguments_of,
     finish_of,
-    whole,
+    read_answer,
 )
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
@@ -174,8 +174,8 @@ EVENTS = Framing("text/event-stream", _as_event, _as_event(b'{"type":"ping"}'))
 
 def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
     """Return the blocks of a whole answer. reader: parses tool calls; None without tools."""
-    prose, calls = (text, ()) if reader is None else whole(reader, text)
-    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments, cut=call.cut)) for call in calls]
+    prose, calls = (text, ()) if reader is None else read_answer(reader, text)
+    used = [ToolUseBlock(call.id, call.name, arguments_of(call.arguments, truncated=call.truncated)) for call in calls]
     return [TextBlock(prose), *used] if prose else [*used]
 
 
@@ -190,7 +190,7 @@ class BlockWriter:
 
     async def text(self, text: str) -> None:
         """Send more of the answer."""
-        for piece in [Said(text)] if self._reader is None else self._reader.feed(text):
+        for piece in [TextPiece(text)] if self._reader is None else self._reader.feed(text):
             await self._piece(piece)
 
     async def finish(self) -> None:
@@ -199,13 +199,13 @@ class BlockWriter:
             await self._piece(piece)
         await self._close()
 
-    async def _piece(self, piece: Piece) -> None:
+    async def _piece(self, piece: AnswerPiece) -> None:
         match piece:
-            case Said(text=text):
+            case TextPiece(text=text):
                 if text:
                     await self._begin(TextBlock(""))
                     await self._chunks.send(BlockDelta(self._index, TextDelta(text)))
-            case CallBegan(id=call_id, name=name):
+            case CallStart(id=call_id, name=name):
                 await self._close()
                 await self._begin(ToolUseBlock(call_id, name, arguments_of("{}")))
             case CallArguments(text=text):
@@ -251,12 +251,12 @@ class Messages:
         body = await read(request, MessagesBody)
         model = await self._context.served(request, body)
         use = await _tool_use(body, model)
-        params = use.applied(sampling_params(body, model, max_tokens=body.max_tokens))
+        params = use.apply_to(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(request, body, model, use)
         call = _Call(model, params, use.reader("toolu_"))
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
-                return json_response(await call.whole(generation))
+                return json_response(await call.answer(generation))
             async with ChunkStream(request, self._context.settings, EVENTS) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
@@ -289,7 +289,7 @@ class _Call:
         self._params = params
         self._reader = reader
 
-    async def whole(self, generation: Generation) -> Message:
+    async def answer(self, generation: Generation) -> Message:
         """Return the whole answer."""
         [answer] = await generation.answers()
         content = blocks_of(answer.text, self._reader)

@@ -78,7 +78,7 @@ class GenerateEndpoints:
             *(web.post(f"/api/{version}/generate", self._generate) for version in VERSIONS),
             web.post("/api/extra/generate/stream", self._stream),
             web.get("/api/extra/generate/check", self._check),
-            web.post("/api/extra/generate/check", self._check_keyed),
+            web.post("/api/extra/generate/check", self._check_by_key),
             web.post("/api/extra/abort", self._abort),
         ]
 
@@ -114,7 +114,7 @@ class GenerateEndpoints:
         return self._pending(request, "")
 
     @describes("The text so far of this client's answer under way", body=KeyBody, optional=True, answer=Checked)
-    async def _check_keyed(self, request: web.Request) -> web.Response:
+    async def _check_by_key(self, request: web.Request) -> web.Response:
         return self._pending(request, (await read(request, KeyBody, absent=b"{}")).genkey)
 
     @describes(

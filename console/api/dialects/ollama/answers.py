@@ -19,7 +19,16 @@ from console.api.requests.logprobs import ChatLogprob, chat_logprobs
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import JSON_LINES, ChunkStream
 from console.api.settings import ApiSettings
-from console.api.tools import CallArguments, CallBegan, CallCut, CallEnded, CallReader, JsonObject, Said, arguments_of
+from console.api.tools import (
+    CallArguments,
+    CallEnd,
+    CallReader,
+    CallStart,
+    CallTruncated,
+    JsonObject,
+    TextPiece,
+    arguments_of,
+)
 from engine.backends.base import FinishReason
 from engine.engine import StreamDelta
 from engine.snapshot import RequestRow
@@ -73,14 +82,14 @@ class Stopwatch:
         """Time spent waiting for the model."""
         return _ns(self._load_s)
 
-    def loaded(self) -> Figures:
+    def load_figures(self) -> Figures:
         """Return the figures of a request that only loads the model."""
         return Figures(total_duration=self.total_ns, load_duration=self.load_ns)
 
     def figures(self, row: RequestRow) -> Figures:
         """Return the figures of a finished answer. row: of the request table."""
         return replace(
-            self.loaded(),
+            self.load_figures(),
             prompt_eval_count=row.prompt_tokens,
             prompt_eval_duration=0 if row.ttft_s is None else _ns(row.ttft_s - row.queued_s),
             eval_count=row.output_tokens,
@@ -156,7 +165,7 @@ class CallCollector:
 
     def __init__(self, reader: CallReader | None) -> None:
         self._reader = reader
-        self._began: CallBegan | None = None
+        self._began: CallStart | None = None
         self._arguments: list[str] = []
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[ToolCalled]]:
@@ -168,14 +177,14 @@ class CallCollector:
         calls: list[ToolCalled] = []
         for piece in (*self._reader.feed(text), *(self._reader.finish() if ended else ())):
             match piece:
-                case Said(text=words):
+                case TextPiece(text=words):
                     prose.append(words)
-                case CallBegan():
+                case CallStart():
                     self._began, self._arguments = piece, []
                 case CallArguments(text=more):
                     self._arguments.append(more)
-                case CallEnded(index=index) | CallCut(index=index) if self._began is not None:
-                    arguments = arguments_of("".join(self._arguments), cut=isinstance(piece, CallCut))
+                case CallEnd(index=index) | CallTruncated(index=index) if self._began is not None:
+                    arguments = arguments_of("".join(self._arguments), truncated=isinstance(piece, CallTruncated))
                     calls.append(ToolCalled(self._began.id, ToolFunction(index, self._began.name, arguments)))
                 case _:
                     self._began = None
@@ -216,7 +225,7 @@ class AnswerWriter:
     ) -> web.StreamResponse:
         """Return the response, sent line by line where it is a stream."""
         if not stream:
-            return json_response(await self._whole(generation))
+            return json_response(await self._complete(generation))
         async with ChunkStream(request, settings, JSON_LINES) as chunks:
             async for delta in self._deltas(generation):
                 prose, calls = self._calls.read(delta.text, ended=delta.finish is not None)
@@ -227,11 +236,13 @@ class AnswerWriter:
                     await chunks.send(self._last("", [], [], generation, delta))
         return chunks.response
 
-    def loaded(self) -> web.Response:
+    def load_answer(self) -> web.Response:
         """Return the answer to a request that only loads the model."""
-        return json_response(self._part("", [], None, done=True, done_reason="load", **asdict(self._watch.loaded())))
+        return json_response(
+            self._part("", [], None, done=True, done_reason="load", **asdict(self._watch.load_figures()))
+        )
 
-    async def _whole(self, generation: Generation) -> AnswerPart:
+    async def _complete(self, generation: Generation) -> AnswerPart:
         deltas = [delta async for delta in self._deltas(generation)]
         prose, calls = self._calls.read("".join(delta.text for delta in deltas), ended=True)
         logprobs = [entry for delta in deltas for entry in self._logprobs(delta)]

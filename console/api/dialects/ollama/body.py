@@ -221,7 +221,7 @@ class OllamaBody(Body):
         """The model's name on this server."""
         return self.model and self.model.removesuffix(LATEST)
 
-    def as_named(self, model: ServedModel) -> ServedModel:
+    def with_client_name(self, model: ServedModel) -> ServedModel:
         """Return the model under the client's name of it, tag included, which answers repeat."""
         return dataclasses.replace(model, name=self.model or model.name)
 

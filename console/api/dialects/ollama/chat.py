@@ -173,9 +173,9 @@ class Chat:
         body = await read(request, ChatBody)
         options = body.read()
         messages = await run_offloaded(request, partial(read_conversation, body.messages))
-        model = body.as_named(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
         if not messages:
-            return AnswerWriter(model, watch, _shape).loaded()
+            return AnswerWriter(model, watch, _shape).load_answer()
         model.check_length(len(messages), "messages")
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
         prompt = await chat_prompt(
@@ -185,7 +185,7 @@ class Chat:
             variables=body.variables,
             tools=use.definitions,
         )
-        params = use.applied(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
+        params = use.apply_to(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         writer = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())
         async with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:

@@ -87,7 +87,7 @@ class Embed:
         body = await read(request, EmbedBody)
         options = _options(body)
         texts = _texts(body.input)
-        model = body.as_named(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
         check_inputs(len(texts), body.dimensions, model, self._context.settings)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(

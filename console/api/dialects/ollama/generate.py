@@ -44,9 +44,9 @@ class Generate:
         body = await read(request, GenerateBody)
         options = body.read()
         _check_raw(body)
-        model = body.as_named(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
         if not body.prompt:
-            return AnswerWriter(model, watch, _loaded).loaded()
+            return AnswerWriter(model, watch, _load_shape).load_answer()
         prompt = await _prompt(body, model)
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
@@ -63,7 +63,7 @@ def _shape(
     return Generated(response=text, context=context, **fields)
 
 
-def _loaded(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+def _load_shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
     return Generated(response=text, **fields)
 
 

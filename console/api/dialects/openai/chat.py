@@ -23,7 +23,17 @@ from console.api.requests.sampling import sampling_params
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import DONE, ChunkStream
-from console.api.tools import CallArguments, CallBegan, CallReader, Piece, Said, ToolCall, ToolUse, finish_of, whole
+from console.api.tools import (
+    AnswerPiece,
+    CallArguments,
+    CallReader,
+    CallStart,
+    TextPiece,
+    ToolCall,
+    ToolUse,
+    finish_of,
+    read_answer,
+)
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.engine import StreamDelta
 from engine.text.tokenizer import IncrementalDetokenizer
@@ -134,12 +144,12 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> ChatAnswer:
     return ChatAnswer(text or None, tool_calls=called)
 
 
-def piece_of(found: Piece) -> ChatPiece | None:
+def piece_of(found: AnswerPiece) -> ChatPiece | None:
     """Return what a chunk carries of a parsed piece; None for the end of a call, which shows by itself."""
     match found:
-        case Said(text=text):
+        case TextPiece(text=text):
             return ChatPiece(content=text)
-        case CallBegan(index=index, id=call_id, name=name):
+        case CallStart(index=index, id=call_id, name=name):
             began = ChatCallPiece(index=index, id=call_id, type="function", function=CalledFunction(name, ""))
             return ChatPiece(tool_calls=[began])
         case CallArguments(index=index, text=text):
@@ -184,12 +194,12 @@ class Chat:
             prompt_logprobs=body.prompt_logprobs,
             negative_prompt_ids=await _negative_prompt_ids(body, model, turns, use),
         )
-        params = use.applied(params)
+        params = use.apply_to(params)
         prompt = await body.prompt(model, turns, use)
         call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
-                return await call.whole(generation)
+                return await call.answer(generation)
             async with ChunkStream(request, self._context.settings) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
@@ -218,7 +228,7 @@ class _Call:
         self._created = now()
         self._fingerprint = model.fingerprint
 
-    async def whole(self, generation: Generation) -> web.Response:
+    async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = await generation.answers()
         return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model)
@@ -256,7 +266,7 @@ class _Call:
 
     def _choice(self, i: int, answer: GeneratedAnswer) -> ChatChoice:
         reader = self._use.reader()
-        message = ChatAnswer(answer.text) if reader is None else message_of(*whole(reader, answer.text))
+        message = ChatAnswer(answer.text) if reader is None else message_of(*read_answer(reader, answer.text))
         finish = finish_of(reader, answer.finish)
         return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
 

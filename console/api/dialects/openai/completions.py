@@ -151,7 +151,7 @@ class Completions:
         call = _Call(body, model, prompts, params)
         async with self._context.generate(request, call.id, body, model, prompts, params) as generation:
             if not body.stream:
-                return await call.whole(generation)
+                return await call.answer(generation)
             async with ChunkStream(request, self._context.settings) as chunks:
                 await call.send(generation, chunks)
             return chunks.response
@@ -171,7 +171,7 @@ class _Call:
         self._fingerprint = model.fingerprint
         self._offsets = [self._offsets_of(prompt) for prompt in prompts for _ in range(body.n)]
 
-    async def whole(self, generation: Generation) -> web.Response:
+    async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
         usage = usage_of(generation)

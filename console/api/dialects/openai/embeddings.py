@@ -98,9 +98,9 @@ class EmbeddingEndpoint:
         model = await self._context.served(request, body)
         check_inputs(count_prompts(body.input, "input"), body.dimensions, model, self._context.settings)
         with errors_name_input():
-            return json_response(await self._embedded(request, body, model))
+            return json_response(await self._embed(request, body, model))
 
-    async def _embedded(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
+    async def _embed(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
         prompts = await read_prompts(body.input, model, "input", empty_texts=False)
         vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
         written = await encode_vectors(vectors, body.encoding_format)

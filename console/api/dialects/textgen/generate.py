@@ -179,7 +179,7 @@ class StreamEndpoint:
         number = 0
         async with (
             self._running.answering(request, "text", body) as live,
-            _watched(request, socket, live),
+            _cancel_on_leave(request, socket, live),
             aclosing(live.pieces()) as pieces,
         ):
             async for piece in pieces:
@@ -194,7 +194,7 @@ class StreamEndpoint:
         reserve_bytes(request, self._context.settings.max_body_bytes)  # aiohttp buffers a message until it is complete
         try:
             async with self._context.waiting(self._context.settings.idle_timeout_s):
-                message = await _received(request, socket)
+                message = await _next_message(request, socket)
         except TimeoutError:
             await socket.close()
             return None
@@ -236,7 +236,9 @@ class StreamEndpoint:
 
 
 @asynccontextmanager
-async def _watched(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> AsyncIterator[None]:
+async def _cancel_on_leave(
+    request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration
+) -> AsyncIterator[None]:
     """Stop the answer when the client leaves, while the context lasts."""
     watching = asyncio.create_task(_watch(request, socket, live))
     try:
@@ -249,7 +251,7 @@ async def _watched(request: web.Request, socket: web.WebSocketResponse, live: Li
 async def _watch(request: web.Request, socket: web.WebSocketResponse, live: LiveGeneration) -> None:
     """Stop the answer when the client leaves or sends a second prompt."""
     try:
-        message = await _received(request, socket)
+        message = await _next_message(request, socket)
     except ConnectionError:
         live.cancel(None)
         return
@@ -258,7 +260,7 @@ async def _watch(request: web.Request, socket: web.WebSocketResponse, live: Live
     )
 
 
-async def _received(request: web.Request, socket: web.WebSocketResponse) -> WSMessage:
+async def _next_message(request: web.Request, socket: web.WebSocketResponse) -> WSMessage:
     """Return the next message, answering pings meanwhile. A flood of pings, all of which aiohttp would answer before it
     serves other clients, ends the connection; raises ConnectionError then."""
     clock = asyncio.get_running_loop().time

@@ -144,7 +144,7 @@ class TgiParameters(Body):
                 "typical_p": 1.0 if self.typical_p is None else self.typical_p,
                 "repetition_penalty": self.repetition_penalty,
                 "frequency_penalty": self.frequency_penalty,
-                "seed": _signed(self.seed),
+                "seed": _signed_seed(self.seed),
                 "stop": self.stop,
                 "include_stop_str_in_output": True,
             }
@@ -181,6 +181,6 @@ def _last(ids: list[int], count: int | None) -> list[int]:
     return ids if count is None else ids[-count:]
 
 
-def _signed(seed: int | None) -> int | None:
+def _signed_seed(seed: int | None) -> int | None:
     """Return a seed of TGI, which has 64 bits, as one of ours, of whose bits one is the sign; -1 is no seed."""
     return None if seed is None else seed % (_SEEDS // 2)

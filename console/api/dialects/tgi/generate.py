@@ -147,16 +147,16 @@ class TokenTexts:
     def next(self, record: TokenLogprob) -> tuple[Token, list[Token]]:
         """Return the next token, and its alternatives, the likeliest first."""
         likeliest = [
-            self._shaped(id_, self._text.bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top
+            self._token(id_, self._text.bytes_of(id_).decode(errors="replace"), logprob) for id_, logprob in record.top
         ]
-        return self._shaped(record.token_id, self.text_of(record.token_id), record.logprob), likeliest
+        return self._token(record.token_id, self.text_of(record.token_id), record.logprob), likeliest
 
     def text_of(self, token_id: int) -> str:
         """Return the next token's part of the text."""
         name = self._text.bytes_of(token_id).decode() if token_id in self._tokenizer.special_ids else ""
         return self._text.push(token_id) or name
 
-    def _shaped(self, token_id: int, text: str, logprob: float) -> Token:
+    def _token(self, token_id: int, text: str, logprob: float) -> Token:
         return Token(token_id, text, max(logprob, LOWEST), token_id in self._tokenizer.special_ids)
 
 
@@ -215,7 +215,7 @@ class GenerateEndpoints:
 
     @describes("Continue a text, as TGI does", body=TgiBody, answer=Generated, example=_EXAMPLE)
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._whole(request, await read(request, TgiBody))
+        return await self._complete(request, await read(request, TgiBody))
 
     @describes("Continue a text token by token, as TGI does", body=TgiBody, event=StreamEvent, example=_EXAMPLE)
     async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
@@ -231,15 +231,15 @@ class GenerateEndpoints:
     async def _either(self, request: web.Request) -> web.StreamResponse:
         """Answer as `stream` says; here, unlike at the other two, the text includes the prompt by default."""
         body = await read(request, TgiBody)
-        answer = self._stream if body.stream else self._whole
+        answer = self._stream if body.stream else self._complete
         return await answer(request, body, compatible=True)
 
-    async def _whole(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.Response:
+    async def _complete(self, request: web.Request, body: TgiBody, *, compatible: bool = False) -> web.Response:
         began = time.monotonic()
         call = await self._read(request, body, full_text=compatible, stream=False)
         async with self._generation(request, call) as generation:
             answers = await generation.answers()
-            shape = partial(_generated, call, answers)
+            shape = partial(_best_answer, call, answers)
             response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model)
             response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
             response.headers["x-generated-tokens"] = str(generation.tokens.output)
@@ -324,7 +324,7 @@ class _Events:
         )
 
 
-def _generated(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
+def _best_answer(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
     """Return the answer, or the best of several: the one whose tokens are likeliest on average."""
     best = max(answers, key=lambda answer: answer.likelihood)
     generated = Generated(generated_text=call.echo + best.text)
