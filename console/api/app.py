@@ -21,7 +21,7 @@ from console.api.http.middleware import (
     counting_middleware,
     dialect_middleware,
     error_middleware,
-    response_signer,
+    response_headers,
 )
 from console.api.http.observability import observability_middleware
 from console.api.http.request_body import (
@@ -39,7 +39,7 @@ from console.api.status_endpoints import Operations
 def application(
     context: ApiContext,
     dialects: DialectRegistry,
-    door: Authenticator,
+    authenticator: Authenticator,
     *,
     on_loopback: Callable[[], bool],
     admin: AdminOperations | None = None,
@@ -53,12 +53,12 @@ def application(
     app = web.Application(
         middlewares=[
             client_address_middleware(settings.trusted_proxies),
-            observability_middleware(context.watchers),
+            observability_middleware(context.observers),
             counting_middleware(traffic, dialects),
             error_middleware,
             pacing_middleware(RequestPacer()),
             guard_middleware(addresses, settings.cors_origins, settings.allowed_hosts, on_loopback),
-            auth_middleware(traffic, door),
+            auth_middleware(traffic, authenticator),
             body_middleware(settings, context.json_bounds),
             dialect_middleware(traffic, dialects),
             response_timeout_middleware(settings),
@@ -74,6 +74,6 @@ def application(
     for routes in endpoints:
         app.add_routes(with_expect_handler(routes))
     app.on_response_prepare.append(
-        response_signer(dialects, cors_headers(settings.cors_origins, dialects.cors_headers))
+        response_headers(dialects, cors_headers(settings.cors_origins, dialects.cors_headers))
     )
     return app

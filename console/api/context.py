@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -23,11 +23,11 @@ from console.api.http.traffic import Traffic, call_of
 from console.api.requests.generation import Generation
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import ModelFields, SamplingFields
-from console.api.requests.served_model import ServedModel, served_model
+from console.api.requests.served_model import ServedModel, adapter_of
 from console.api.settings import ApiSettings
 from engine.config import SamplingParams, format_number
 from engine.engine import Engine
-from engine.errors import EngineClosed, InvalidRequest
+from engine.errors import EngineClosed, InvalidRequest, ModelNotFound
 
 
 class RequestObservers(Collector):
@@ -88,7 +88,7 @@ MAX_REPEATED = 2**20
 class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
-    watchers: the observers of every request.  body_thread: for work on long bodies.
+    observers: of every request.  body_thread: for work on long bodies.
     unnamed_models: names that clients send for the first model.
     """
 
@@ -96,7 +96,7 @@ class ApiContext:
     settings: ApiSettings
     unnamed_models: frozenset[str] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
-    watchers: RequestObservers = field(default_factory=RequestObservers)
+    observers: RequestObservers = field(default_factory=RequestObservers)
     body_thread: SerialThread = field(default_factory=lambda: SerialThread("bodies"))
     _running: set[Generation] = field(default_factory=set)
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
@@ -111,26 +111,39 @@ class ApiContext:
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
 
-    async def served(self, request: web.Request, body: ModelFields) -> ServedModel:
-        """Return the model that a request's body names, waiting while it is loaded or replaced.
+    async def served_model(self, request: web.Request, body: ModelFields) -> ServedModel:
+        """Return the model that a request's body names (the first where it names none), waiting while it is loaded or
+        replaced, with the adapter that `model` or `lora` names.
 
-        Raises as `served_model` does, EngineClosed where the server stops meanwhile, and InvalidRequest for a format
-        that has no grammar.
+        Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, EngineClosed where the
+        server stops meanwhile, and InvalidRequest for a format that has no grammar, or an adapter that cannot be
+        chosen.
         """
         if isinstance(body, SamplingFields) and body.asks_for_format:
             await asyncio.to_thread(body.format, self.settings.max_schema_bytes)
+        name = body.model or ""
         try:
             async with self.waiting():
-                return await served_model(
-                    self.engine,
-                    self.body_thread,
-                    body.model,
-                    body.lora,
-                    client=client_of(request),
-                    unnamed=self.unnamed_models,
-                )
+                try:
+                    serving = await self.engine.serving(name)
+                except ModelNotFound:
+                    if name not in self.unnamed_models:
+                        raise
+                    name = ""
+                    serving = await self.engine.serving(name)
         except TimeoutError:
-            raise _stopped() from None
+            raise _server_stopped() from None
+        return ServedModel(
+            name=name or serving.name,
+            requested_name=name,
+            key=serving.key,
+            adapter=adapter_of(serving, body.lora),
+            loaded=serving.model,
+            tokenizer=serving.tokenizer,
+            thread=self.body_thread,
+            client=client_of(request),
+            shares_system=self.engine.prefix_sharing == "system",
+        )
 
     @asynccontextmanager
     async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
@@ -177,8 +190,7 @@ class ApiContext:
                 param="prompt_logprobs",
             )
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self,
         request: web.Request,
         request_id: str,
@@ -186,12 +198,12 @@ class ApiContext:
         model: ServedModel,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-    ) -> AsyncIterator[Generation]:
-        """Submit a generation; it is cancelled on leaving unless it has ended. Raises InvalidRequest where it exceeds
-        the settings."""
+    ) -> AbstractAsyncContextManager[Generation]:
+        """Return a generation that is submitted on entering, and cancelled on leaving unless it has ended. Raises
+        InvalidRequest where it exceeds the settings."""
         self.check_choices(len(prompts), body.answers_each)
         self._check_prompt_logprobs(prompts, body.answers_each, params, model)
-        params = within(params, self.settings)
+        params = apply_limits(params, self.settings)
         generation = Generation(
             self.engine,
             request_id,
@@ -204,14 +216,12 @@ class ApiContext:
             cache_salt=body.cache_salt,
             priority=-body.priority,
         )
-        async with self._under_way(request, generation):
-            yield generation
+        return self._running_generation(request, generation)
 
-    @asynccontextmanager
-    async def embed(
+    def embed(
         self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
-    ) -> AsyncIterator[Generation]:
-        """Submit a generation of the prompts' vectors: each answer has one, and nothing else."""
+    ) -> AbstractAsyncContextManager[Generation]:
+        """Return a generation of the prompts' vectors, as `generate` does: each answer has one, and nothing else."""
         generation = Generation(
             self.engine,
             request_id,
@@ -223,11 +233,10 @@ class ApiContext:
             priority=-body.priority,
             embed=True,
         )
-        async with self._under_way(request, generation):
-            yield generation
+        return self._running_generation(request, generation)
 
     @asynccontextmanager
-    async def _under_way(self, request: web.Request, generation: Generation) -> AsyncIterator[None]:
+    async def _running_generation(self, request: web.Request, generation: Generation) -> AsyncIterator[Generation]:
         """Submit it; end it on leaving, and count its tokens. Generations of several answers are submitted one after
         the other, so that two which fill the queue together do not fail both."""
         self._running.add(generation)
@@ -235,7 +244,7 @@ class ApiContext:
             async with self._submitting if generation.size > 1 else nullcontext():
                 await generation.submit()
             release_bytes(request)
-            yield
+            yield generation
         finally:
             self._running.discard(generation)
             generation.cancel()
@@ -244,15 +253,15 @@ class ApiContext:
             call.output_tokens += used.output
             add_work(request, generation.work)
 
-    def cut(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel every request under way, with the server's stop as the reason."""
         for generation in tuple(self._running):
-            generation.cancel(_stopped())
+            generation.cancel(_server_stopped())
         for wait in tuple(self._waiting):
             wait.reschedule(asyncio.get_running_loop().time())
 
 
-def within(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
+def apply_limits(params: SamplingParams, settings: ApiSettings) -> SamplingParams:
     """Return the parameters, where an answer without a limit gets that of the settings. Raises InvalidRequest naming
     the field that exceeds them."""
     if len(params.stop) > settings.max_stops:
@@ -275,5 +284,5 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def _stopped() -> EngineClosed:
+def _server_stopped() -> EngineClosed:
     return EngineClosed("The server was stopped before the answer was complete")

@@ -67,7 +67,9 @@ class ApiServer:
         self._context = ApiContext(engine, settings, unnamed)
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
-        self._door = Authenticator(self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote)
+        self._authenticator = Authenticator(
+            self._keys, lambda: self._is_reached_at(self._wanted.host), settings.admin_remote
+        )
         self._certificate: Certificate | None = None
         self._dialects = DialectRegistry(self._context, dialects)
         self._runner: Runner | None = None
@@ -88,11 +90,11 @@ class ApiServer:
             try:
                 self._dialects.switch_off_initially(self._settings.dialects_off)
                 await asyncio.to_thread(self._keys.open)
-                await self._context.watchers.open(self._settings)
+                await self._context.observers.open(self._settings)
                 await self._open()
             except EngineError as error:
                 self._error = error.info
-                await self._context.watchers.close()
+                await self._context.observers.close()
                 raise
             self._traffic.closing, self._error = False, None
             self._saving = self._saving or asyncio.create_task(self._save_regularly())
@@ -131,7 +133,7 @@ class ApiServer:
         return application(
             self._context,
             self._dialects,
-            self._door,
+            self._authenticator,
             on_loopback=lambda: is_loopback(self._wanted.host),
             admin=self._admin,
         )
@@ -153,10 +155,10 @@ class ApiServer:
             if self._listener is not None:
                 listener, self._listener = self._listener, None
                 await listener.close()
-            self._context.cut()
+            self._context.cancel_all()
             await self._traffic.wait_idle(_CANCEL_GRACE_S)
             await self._close_runner()
-            await self._context.watchers.close()
+            await self._context.observers.close()
             if self._saving is not None:
                 self._saving.cancel()
                 self._saving = None
@@ -235,7 +237,7 @@ class ApiServer:
             connections=0 if server is None else len(server.connections),
             requests=self._traffic.total,
             stopping=address is not None and self._traffic.closing,
-            key_required=self._keys.required or (address is not None and self._door.key_required),
+            key_required=self._keys.required or (address is not None and self._authenticator.key_required),
             no_auth=self._settings.no_auth,
             tls=self._settings.tls_cert is not None,
             error=self._error,

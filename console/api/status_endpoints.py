@@ -81,7 +81,7 @@ class Operations:
         self._context = context
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(SnapshotCollector(context.engine.snapshot, context.engine.usage))
-        self._registry.register(context.watchers)
+        self._registry.register(context.observers)
 
     def routes(self) -> list[web.RouteDef]:
         """Return their places and handlers."""

@@ -58,7 +58,7 @@ def test_a_probability_of_zero_is_valid_json(tokenizer: Tokenizer) -> None:
 def test_offsets_are_those_of_the_text(
     tokenizer: Tokenizer, text: str, token_ids: list[int], offsets: list[int]
 ) -> None:
-    found = TextOffsets.within(text, tokenizer)
+    found = TextOffsets.in_text(text, tokenizer)
     assert [found.push(token_id) for token_id in token_ids] == offsets
 
 
@@ -73,7 +73,7 @@ def test_skipped_control_tokens_take_no_room_in_an_answer(tokenizer: Tokenizer) 
 def test_tokens_lie_in_the_text_where_their_offsets_say(kind: str, text: str) -> None:
     tokenizer = Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
     token_ids = tokenizer.encode(text)
-    offsets = TextOffsets.within(text, tokenizer)
+    offsets = TextOffsets.in_text(text, tokenizer)
     starts = [offsets.push(token_id) for token_id in token_ids]
     pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     assert "".join(pieces) == text
@@ -86,6 +86,6 @@ def test_tokens_lie_in_the_text_where_their_offsets_say(kind: str, text: str) ->
 def test_the_tokens_of_an_echoed_prompt_spell_it(kind: str, text: str) -> None:
     tokenizer = Tokenizer(getattr(tiny_tokenizers, kind)(), TokenizerFolder())
     token_ids = [*tokenizer.encode(text, add_special_tokens=False)]
-    offsets = TextOffsets.within(text, tokenizer)
+    offsets = TextOffsets.in_text(text, tokenizer)
     shaped = completion_logprobs(token_ids, [None] * len(token_ids), offsets=offsets, top=0)
     assert "".join(shaped.tokens) == text

@@ -265,4 +265,4 @@ async def test_nothing_of_it_is_imported_or_sent_unless_it_is_asked_for(api: Ser
     ran = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "False\n", ran.stderr
     await api.post("/v1/completions", prompt="x", max_tokens=1)
-    assert len(list(api.server._context.watchers)) == 1
+    assert len(list(api.server._context.observers)) == 1

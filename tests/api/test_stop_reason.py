@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from console.api.http.serial_thread import SerialThread
-from console.api.requests.served_model import served_model
+from console.api.requests.served_model import ServedModel
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, saying
 from tests.fakes.model import EOS_ID
@@ -75,7 +75,16 @@ async def test_every_answer_and_chunk_has_one_fingerprint(api: Served, path: str
 
 
 async def test_a_fingerprint_changes_with_what_computes_the_answer(api: Served) -> None:
-    model = await served_model(api.engine, SerialThread("test"), "")
+    serving = await api.engine.serving()
+    model = ServedModel(
+        name=serving.name,
+        requested_name="",
+        key=serving.key,
+        adapter=serving.adapter,
+        loaded=serving.model,
+        tokenizer=serving.tokenizer,
+        thread=SerialThread("test"),
+    )
     loaded = model.loaded
     others = [
         msgspec.structs.replace(loaded, dtype="bfloat16"),

@@ -55,16 +55,16 @@ def test_an_option_goes_from_every_door_to_the_worker(name: str, folder: Path) -
     own = LoadOptions(**{name: value})
     assert from_plain(to_plain(own), LoadOptions) == own
     sent = list(value) if isinstance(value, tuple) else value
-    assert LoadBody.of({"model": "m", name: sent}).arguments["changes"] == own
+    assert LoadBody.from_document({"model": "m", name: sent}).arguments["changes"] == own
     if knob := OPTIONS[name][1].knob:
-        assert LoadBody.of({"model": "m", knob: sent}).arguments["changes"] == own
+        assert LoadBody.from_document({"model": "m", knob: sent}).arguments["changes"] == own
 
     backends = OPTIONS[name][1].backends or ("torch",)
     entry = msgspec.structs.replace(MODELS[1], backend=backends[0])
     form = LoadForm(entry, LoadOptions(), LoadOptions(), shows_all=True)
     assert name in [field.name for field in form.fields]
     typed = ",".join(map(str, value)) if isinstance(value, tuple) else {True: "on", False: "off"}.get(value, str(value))
-    assert form.entered(name, typed).own == own
+    assert form.with_text(name, typed).own == own
 
     settings = changed(Settings(), own.as_settings())
     assert getattr(settings, name) != getattr(Settings(), name)
@@ -85,7 +85,7 @@ def test_every_field_of_a_spec_that_is_asked_for_is_an_option() -> None:
 
 def test_an_option_out_of_its_settings_bounds_is_refused_everywhere() -> None:
     with pytest.raises(InvalidRequest, match="num_workers"):
-        LoadBody.of({"model": "m", "num_workers": 65})
+        LoadBody.from_document({"model": "m", "num_workers": 65})
     with pytest.raises(InvalidRequest, match="num_workers"):
         changed(Settings(), LoadOptions(num_workers=65).as_settings())
     form = LoadForm(MODELS[1], LoadOptions(num_workers=65), LoadOptions())

@@ -43,42 +43,42 @@ def client_address_middleware(proxies: Sequence[Network]) -> Middleware:
 
     @web.middleware
     async def resolve(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[_CLIENT] = _resolved(peer_of(request), request.headers.getall(_HEADER, ()), proxies)
+        request[_CLIENT] = _resolve(peer_of(request), request.headers.getall(_HEADER, ()), proxies)
         return await handler(request)
 
     return resolve
 
 
-def _resolved(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -> str:
+def _resolve(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -> str:
     """Return the last address that is not a trusted proxy's. Each proxy appends the address it was called from; entries
     before the first untrusted one may be forged."""
     hops = [hop.strip() for line in forwarded for hop in line.split(",")]
-    address = _plain(peer)
+    address = _without_port(peer)
     while hops and _is_trusted(address, proxies):
-        hop = _plain(hops.pop())
-        if _parsed(hop) is None:
+        hop = _without_port(hops.pop())
+        if _parse(hop) is None:
             break
         address = hop
     return address
 
 
-def _plain(address: str) -> str:
+def _without_port(address: str) -> str:
     """Remove the port, and map IPv4-in-IPv6 addresses to IPv4."""
     if address.startswith("["):
         address = address[1:].partition("]")[0]
     elif address.count(":") == 1:
         address = address.partition(":")[0]
-    parsed = _parsed(address)
+    parsed = _parse(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return address if parsed is None else str(mapped or parsed)
 
 
 def _is_trusted(address: str, proxies: Sequence[Network]) -> bool:
-    parsed = _LOOPBACK if address == UNIX else _parsed(address)
+    parsed = _LOOPBACK if address == UNIX else _parse(address)
     return parsed is not None and any(parsed in network for network in proxies)
 
 
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(address)
     except ValueError:

@@ -90,18 +90,13 @@ def requested_hosts(request: web.Request) -> list[str]:
 
 def is_own_host(named: str, hosts: Collection[str]) -> bool:
     """Return whether a name, with or without a port, is one of this server on loopback."""
-    name = _named_host(named)
-    return is_loopback(name) or name.endswith(".localhost") or ANY_HOST in hosts or name in hosts
-
-
-def _named_host(named: str) -> str:
-    """Return the name in a Host header, "" where it is invalid."""
     try:
         parts = urlsplit(f"//{named}")
         _ = parts.port  # raises ValueError where it is no port
-        return (parts.hostname or "").rstrip(".")
+        name = (parts.hostname or "").rstrip(".")
     except ValueError:
-        return ""
+        name = ""
+    return is_loopback(name) or name.endswith(".localhost") or ANY_HOST in hosts or name in hosts
 
 
 def _is_open(origin: str, request: web.Request, origins: Collection[str]) -> bool:

@@ -176,9 +176,9 @@ def pacing_middleware(pacer: RequestPacer) -> Middleware:
     """Pace all requests except health checks of load balancers, which must always be answered."""
 
     @web.middleware
-    async def take_turn(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def pace(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
             await pacer.take()
         return await handler(request)
 
-    return take_turn
+    return pace

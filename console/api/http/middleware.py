@@ -18,7 +18,7 @@ from console.api.http.errors import BadHttp, DialectOff, InternalError, MethodNo
 from console.api.http.observability import CLIENT_CLOSED_STATUS
 from console.api.http.request_body import too_large
 from console.api.http.scopes import ADMIN, OPEN_PATHS, READ_METHODS, is_read_only
-from console.api.http.traffic import Traffic, attach_call, call_of, error_reply, find_call, record_client_closed
+from console.api.http.traffic import CALL, Traffic, call_of, error_reply, find_call, record_client_closed
 from engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger("api")
@@ -42,9 +42,10 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
         clock = asyncio.get_running_loop().time
         began = clock()
         agent = request.headers.get("User-Agent", "")
-        call = attach_call(request, traffic.enter(client_address(request), agent, request.method, request.path))
+        call = request[CALL] = traffic.enter(client_address(request), agent, request.method, request.path)
         call.format_error = dialects.error_formatter(request)
-        call.request_id = _id_of(request)
+        given_id = request.headers.get(REQUEST_ID, "")  # the client's, where it is harmless
+        call.request_id = given_id if _SANE_ID.fullmatch(given_id) else secrets.token_hex(16)
         status: int | None = None
         try:
             response = await handler(request)
@@ -92,7 +93,7 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
     """
 
     @web.middleware
-    async def speak(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def resolve_dialect(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (dialect := await dialects.of(request)) is not None:
             call = call_of(request)
             call.dialect, call.format_error = dialect.name, dialect.format_error
@@ -109,16 +110,16 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
             return response
         return await handler(request)
 
-    return speak
+    return resolve_dialect
 
 
-def response_signer(
+def response_headers(
     dialects: DialectRegistry,
     share: Callable[[web.Request, web.StreamResponse], None],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Return the step that gives an answer, as it begins, the id of its request and what `share` adds."""
 
-    async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         if (call := find_call(request)) is not None:
             call.began = True
             for name in (REQUEST_ID, *dialects.request_id_headers(request)):
@@ -126,13 +127,7 @@ def response_signer(
             response.headers["Server"] = SERVER
         share(request, response)
 
-    return sign
-
-
-def _id_of(request: web.Request) -> str:
-    """Return the client's id of the request where it is harmless, else a new one."""
-    given = request.headers.get(REQUEST_ID, "")
-    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+    return add_headers
 
 
 def _log_level(request: web.Request) -> int:

@@ -280,7 +280,7 @@ def response_timeout_middleware(settings: ApiSettings) -> Middleware:
     slowly."""
 
     @web.middleware
-    async def end(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def enforce_timeout(request: web.Request, handler: Handler) -> web.StreamResponse:
         total_s = settings.total_timeout_s
         if total_s is None or not call_of(request).dialect:
             return await handler(request)
@@ -294,4 +294,4 @@ def response_timeout_middleware(settings: ApiSettings) -> Middleware:
                 request.transport.abort()
             raise RequestTimeout(f"The request took longer than the limit of {total_s:g} s") from None
 
-    return end
+    return enforce_timeout

@@ -260,25 +260,19 @@ def readable(text: str, max_chars: int = _MAX_NAME_CHARS) -> str:
 
 _PATH = re.compile(r"(?<![\w:/])(?:~|/[^\s/'\"<>,;:()]+)(?:/[^\s/'\"<>,;:()]+)+")
 
-_CALL = web.RequestKey("call", Call)
+CALL = web.RequestKey("call", Call)
 
 _CLIENT_LEFT = CallFailure(499, "client_left", "The client left before the answer was complete")
 
 
 def call_of(request: web.Request) -> Call:
     """Return the Call of the request."""
-    return request[_CALL]
+    return request[CALL]
 
 
 def find_call(request: web.Request) -> Call | None:
     """Return the Call of the request, None where it was answered before there is one."""
-    return request.get(_CALL)
-
-
-def attach_call(request: web.Request, call: Call) -> Call:
-    """Set the Call of the request."""
-    request[_CALL] = call
-    return call
+    return request.get(CALL)
 
 
 def error_reply(request: web.Request, error: EngineError) -> web.Response:

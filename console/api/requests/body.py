@@ -22,7 +22,7 @@ from console.api.http.request_body import (
 )
 from console.api.http.traffic import find_call
 from console.api.requests.parameters import Refusal
-from console.api.requests.schemas import JsonSchema, completed
+from console.api.requests.schemas import JsonSchema, complete_schema
 from engine.config import format_number
 from engine.errors import Detail, InvalidRequest
 
@@ -41,36 +41,36 @@ _SUBJECT = re.compile(r"(?:Input|String|List|Dictionary) ")
 _SHOWN_CHARACTERS = 40
 
 
-def whole_number(value: object) -> object:
+def as_integer(value: object) -> object:
     """Return 2.0 as 2, for JSON has one kind of number; any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def whole_numbers(value: object) -> object:
-    """Return an array of numbers, each as `whole_number` has it; quick where all are integers."""
+def as_integers(value: object) -> object:
+    """Return an array of numbers, each as `as_integer` has it; quick where all are integers."""
     is_mixed = isinstance(value, list) and float in set(map(type, value))
-    return [whole_number(each) for each in cast(list[object], value)] if is_mixed else value
+    return [as_integer(each) for each in cast(list[object], value)] if is_mixed else value
 
 
-_WHOLE = (whole_number, whole_numbers)
+_AS_INTEGERS = (as_integer, as_integers)
 
 
-def _taking_whole_floats(schema: Any) -> Any:
+def _accept_integral_floats(schema: Any) -> Any:
     """Return a core schema whose integers may be written as floats and whose arrays stop at the first wrong item."""
     match schema:
         case {"type": "list", "items_schema": {"type": "int"}}:
             ids = cast(core_schema.ListSchema, {**schema, "fail_fast": True})
-            return core_schema.no_info_before_validator_function(whole_numbers, ids)
+            return core_schema.no_info_before_validator_function(as_integers, ids)
         case {"type": "list"} if not schema.get("fail_fast"):
-            return _taking_whole_floats({**schema, "fail_fast": True})
+            return _accept_integral_floats({**schema, "fail_fast": True})
         case {"type": "int"}:
-            return core_schema.no_info_before_validator_function(whole_number, cast(core_schema.IntSchema, schema))
-        case {"type": "function-before", "function": {"function": function}} if function in _WHOLE:
+            return core_schema.no_info_before_validator_function(as_integer, cast(core_schema.IntSchema, schema))
+        case {"type": "function-before", "function": {"function": function}} if function in _AS_INTEGERS:
             return schema
         case dict():
-            return {key: _taking_whole_floats(value) for key, value in schema.items()}
+            return {key: _accept_integral_floats(value) for key, value in schema.items()}
         case list() | tuple():
-            return type(schema)(map(_taking_whole_floats, schema))
+            return type(schema)(map(_accept_integral_floats, schema))
         case _:
             return schema
 
@@ -106,15 +106,15 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema that validates the body."""
-        taking: CoreSchema = _taking_whole_floats(handler(source))
-        return taking
+        accepting: CoreSchema = _accept_integral_floats(handler(source))
+        return accepting
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the body's schema for /openapi.json."""
         schema = handler.resolve_ref_schema(handler(core))
         others = cls.refused, cls.inert, cls.aliases, cls.clamped, cls.internal
-        schema.update(completed(schema, cls._docs(), *others, cls.rules, cls.ranges, cls._limits()))
+        schema.update(complete_schema(schema, cls._docs(), *others, cls.rules, cls.ranges, cls._limits()))
         return schema
 
     @classmethod
@@ -135,10 +135,10 @@ class Body(BaseModel):
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """Read a body; raises InvalidRequest, whose `param` names the field at fault."""
-        return cls.of(json_object(raw))
+        return cls.from_document(json_object(raw))
 
     @classmethod
-    def of(cls, document: dict[str, Any]) -> Self:
+    def from_document(cls, document: dict[str, Any]) -> Self:
         """Read a body from a parsed JSON object; raises as `parse` does."""
         try:
             fields, sent_as = cls._screen(document)
@@ -178,7 +178,7 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
     if (call := find_call(request)) is not None:
         call.prompt_field = schema.prompt_field
     document = await document_of(request, absent)
-    body = await run_offloaded(request, partial(schema.of, document))
+    body = await run_offloaded(request, partial(schema.from_document, document))
     drop_body(request)
     return body
 

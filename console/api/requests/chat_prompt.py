@@ -132,12 +132,16 @@ class ConversationFields(Body):
         return await asyncio.to_thread(self._tool_use, model) if self.tools else self._tool_use(model)
 
     async def prompt(self, model: ServedModel, turns: Sequence[Turn], use: ToolUse) -> Prompt:
-        """Return the prompt of `turns`; raises InvalidRequest."""
+        """Return the prompt of `turns`; raises InvalidRequest, also where two fields disagree."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
         return await chat_prompt(
             model,
             turns,
             continue_final=self.continue_final_message,
-            opens_answer=self._opens_answer,
+            opens_answer=self.add_generation_prompt,
             variables=self.chat_template_kwargs,
             tools=use.definitions,
         )
@@ -145,12 +149,3 @@ class ConversationFields(Body):
     def _tool_use(self, model: ServedModel) -> ToolUse:
         choice = read_choice(self.tool_choice)
         return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=self.parallel_tool_calls)
-
-    @property
-    def _opens_answer(self) -> bool:
-        """True if the prompt ends with the start of an answer; raises InvalidRequest where two fields disagree."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-            )
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

@@ -117,7 +117,7 @@ class Generation:
         self._model = model.name
         self._params = params
         self._eos_ids = frozenset(() if params.ignore_eos else model.tokenizer.eos_token_ids)
-        self._cut_by: EngineError | None = None
+        self._cancel_reason: EngineError | None = None
         self._streams: list[RequestStream] = []
         self._output_tokens = [0] * len(self._requests)
         self._cached_tokens = [0] * len(self._requests)
@@ -135,8 +135,8 @@ class Generation:
                 if clock() > until:
                     await asyncio.sleep(0)
                     until = clock() + STRETCH_S
-                if self._cut_by is not None:
-                    raise self._cut_by
+                if self._cancel_reason is not None:
+                    raise self._cancel_reason
                 self._streams.append(self._engine.submit(request))
         except BaseException:
             self.cancel()
@@ -144,7 +144,7 @@ class Generation:
 
     def cancel(self, reason: EngineError | None = None) -> None:
         """End every answer under way; its reader gets `reason`, or RequestCancelled."""
-        self._cut_by = reason or self._cut_by
+        self._cancel_reason = reason or self._cancel_reason
         self._cancel_some(deque(self._streams))
 
     def _cancel_some(self, streams: deque[RequestStream]) -> None:
@@ -224,7 +224,9 @@ class Generation:
         """Return the error for the reader of an answer that did not end by itself."""
         match delta.finish:
             case "cancelled":
-                return self._cut_by or RequestCancelled("The request was cancelled by the operator of this server")
+                return self._cancel_reason or RequestCancelled(
+                    "The request was cancelled by the operator of this server"
+                )
             case "timeout" if delta.error is not None and not any(self._output_tokens):
                 return from_info(delta.error)
             case "error":

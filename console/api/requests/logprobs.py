@@ -79,7 +79,7 @@ class TextOffsets:
         self._within = within
 
     @classmethod
-    def within(cls, text: str, tokenizer: Tokenizer) -> TextOffsets:
+    def in_text(cls, text: str, tokenizer: Tokenizer) -> TextOffsets:
         """Offsets of tokens within a text."""
         return cls(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=False), within=text)
 
@@ -132,7 +132,7 @@ def completion_logprobs(
     return found
 
 
-def joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+def join_logprobs(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
     """Return both, one after the other; None without any."""
     if first is None or second is None:
         return first or second

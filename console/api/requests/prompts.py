@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard, cast
 
-from console.api.requests.body import whole_number, whole_numbers
+from console.api.requests.body import as_integer, as_integers
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.served_model import ServedModel
 from engine.config import SamplingParams
@@ -117,14 +117,14 @@ def _items(value: object, param: str) -> list[object]:
         raise _misshapen(param)
     if not value:
         raise InvalidRequest(f"{param} is an empty array", param=param)
-    return [value] if _is_id(whole_number(value[0])) else value
+    return [value] if _is_id(as_integer(value[0])) else value
 
 
 async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
     if not isinstance(item, list):
         raise _misshapen(param)
     model.check_fits(len(item))
-    ids = cast(list[int], whole_numbers(item))
+    ids = cast(list[int], as_integers(item))
     if not set(map(type, ids)) <= {int}:
         raise _misshapen(param)
     text = await model.decode(ids, param)

@@ -20,7 +20,7 @@ from console.api.requests.structured_output import (
 from engine.config import Grammar
 from engine.errors import InvalidRequest
 
-Named = tuple[str, Callable[[], Grammar]]
+RequestedFormat = tuple[str, Callable[[], Grammar]]
 """A field that asks for a format, by the client's name, and the function that makes its grammar."""
 
 _ANY_OBJECT = "structured_outputs.json_object"
@@ -69,7 +69,7 @@ class ResponseFormat(_Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    def named(self, max_bytes: int) -> Iterator[Named]:
+    def requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
         """Yield the format that it asks for, if any. Raises InvalidRequest where the schema is missing."""
         if self.type == "json_object":
             yield "response_format", json_object_grammar
@@ -93,7 +93,7 @@ class StructuredOutputs(_Part):
     disable_fallback: bool | None = None
     disable_any_whitespace: Literal[False] | None = None
 
-    def named(self, max_bytes: int) -> Iterator[Named]:
+    def requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
         """Yield the format that it asks for; raises InvalidRequest where there is none."""
         found = [*_formats("structured_outputs.", self.json_schema, self.regex, self.choice, self.grammar, max_bytes)]
         if self.json_object:
@@ -129,7 +129,7 @@ class FormatFields(Body):
 
         max_bytes: of a schema, a regular expression or a grammar. Raises InvalidRequest naming the field.
         """
-        named = list(self._named(max_bytes))
+        named = list(self._requested_formats(max_bytes))
         if len(named) > 1:
             (first, _), (second, _), *_ = named
             raise InvalidRequest(f"{second} and {first} both ask for a format; send one of them", param=second)
@@ -140,14 +140,14 @@ class FormatFields(Body):
         """True if the answer has a format."""
         return any(getattr(self, name) is not None for name in FormatFields.model_fields)
 
-    def _named(self, max_bytes: int) -> Iterator[Named]:
+    def _requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
         if self.response_format is not None:
-            yield from self.response_format.named(max_bytes)
+            yield from self.response_format.requested_formats(max_bytes)
         schema = None if self.guided_json == {} else self.guided_json
         guided = schema, self.guided_regex, self.guided_choice or None, self.guided_grammar or None
         yield from _formats("guided_", *guided, max_bytes)
         if self.structured_outputs is not None:
-            yield from self.structured_outputs.named(max_bytes)
+            yield from self.structured_outputs.requested_formats(max_bytes)
         if self.json_schema not in (None, {}):
             yield _json("json_schema", self.json_schema, max_bytes)
         if self.regex_pattern:
@@ -158,7 +158,7 @@ class FormatFields(Body):
 
 def _formats(
     prefix: str, schema: object, regex: str | None, choice: list[str] | None, grammar: str | None, max_bytes: int
-) -> Iterator[Named]:
+) -> Iterator[RequestedFormat]:
     """Yield the formats that are set, each under its name after the prefix."""
     if schema is not None:
         yield _json(f"{prefix}json", schema, max_bytes)
@@ -170,5 +170,5 @@ def _formats(
         yield f"{prefix}grammar", partial(lark_grammar, grammar, f"{prefix}grammar", max_bytes=max_bytes)
 
 
-def _json(param: str, schema: object, max_bytes: int, *, lenient: bool = False) -> Named:
+def _json(param: str, schema: object, max_bytes: int, *, lenient: bool = False) -> RequestedFormat:
     return param, partial(json_grammar, schema, param, lenient=lenient, max_bytes=max_bytes)

@@ -238,7 +238,7 @@ class SamplingFields(RowFields, FormatFields):
         return self.n if self.best_of is None else self.best_of
 
 
-def limited(body: B, field: str, most: int | None) -> B:
+def limit_length(body: B, field: str, most: int | None) -> B:
     """Return the body with its default length limited to `most` tokens; a length that the client gave stays.
 
     field: the dialect's name of the length.
@@ -290,7 +290,7 @@ def sampling_params(
         "prompt_logprobs": prompt_logprobs,
         "grammar": fields.format(MAX_GRAMMAR_BYTES),
     }
-    return _as_ordered(SamplingParams(**values).validate(), fields)
+    return _apply_order(SamplingParams(**values).validate(), fields)
 
 
 def _values(fields: SamplingFields, recommended: GenerationDefaults) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _temperature_range(fields: SamplingFields, middle: float) -> tuple[float, fl
     return (0.0, 0.0) if off else (fields.min_temp, fields.max_temp)
 
 
-def _as_ordered(params: SamplingParams, fields: SamplingFields) -> SamplingParams:
+def _apply_order(params: SamplingParams, fields: SamplingFields) -> SamplingParams:
     """Return the params in the client's order of samplers; raises InvalidRequest where that is impossible."""
     if params.repetition_penalty != 1 and fields.rep_pen_slope not in (0, 1):
         raise InvalidRequest(

@@ -213,7 +213,7 @@ TOOL_CHOICE = WithJsonSchema(
 """The tools that an answer may call, or has to."""
 
 
-def completed(
+def complete_schema(
     schema: JsonSchema,
     docs: Iterable[str],
     refused: Mapping[str, Refusal],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,7 @@ from console.api.http.serial_thread import SerialThread
 from console.api.version import product_version
 from engine.backends.base import LoadedModel
 from engine.config import format_number
-from engine.engine import Engine, Serving
+from engine.engine import Serving
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer, TokenSpan
@@ -194,51 +194,22 @@ def _could_have_many(text: str, tokens: int) -> bool:
     return len(text.encode(errors="replace")) > max(2 * tokens, _PIECE)
 
 
-async def served_model(
-    engine: Engine,
-    thread: SerialThread,
-    name: str | None,
-    lora: str | None = None,
-    *,
-    client: str = "",
-    unnamed: Collection[str] = (),
-) -> ServedModel:
-    """Return the model that `name` names (the first where it is empty), once it is ready, with the adapter that
-    `name` or `lora` names.
+def adapter_of(serving: Serving, lora: str | None) -> str:
+    """Return the adapter of a request, "" for none: the one that `lora` names, else that of the model's name.
 
-    thread: for decoding long prompts.  client: the sender of the request.  unnamed: names that stand for the first
-    model, unless a model has one of them.
-
-    Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, and InvalidRequest where its
-    backend takes none per request.
+    Raises ModelNotFound where the model lacks it, and InvalidRequest where its backend takes none per request.
     """
-    try:
-        serving = await engine.serving(name or "")
-    except ModelNotFound:
-        if name not in unnamed:
-            raise
-        name = ""
-        serving = await engine.serving("")
-    return ServedModel(
-        name=name or serving.name,
-        requested_name=name or "",
-        key=serving.key,
-        adapter=_adapter(serving, lora),
-        loaded=serving.model,
-        tokenizer=serving.tokenizer,
-        thread=thread,
-        client=client,
-        shares_system=engine.prefix_sharing == "system",
-    )
-
-
-def _adapter(serving: Serving, lora: str | None) -> str:
     if not lora:
         return serving.adapter
     if serving.adapter and serving.adapter != lora:
         raise InvalidRequest("lora names another adapter than model; send one of them", param="lora")
     if not serving.model.adapters_per_request:
-        raise InvalidRequest(_fixed(serving), param="lora")
+        same = f"the adapter {serving.spec.lora.name}" if serving.spec.lora is not None else "no adapter"
+        raise InvalidRequest(
+            f"the {serving.model.backend} backend takes no adapter per request: "
+            f"all those of {serving.name} are computed with {same}",
+            param="lora",
+        )
     if lora not in serving.adapters:
         available = ", ".join(serving.adapters)
         raise ModelNotFound(
@@ -248,15 +219,6 @@ def _adapter(serving: Serving, lora: str | None) -> str:
             available=available,
         )
     return lora
-
-
-def _fixed(serving: Serving) -> str:
-    """Return why requests cannot choose their adapter."""
-    same = f"the adapter {serving.spec.lora.name}" if serving.spec.lora is not None else "no adapter"
-    return (
-        f"the {serving.model.backend} backend takes no adapter per request: "
-        f"all those of {serving.name} are computed with {same}"
-    )
 
 
 def not_ready(status: ModelStatus) -> NoModelLoaded:

@@ -19,7 +19,7 @@ from console.api.http.traffic import call_of
 from console.api.requests.generation import Generation
 from console.api.requests.prompts import Prompt, negative_prompt_ids
 from console.api.requests.sampler_order import dynamic_temperature_only
-from console.api.requests.sampling import SamplingFields, limited, sampling_params
+from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
 from console.api.requests.served_model import ServedModel
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams, format_number
@@ -114,20 +114,20 @@ class FrontendBody(SamplingFields):
         negative_ids = await negative_prompt_ids(self, model)
         most = getattr(self, self.length_field)
         return dynamic_temperature_only(
-            sampling_params(self._completed(), model, max_tokens=most, negative_prompt_ids=negative_ids)
+            sampling_params(self._sampling_fields(), model, max_tokens=most, negative_prompt_ids=negative_ids)
         )
 
     async def prompt_for(self, model: ServedModel) -> Prompt:
         """Return the end of the prompt that leaves room for the answer; raises InvalidRequest."""
         answer, context = self.length_field, self.context_field
         room = room_for_prompt(getattr(self, answer), getattr(self, context), model, answer=answer, context=context)
-        return await self._cut(room).prompt(model)
+        return await self._truncated(room).prompt(model)
 
-    def _completed(self) -> SamplingFields:
+    def _sampling_fields(self) -> SamplingFields:
         """Return the sampling fields, with those of the dialect's own applied."""
         return self
 
-    def _cut(self, room: int) -> TruncatedPrompt:
+    def _truncated(self, room: int) -> TruncatedPrompt:
         """Return the prompt with its last `room` tokens."""
         return TruncatedPrompt(self.prompt, room)
 
@@ -207,8 +207,8 @@ class LiveGenerations:
     ) -> AsyncIterator[LiveGeneration]:
         """Generate for a body while the context lasts; raises EngineError. kind: prefix of its id."""
         context = self._context
-        body = limited(body, body.length_field, context.settings.max_output_tokens)
-        model = await context.served(request, body)
+        body = limit_length(body, body.length_field, context.settings.max_output_tokens)
+        model = await context.served_model(request, body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
             with self._added(request, key, generation) as live:

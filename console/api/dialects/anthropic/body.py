@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from console.api.requests.parameters import NO_THINKING, ROOM, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
-from console.api.requests.response_format import Named
+from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import ANY_TEXT, JsonSchema, conversation_schema, message_schema, text_or_parts
 from console.api.requests.served_model import ServedModel
@@ -124,7 +124,7 @@ class OutputConfig(BaseModel):
     format: FormatField | None = None
     effort: Annotated[object, WithJsonSchema({"enum": [*_OUTPUT_REFUSED["effort"].neutral, None]})] = None
 
-    def named(self, max_bytes: int) -> Iterator[Named]:
+    def requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
         """Yield the format under its field's name; raises InvalidRequest."""
         _OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
         if self.format is not None:
@@ -231,10 +231,10 @@ class ConversationBody(SamplingFields):
         parallel = field is None or not field.disable_parallel_tool_use
         return tool_use(model.tokenizer, read_tools(self.tools), choice, parallel=parallel)
 
-    def _named(self, max_bytes: int) -> Iterator[Named]:
-        yield from super()._named(max_bytes)
+    def _requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
+        yield from super()._requested_formats(max_bytes)
         if self.output_config is not None:
-            yield from self.output_config.named(max_bytes)
+            yield from self.output_config.requested_formats(max_bytes)
 
 
 class MessagesBody(ConversationBody):

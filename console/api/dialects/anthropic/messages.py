@@ -249,7 +249,7 @@ class Messages:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, MessagesBody)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         use = await _tool_use(body, model)
         params = use.apply_to(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(request, body, model, use)
@@ -264,7 +264,7 @@ class Messages:
     @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         prompt = await _prompt(request, body, model, await _tool_use(body, model))
         return json_response(TokensCounted(len(prompt.ids)))
 

@@ -26,7 +26,7 @@ from console.api.requests.body import read
 from console.api.requests.generation import Generation
 from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import count_prompts, negative_prompt_ids, read_prompts
-from console.api.requests.sampling import SamplingFields, limited, sampling_params
+from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
 from console.api.requests.schemas import ANSWER_TOKENS, PROMPTS, describes
 from console.api.requests.stream import JSON_LINES, ChunkStream
 from engine.backends.base import FinishReason
@@ -113,8 +113,8 @@ class Generate:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
-        body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served(request, body)
+        body = limit_length(body, "max_tokens", self._context.settings.max_output_tokens)
+        model = await self._context.served_model(request, body)
         negative_ids = await negative_prompt_ids(body, model)
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)

@@ -109,7 +109,7 @@ class Utilities:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await _read_tokenize(request)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         if isinstance(body, TokenizeBody):
             ids = await model.count(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
@@ -129,7 +129,7 @@ class Utilities:
     @describes("Tokens' text", body=DetokenizeBody, answer=Text, example={"tokens": [72, 105]})
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await read(request, DetokenizeBody)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         model.check_length(len(body.tokens), "tokens")
         model.check_token_ids(body.tokens, "tokens")
         return json_response(Text(await run_offloaded(request, partial(_decode, model, body.tokens))))
@@ -137,7 +137,7 @@ class Utilities:
     @describes("The prompt that a conversation makes", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
     async def _render(self, request: web.Request) -> web.Response:
         body = await read(request, ChatBody)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         model.check_length(len(body.messages), "messages")
         turns = await run_offloaded(request, partial(read_messages, body.messages))
         prompt = await body.prompt(model, turns, await body.tool_use(model))

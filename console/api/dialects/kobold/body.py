@@ -105,7 +105,7 @@ class KoboldBody(FrontendBody):
     genkey: Annotated[str, Field(max_length=200)] = ""
     render_special: bool = False
 
-    def _completed(self) -> SamplingFields:
+    def _sampling_fields(self) -> SamplingFields:
         return self.model_copy(
             update={
                 "stopping_strings": [*self.stopping_strings, "\n"] if self.singleline else self.stopping_strings,
@@ -114,7 +114,7 @@ class KoboldBody(FrontendBody):
             }
         )
 
-    def _cut(self, room: int) -> TruncatedPrompt:
+    def _truncated(self, room: int) -> TruncatedPrompt:
         return TruncatedPrompt(self.prompt, room, head=self.memory)
 
 

@@ -114,13 +114,14 @@ class InfoEndpoints:
     @describes("The tokens of a text", body=CountBody, answer=Counted)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
-        model = await self._context.served(request, SamplingFields.of({}))
+        model = await self._context.served_model(request, SamplingFields.from_document({}))
         ids = await model.count(body.prompt, add_special_tokens=body.special)
         return json_response(Counted(len(ids), ids))
 
     async def _context_tokens(self, request: web.Request) -> int:
         """Return those of the first model; an idle one is loaded."""
         loaded = (
-            self._context.engine.status.model or (await self._context.served(request, SamplingFields.of({}))).loaded
+            self._context.engine.status.model
+            or (await self._context.served_model(request, SamplingFields.from_document({}))).loaded
         )
         return loaded.max_model_len

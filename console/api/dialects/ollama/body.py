@@ -22,7 +22,7 @@ from console.api.requests.parameters import (
     TEXT_ONLY,
     Refusal,
 )
-from console.api.requests.response_format import Named
+from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields, sampling_params
 from console.api.requests.schemas import (
     TEXT_OR_NULL,
@@ -108,8 +108,8 @@ class Options(SamplingFields):
         """True if the answer has a format."""
         return bool(self.answer_format) or super().asks_for_format
 
-    def _named(self, max_bytes: int) -> Iterator[Named]:
-        yield from super()._named(max_bytes)
+    def _requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
+        yield from super()._requested_formats(max_bytes)
         match self.answer_format:
             case "":
                 return
@@ -126,7 +126,7 @@ def read_options(options: Mapping[str, Any] | None, **body_fields: object) -> Op
     fields = dict(options or {})
     for name in sorted(Options.internal & fields.keys()):
         raise InvalidRequest(f"{name} is not an option", param=f"options.{name}")
-    return Options.of({**fields, **body_fields})
+    return Options.from_document({**fields, **body_fields})
 
 
 def options_params(

@@ -173,7 +173,7 @@ class Chat:
         body = await read(request, ChatBody)
         options = body.read()
         messages = await run_offloaded(request, partial(read_conversation, body.messages))
-        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
         if not messages:
             return AnswerWriter(model, watch, _shape).load_answer()
         model.check_length(len(messages), "messages")

@@ -87,7 +87,7 @@ class Embed:
         body = await read(request, EmbedBody)
         options = _options(body)
         texts = _texts(body.input)
-        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
         check_inputs(len(texts), body.dimensions, model, self._context.settings)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(
@@ -110,7 +110,7 @@ class Embed:
     async def _old(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingsBody)
         options = _options(body)
-        model = await self._context.served(request, options)
+        model = await self._context.served_model(request, options)
         texts = [body.prompt] if body.prompt else []
         vectors, _ = await self._vectors(request, options, model, texts, truncate=True)
         return json_response(OldEmbedding(vectors[0] if vectors else _NO_NUMBERS))

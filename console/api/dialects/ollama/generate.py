@@ -44,7 +44,7 @@ class Generate:
         body = await read(request, GenerateBody)
         options = body.read()
         _check_raw(body)
-        model = body.with_client_name(await watch.loading(self._context.served(request, options)))
+        model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
         if not body.prompt:
             return AnswerWriter(model, watch, _load_shape).load_answer()
         prompt = await _prompt(body, model)

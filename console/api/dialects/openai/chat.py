@@ -182,7 +182,7 @@ class Chat:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         model.check_length(len(body.messages), "messages")
         turns = await run_offloaded(request, partial(read_messages, body.messages))
         use = await body.tool_use(model)

@@ -20,11 +20,11 @@ from console.api.requests.logprobs import (
     PromptLogprobs,
     TextOffsets,
     completion_logprobs,
-    joined,
+    join_logprobs,
 )
 from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
-from console.api.requests.sampling import limited, sampling_params
+from console.api.requests.sampling import limit_length, sampling_params
 from console.api.requests.schemas import PROMPTS, describes
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import DONE, ChunkStream
@@ -131,8 +131,8 @@ class Completions:
     @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
-        body = limited(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served(request, body)
+        body = limit_length(body, "max_tokens", self._context.settings.max_output_tokens)
+        model = await self._context.served_model(request, body)
         params = sampling_params(
             body,
             model,
@@ -182,7 +182,7 @@ class _Call:
             CompletionChoice(
                 i,
                 self._echo(i) + answer.text,
-                joined(self._echoed_logprobs(i, answer.prompt_logprobs), self._logprobs(i, answer.logprobs)),
+                join_logprobs(self._echoed_logprobs(i, answer.prompt_logprobs), self._logprobs(i, answer.logprobs)),
                 answer.finish,
                 answer.stop_reason,
                 prompt_logprobs_of(answer.prompt_logprobs, self._model, self._body),
@@ -224,7 +224,7 @@ class _Call:
         top, prompt = self._body.logprobs, self._prompts[choice // self._body.n]
         if top is None or not (packed and self._body.echo):
             return None
-        offsets = TextOffsets.within(prompt.text, self._model.tokenizer)
+        offsets = TextOffsets.in_text(prompt.text, self._model.tokenizer)
         return completion_logprobs(prompt.ids, unpack_logprobs(packed), offsets=offsets, top=top)
 
     def _logprobs(self, choice: int, records: Sequence[TokenLogprob]) -> CompletionLogprobs | None:

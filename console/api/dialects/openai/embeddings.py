@@ -95,7 +95,7 @@ class EmbeddingEndpoint:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, EmbeddingBody)
-        model = await self._context.served(request, body)
+        model = await self._context.served_model(request, body)
         check_inputs(count_prompts(body.input, "input"), body.dimensions, model, self._context.settings)
         with errors_name_input():
             return json_response(await self._embed(request, body, model))

@@ -73,10 +73,10 @@ class TextgenBody(FrontendBody):
     truncation_length: Annotated[int | None, Field(ge=1)] = None
     add_bos_token: bool = True
 
-    def _completed(self) -> SamplingFields:
+    def _sampling_fields(self) -> SamplingFields:
         return self if self.do_sample else self.model_copy(update={"temperature": 0.0})
 
-    def _cut(self, room: int) -> TruncatedPrompt:
+    def _truncated(self, room: int) -> TruncatedPrompt:
         return TruncatedPrompt(self.prompt, room, add_special_tokens=self.add_bos_token)
 
 

@@ -87,7 +87,7 @@ class InfoEndpoints:
     @describes("Count the tokens of a text", body=CountBody, answer=Counts)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
-        model = await self._context.served(request, SamplingFields.of({}))
+        model = await self._context.served_model(request, SamplingFields.from_document({}))
         return json_response(Counts([Count(len(await model.count(body.prompt)))]))
 
     def _name(self) -> str:

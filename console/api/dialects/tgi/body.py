@@ -132,7 +132,7 @@ class TgiParameters(Body):
 
     def sampling(self, model: str | None) -> SamplingFields:
         """Return them as the fields that dialects share."""
-        return SamplingFields.of(
+        return SamplingFields.from_document(
             {
                 "model": model,
                 "lora": self.adapter_id,
@@ -161,7 +161,7 @@ class TgiBody(Body):
 
     def read_parameters(self) -> TgiParameters:
         """Return the parameters; raises InvalidRequest. TGI samples where none are sent, and is greedy by default."""
-        return TgiParameters.of({"do_sample": True} if self.parameters is None else self.parameters)
+        return TgiParameters.from_document({"do_sample": True} if self.parameters is None else self.parameters)
 
     async def prompt(self, model: ServedModel, truncate: int | None) -> Prompt:
         """Return the last `truncate` tokens of inputs. Raises InvalidRequest."""

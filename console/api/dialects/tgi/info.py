@@ -34,7 +34,7 @@ class InfoEndpoints:
     @describes("The model and its limits, as TGI describes them", answer=Info)
     async def _info(self, request: web.Request) -> web.Response:
         status, config = self._context.engine.status, self._context.engine.config
-        loaded = status.model or (await self._context.served(request, SamplingFields.of({}))).loaded
+        loaded = status.model or (await self._context.served_model(request, SamplingFields.from_document({}))).loaded
         return json_response(
             Info(
                 model_id="" if status.spec is None else status.spec.name,
@@ -59,7 +59,7 @@ class InfoEndpoints:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await read(request, TgiBody)
         truncate = body.read_parameters().truncate
-        model = await self._context.served(request, SamplingFields.of({"model": body.model}))
+        model = await self._context.served_model(request, SamplingFields.from_document({"model": body.model}))
         spans = await model.spans(body.inputs)
         shown = spans if truncate is None else spans[-truncate:]
         tokens = partial(_tokens, body.inputs, shown)
