@@ -93,11 +93,12 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
     columns = tuple(column for column in before.columns if after.column(column.name) is not None)
     differences = tuple(_differences(before, after))
     work, limits = (tuple(each for each in differences if each.what in names) for names in (WORK, LIMITS))
+    unclear = [column for column in columns if work or (limits and column.name in _OF_LIMITS)]
     changes = tuple(
-        _unjudged(change) if work or (limits and change.column in _OF_LIMITS) else change
+        change
         for row, found in rows
         for column in columns
-        if (change := _change(row, found, column, tie)) is not None
+        if (change := _change(row, found, column, tie, judged=column not in unclear)) is not None
     )
     return Comparison(
         name=before.name,
@@ -121,26 +122,24 @@ def _like(row: Row, result: BenchResult) -> Row | None:
     return next((other for other in result.rows if other.keys == row.keys), None)
 
 
-def _change(row: Row, found: Row, column: Column, tie: float) -> Change | None:
-    medians = row.median(column.name), found.median(column.name)
-    spreads = row.spread(column.name), found.spread(column.name)
-    if medians[0] is None or medians[1] is None or spreads[0] is None or spreads[1] is None:
+def _change(row: Row, found: Row, column: Column, tie: float, *, judged: bool) -> Change | None:
+    """None where a row lacks the number. judged: False for a number of other work."""
+    before, before_spread = row.median(column.name), row.spread(column.name)
+    after, after_spread = found.median(column.name), found.spread(column.name)
+    if before is None or after is None or before_spread is None or after_spread is None:
         return None
-    return Change(
+    change = Change(
         keys=row.keys,
         column=column.name,
-        before=medians[0],
-        after=medians[1],
-        before_spread=spreads[0],
-        after_spread=spreads[1],
-        verdict=_verdict(column, medians[0], medians[1], spreads[0], spreads[1], tie)
-        if min(len(row.numbers(column.name)), len(found.numbers(column.name))) >= _MIN_REPEATS
-        else "unclear",
+        before=before,
+        after=after,
+        before_spread=before_spread,
+        after_spread=after_spread,
+        verdict="unclear",
     )
-
-
-def _unjudged(change: Change) -> Change:
-    return msgspec.structs.replace(change, verdict="unclear")
+    repeats = min(len(row.numbers(column.name)), len(found.numbers(column.name)))
+    judged = judged and repeats >= _MIN_REPEATS
+    return msgspec.structs.replace(change, verdict=_verdict(change, column, tie)) if judged else change
 
 
 def _notes(work: Sequence[Difference], limits: Sequence[Difference], *, single: bool) -> Iterator[str]:
@@ -156,15 +155,9 @@ def _listed(differences: Sequence[Difference]) -> str:
     return ", ".join(f"{each.what} {each.before} -> {each.after}" for each in differences)
 
 
-def _verdict(
-    column: Column,
-    before: float,
-    after: float,
-    before_spread: tuple[float, float],
-    after_spread: tuple[float, float],
-    tie: float,
-) -> Verdict:
-    overlap = before_spread[0] <= after_spread[1] and after_spread[0] <= before_spread[1]
+def _verdict(change: Change, column: Column, tie: float) -> Verdict:
+    before, after = change.before, change.after
+    overlap = change.before_spread[0] <= change.after_spread[1] and change.after_spread[0] <= change.before_spread[1]
     if overlap or abs(after - before) <= tie * abs(before):
         return "same"
     if not column.better:
@@ -227,9 +220,10 @@ def headline(result: BenchResult) -> str:
 def main_row(result: BenchResult, column: Column) -> Row | None:
     """The row that a bench is about, of those that have the number; None where none has."""
     rows = [row for row in result.rows if row.numbers(column.name)]
-    if not rows:
-        return None
-    return _best(rows, column) if result.name in _BEST_COUNTS else rows[-1]
+    if not rows or result.name not in _BEST_COUNTS:
+        return rows[-1] if rows else None
+    choose = max if column.better == "higher" else min
+    return choose(rows, key=lambda row: row.median(column.name) or 0.0)
 
 
 def settings_text(result: BenchResult) -> str:
@@ -241,11 +235,6 @@ def settings_text(result: BenchResult) -> str:
     tokens = f"{settings['prompt_tokens']}+{settings['output_tokens']} tokens" if "output_tokens" in settings else ""
     repeats = f"{result.repeats} repeats" if result.repeats > 1 else ""
     return ", ".join(filter(None, (places, requests, tokens, repeats)))
-
-
-def _best(rows: list[Row], column: Column) -> Row:
-    choose = max if column.better == "higher" else min
-    return choose(rows, key=lambda row: row.median(column.name) or 0.0)
 
 
 # One row of a bench over the results that have it: what became of it from run to run. Pure.

@@ -63,7 +63,6 @@ class EngineTarget:
 
     @property
     def info(self) -> TargetInfo:
-        """Target."""
         model, spec = self._model, self._spec
         return TargetInfo(
             kind="engine",
@@ -75,7 +74,6 @@ class EngineTarget:
 
     @property
     def settings(self) -> Mapping[str, Setting]:
-        """Target."""
         model, spec = self._model, self._spec
         workers, max_prompts = self.knobs
         neutral = ModelSpec(path=spec.path, name=spec.name)
@@ -105,7 +103,6 @@ class EngineTarget:
         return min(self._model.max_model_len, self._model.kv_tokens)
 
     async def send(self, item: Item) -> AsyncGenerator[Chunk, None]:
-        """Target."""
         params = SamplingParams(temperature=0.0, max_tokens=item.output_tokens, ignore_eos=True, seed=0)
         asked = GenerateRequest(
             prompt_ids=item.prompt.ids, params=params, source=SOURCE, client=SOURCE, timeout_s=0, model=self._name
@@ -125,7 +122,6 @@ class EngineTarget:
                 )
 
     def counters(self) -> Counters:
-        """EngineHere."""
         totals = self._engine.totals()
         return Counters(draft_tokens=totals.draft_tokens, draft_accepted=totals.draft_accepted)
 
@@ -137,14 +133,12 @@ class EngineTarget:
 
     @property
     def knobs(self) -> tuple[int, int]:
-        """EngineHere."""
         if not self._name:
             return self._engine.config.num_workers, self._engine.config.max_prompts
         reading = self._reading
         return reading.target_workers, reading.max_prompts
 
     async def turn(self, *, workers: int, max_prompts: int) -> None:
-        """EngineHere."""
         await self._engine.reconfigure(workers=workers, max_prompts=max_prompts, model=self._name)
         await all_ready(self._engine, workers, self._name)
 
@@ -169,7 +163,6 @@ class EngineTarget:
         return time.perf_counter() - began_s
 
     def weight_files(self) -> list[str]:
-        """EngineHere."""
         return [str(file) for file in weight_files(self._spec.path)]
 
     async def _load(self, changes: Mapping[str, object]) -> None:

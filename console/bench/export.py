@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from xml.sax.saxutils import escape
 
-from console.bench.result import BenchResult, Column, Key, Row
+from console.bench.result import BenchResult, Column, Key, Row, columns_with_numbers
 from console.bench.text import key_text
 from engine.errors import InvalidRequest
 from engine.text.printable import printable
@@ -109,7 +109,7 @@ def plot(result: BenchResult, column: str = "") -> str:
 
 
 def _column(result: BenchResult, name: str) -> Column:
-    with_numbers = [each for each in result.columns if any(row.numbers(each.name) for row in result.rows)]
+    with_numbers = columns_with_numbers(result.columns, result.rows)
     if not name:
         shown = [each for each in with_numbers if each.shown]
         if shown:
@@ -183,8 +183,7 @@ def _grid(top: float) -> list[str]:
 
 def _marks(ticks: Sequence[Key], along: Column) -> list[str]:
     marks = [_text(_x(_place(ticks, tick)), HEIGHT - _BOTTOM + 20, key_text(tick), "tick middle") for tick in ticks]
-    title = f"{along.title}, {along.unit}" if along.unit else along.title
-    return [*marks, _text(_x(0.5), HEIGHT - 14, title, "axis middle")]
+    return [*marks, _text(_x(0.5), HEIGHT - 14, _headline(along), "axis middle")]
 
 
 def _between(ticks: Sequence[Key]) -> bool:

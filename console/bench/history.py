@@ -81,7 +81,7 @@ class BenchHistory:
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
         query = f"{_HEADS}{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [Kept(*row[:-1], complete=bool(row[-1])) for row in self._read(query, *values, min(limit, _MOST) or -1)]
+        return [Kept(*row[:-1], bool(row[-1])) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""

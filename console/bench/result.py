@@ -7,7 +7,7 @@ each column one number per repeat, so that medians and spread are taken from it 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -172,6 +172,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 def key_texts(keys: Mapping[str, Key]) -> str:
     """The keys of a row as text: "users 4"."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in keys.items())
+
+
+def columns_with_numbers(columns: Iterable[Column], rows: Collection[Row]) -> list[Column]:
+    """Return the columns of which any row has a number."""
+    return [column for column in columns if any(row.numbers(column.name) for row in rows)]
 
 
 def merged(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from console.bench.result import BenchProgress, BenchResult, Column, Key, Row, key_texts
+from console.bench.result import BenchProgress, BenchResult, Column, Key, Row, columns_with_numbers, key_texts
 from engine.text.printable import printable
 
 # Plain tables for a terminal or a page.
@@ -49,22 +49,22 @@ def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[
     """The columns that are shown; the middle of the repeats, and how far they lie around it where there are several."""
     if not rows:
         return "nothing was measured"
-    shown = [column for column in columns if column.shown and any(row.numbers(column.name) for row in rows)]
-    header = [titled(column) for column in (*keys, *shown)]
-    cells = [
-        [*(key_text(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in shown)]
-        for row in rows
-    ]
-    return table(header, cells)
+    shown = [column for column in columns_with_numbers(columns, rows) if column.shown]
+    return table([titled(column) for column in (*keys, *shown)], [row_cells(keys, shown, row) for row in rows])
+
+
+def row_cells(keys: Sequence[Column], columns: Sequence[Column], row: Row) -> list[str]:
+    """The keys of a row, then its numbers."""
+    return [*(key_text(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in columns)]
 
 
 def all_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """Every number that any row has, on a line each, as there are too many for columns; the rows are side by side."""
     if not rows:
         return "nothing was measured"
-    present = [column for column in columns if any(row.numbers(column.name) for row in rows)]
-    lines = [[titled(key), *(key_text(row.keys.get(key.name, "")) for row in rows)] for key in keys]
-    lines += [[titled(column), *(cell(row, column) for row in rows)] for column in present]
+    present = columns_with_numbers(columns, rows)
+    cells = [[titled(column) for column in (*keys, *present)], *(row_cells(keys, present, row) for row in rows)]
+    lines = list(zip(*cells, strict=True))
     return table(lines[0], lines[1:])
 
 

@@ -96,7 +96,6 @@ class Fresh:
         self._own = secrets.token_hex(8)
 
     def prompt(self, tokens: int, rng: random.Random) -> Prompt:
-        """Material."""
         return self._material.prompt(tokens, random.Random(f"{self._own}/{rng.getrandbits(64)}"))
 
     def of_text(self, text: str) -> Prompt:
@@ -104,7 +103,6 @@ class Fresh:
         return self._material.of_text(text)
 
     def count(self, text: str) -> int:
-        """Material."""
         return self._material.count(text)
 
 

@@ -9,11 +9,10 @@ from textual.containers import Grid, Vertical
 from textual.content import Content
 from textual.widgets import Input, Label, Static
 
-from console.bench.result import BenchProgress
+from console.bench.result import BenchProgress, columns_with_numbers
 from console.bench.result import Column as Number
 from console.bench.result import Row as Measured
-from console.bench.text import cell as figure
-from console.bench.text import key_text, span, titled
+from console.bench.text import row_cells, span, titled
 from console.link.benches import BenchField, BenchForm, BenchReport
 from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
 from console.tui.widgets.glyphs import fitted
@@ -105,17 +104,12 @@ class BenchFields(Grid):
 # The rows of a bench as a table: what each was measured for, and the middle of its repeats with how far they lie.
 
 
-def shown_numbers(numbers: Sequence[Number], rows: Sequence[Measured]) -> list[Number]:
-    """Those for a person that a row has; while there is no row, all of them."""
-    return [each for each in numbers if each.shown and (not rows or any(row.numbers(each.name) for row in rows))]
-
-
 def table_of(
     keys: Sequence[Number], numbers: Sequence[Number], rows: Sequence[Measured]
 ) -> tuple[tuple[Column, ...], list[Row]]:
-    """Columns and rows; where there is not the room, the last numbers go first."""
-    shown = shown_numbers(numbers, rows)
-    lines = [_texts(keys, shown, row) for row in rows]
+    """Columns and rows; while there is no row, all columns, and where there is not the room, the last go first."""
+    shown = [each for each in (columns_with_numbers(numbers, rows) if rows else numbers) if each.shown]
+    lines = [row_cells(keys, shown, row) for row in rows]
     titles = [titled(each) for each in (*keys, *shown)]
     columns = tuple(
         Column(
@@ -127,11 +121,6 @@ def table_of(
         for at, title in enumerate(titles)
     )
     return columns, [Row(" ".join(row[: len(keys)]), _cells(row, len(keys))) for row in lines]
-
-
-def _texts(keys: Sequence[Number], shown: Sequence[Number], row: Measured) -> list[str]:
-    names = (key_text(row.keys.get(key.name, "")) for key in keys)
-    return [*names, *(figure(row, each) for each in shown)]
 
 
 def _cells(texts: Sequence[str], keys: int) -> tuple[Cell, ...]:

@@ -9,7 +9,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from console.bench.result import BenchResult, Column, Row
+from console.bench.result import BenchResult, Column, Row, columns_with_numbers
 from console.bench.text import cell as figure
 from console.bench.text import key_text, titled
 from console.tui.widgets.glyphs import ROWS, fitted
@@ -64,8 +64,7 @@ class BenchPlot(VerticalScroll, can_focus=False):
 
 def plottable_columns(result: BenchResult) -> list[Column]:
     """The columns that can be drawn: those of the table in its order, then all others that have a number."""
-    columns = [each for each in result.columns if any(row.numbers(each.name) for row in result.rows)]
-    return sorted(columns, key=lambda each: not each.shown)
+    return sorted(columns_with_numbers(result.columns, result.rows), key=lambda each: not each.shown)
 
 
 def bars(result: BenchResult, column: Column, width: int) -> list[Content]:
