@@ -31,7 +31,6 @@ CREATE TABLE IF NOT EXISTS result (
     complete INTEGER NOT NULL,
     content BLOB NOT NULL
 )"""
-_HEADS = "SELECT id, name, started, duration_s, model, target, complete FROM result"
 
 
 class BenchHistoryError(EngineError):
@@ -40,7 +39,7 @@ class BenchHistoryError(EngineError):
     code = "bench_history"
 
 
-class Kept(msgspec.Struct, frozen=True):
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the history: a result without its numbers. started: ISO 8601, UTC.  target: "engine", or a URL."""
 
     id: int
@@ -80,8 +79,8 @@ class BenchHistory:
         """Those of one bench and model, of all where that is "", the newest first; `limit` at most, all where 0."""
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
-        query = f"{_HEADS}{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [Kept(*row[:-1], bool(row[-1])) for row in self._read(query, *values, min(limit, _MOST) or -1)]
+        query = f"SELECT {', '.join(Kept.__struct_fields__)} FROM result{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
+        return [_kept(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""
@@ -116,3 +115,8 @@ class BenchHistory:
                 yield db
         except (OSError, sqlite3.Error) as error:
             raise BenchHistoryError(f"the history of benches, {self._file}, cannot be {what}: {error}") from None
+
+
+def _kept(row: tuple[Any, ...]) -> Kept:
+    fields = dict(zip(Kept.__struct_fields__, row, strict=True))
+    return Kept(**fields | {"complete": bool(fields["complete"])})
