@@ -79,7 +79,8 @@ class BenchHistory:
         """Those of one bench and model, of all where that is "", the newest first; `limit` at most, all where 0."""
         where = " AND ".join(f"{field} = ?" for field, value in (("name", name), ("model", model)) if value)
         values = [value for value in (name, model) if value]
-        query = f"SELECT {', '.join(Kept.__struct_fields__)} FROM result{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
+        names = ", ".join(Kept.__struct_fields__)
+        query = f"SELECT {names} FROM result{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
         return [_kept(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
