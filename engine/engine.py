@@ -116,7 +116,7 @@ class Engine:
     def tokenizer_of(self, model: str) -> Tokenizer | None:
         """The tokenizer of the model that a name means; None where there is none of that name, or none loaded."""
         try:
-            return self._models.named(model)[0].tokenizer
+            return self._models.find_deployment(model)[0].tokenizer
         except EngineError:
             return None
 
@@ -255,7 +255,7 @@ class Engine:
 
     def cancel_queued(self, model: str = "") -> int:
         """End every request that waits for a worker, of one model or of all; how many. Raises ModelNotFound."""
-        model_queue = self._models.named(model)[0].model_queue if model else None
+        model_queue = self._models.find_deployment(model)[0].model_queue if model else None
         return self._tracker.cancel_queued(model_queue)
 
     def finished_requests(self, after: int = 0) -> tuple[int, Sequence[RequestRow]]:

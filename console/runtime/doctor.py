@@ -25,7 +25,7 @@ from console.settings.addresses import is_loopback, unix_path
 from console.settings.schema import APP_NAME, Settings, data_dir, log_dir, state_dir
 from console.settings.secrets import key_warnings, read_secret, secret_file_warning
 from console.settings.sources import Sources
-from engine.backends.common.native_build import CannotBuild, build_library, cache_folder, untrusted
+from engine.backends.common.native_build import CannotBuild, build_library, cache_folder, why_untrusted
 from engine.backends.common.native_kernels import instruction_set_here
 from engine.config import BackendKind
 from engine.doctor.examine import examine
@@ -165,7 +165,7 @@ def _folders() -> Finding:
 
 def _kernel_cache() -> Finding:
     folder = cache_folder()
-    if problem := untrusted(folder):
+    if problem := why_untrusted(folder):
         advice = f"Remove it, and the next load compiles again: `rm -r {folder.parent}`."  # which may be another's link
         return Finding(_AREA, "kernel cache", "broken", f"compiled kernels are not taken from it: {problem}", advice)
     return Finding(_AREA, "kernel cache", "ok", f"no other user may write into {folder}")

@@ -104,17 +104,17 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
 class TokenMask(Protocol):
     """Constraint on the tokens of one answer. It gets every token of the answer, and depends on nothing else.
 
-    ended: whether nothing may come but the answer's end.  error: why nothing at all may come any more; "" while
+    is_complete: whether nothing may come but the answer's end.  error: why nothing at all may come any more; "" while
     anything may.
     """
 
     @property
-    def ended(self) -> bool: ...
+    def is_complete(self) -> bool: ...
 
     @property
     def error(self) -> str: ...
 
-    def allowed(self) -> bytes:
+    def bitmask(self) -> bytes:
         """The tokens that may come now: a bit for each of the model's, from the lowest of the first byte on, filled up
         to whole words of 32. None after an error."""
 

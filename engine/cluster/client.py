@@ -18,7 +18,7 @@ import msgspec
 
 from engine.cluster import messages
 from engine.errors import ClusterUnavailable, from_info
-from engine.system.child_process import HUB_SECRETS, ROOT, python_command, stop_signals_blocked
+from engine.system.child_process import HUB_SECRETS, ROOT, block_stop_signals, python_command
 from engine.worker_process.channel import socket_pair
 from engine.worker_process.process import signal_name, worker_environment
 from engine.worker_process.protocol import split_frames
@@ -168,7 +168,7 @@ def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
     """Start it with the keys that Ray itself takes, and the hub's: a node that lacks the model fetches it. In a folder
     of ours, for Ray has all its workers import from the one that it is started in."""
     own = {name for name in os.environ if name.startswith("RAY_")}
-    with stop_signals_blocked():
+    with block_stop_signals():
         return subprocess.Popen(
             python_command("-m", "engine.cluster", "--fd", str(sock.fileno())),
             stdin=subprocess.DEVNULL,

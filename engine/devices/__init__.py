@@ -13,8 +13,6 @@ from engine.devices.simulated import SimulatedProbe, parse_devices, simulated_re
 from engine.devices.worker_memory import BusyTime, Claim, account, claim_of, shares_of, split_memory
 from engine.snapshot import DeviceReading
 
-# The face of whatever reads devices.
-
 
 class DeviceProbe(Protocol):
     """Reads devices. Blocking; called on a thread of its own, never twice at once."""

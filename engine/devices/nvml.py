@@ -177,7 +177,7 @@ class NvmlProbe:
             temperature_c=self._ask("nvmlDeviceGetTemperature", gpu.handle, sensor),
             power_w=_milli(self._ask("nvmlDeviceGetPowerUsage", gpu.handle)),
             power_limit_w=_milli(self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu.handle)),
-            others=_named({pid: size for pid, size in bytes_by_pid.items() if pid not in ours}),
+            others=_name_processes({pid: size for pid, size in bytes_by_pid.items() if pid not in ours}),
             limits=gpu.limits,
         )
 
@@ -248,7 +248,7 @@ def _slices(handles: Sequence[Any]) -> list[_Gpu]:
     return [_Gpu(f"mig:{index}" if index else "cuda:0", handle) for index, handle in enumerate(handles)]
 
 
-def _named(bytes_by_pid: Mapping[int, int]) -> tuple[ProcessMemory, ...]:
+def _name_processes(bytes_by_pid: Mapping[int, int]) -> tuple[ProcessMemory, ...]:
     """Processes by what they hold, most first."""
     largest = sorted(bytes_by_pid.items(), key=lambda item: (-item[1], item[0]))
     return tuple(ProcessMemory(pid=pid, name=_process_name(pid), used_bytes=size) for pid, size in largest)

@@ -53,7 +53,7 @@ class DeviceSampler:
         try:
             loop = asyncio.get_running_loop()
             readings = await loop.run_in_executor(self._thread, self._read_now, pids)
-            self.latest = tuple(map(self._limited, readings))
+            self.latest = tuple(map(self._with_limits, readings))
         except Exception:
             _log.exception("the devices could not be read")
 
@@ -62,7 +62,7 @@ class DeviceSampler:
             self._probe = self._new_probe()
         return tuple(self._probe.read(pids))
 
-    def _limited(self, reading: DeviceReading) -> DeviceReading:
+    def _with_limits(self, reading: DeviceReading) -> DeviceReading:
         if reading.id != "cpu" or self.cpu_limits is None:
             return reading
         return msgspec.structs.replace(reading, limits=self.cpu_limits)

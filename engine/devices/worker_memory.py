@@ -53,7 +53,7 @@ def account(
     """
     shares = [share for of_worker in shares_by_worker.values() for share in of_worker]
     return tuple(
-        _simulated(reading, claim_of(reading.id, shares), (busy or {}).get(reading.id, 0.0))
+        _simulated_reading(reading, claim_of(reading.id, shares), (busy or {}).get(reading.id, 0.0))
         if reading.kind == "simulated"
         else split_memory(reading, claim_of(reading.id, shares))
         for reading in readings
@@ -78,7 +78,7 @@ def split_memory(reading: DeviceReading, claim: Claim) -> DeviceReading:
     )
 
 
-def _simulated(reading: DeviceReading, claim: Claim, utilisation: float) -> DeviceReading:
+def _simulated_reading(reading: DeviceReading, claim: Claim, utilisation: float) -> DeviceReading:
     """A device of which nothing is in use but what is claimed, as far as that goes."""
     weights = min(claim.weights_bytes, reading.total_bytes)
     kv = min(claim.kv_bytes, reading.total_bytes - weights)
@@ -100,7 +100,7 @@ class BusyTime:
     def __init__(self) -> None:
         self._steps: dict[str, deque[tuple[float, float]]] = {}
 
-    def stepped(self, devices: Iterable[str], *, ended: float, step_s: float) -> None:
+    def add_steps(self, devices: Iterable[str], *, ended: float, step_s: float) -> None:
         """A worker on `devices` did a step of `step_s` that ended at `ended`; heartbeats, which take 0, count not."""
         for device in devices if step_s > 0 else ():
             steps = self._steps.setdefault(device, deque())

@@ -314,11 +314,13 @@ class Meter:
         """Add to the counter of Totals of that name that belongs to no model."""
         self._unlabelled.counts[name] += amount
 
-    def dispatched(self, model: str, queued_s: float) -> None:
+    def count_dispatch(self, model: str, queued_s: float) -> None:
         """Count that a worker took a request for the first time."""
         self._models[model].histograms[QUEUE_TIME].observe(queued_s)
 
-    def prefilled(self, now: float, model: str, prompt_tokens: int, cached_tokens: int, ttft_s: float | None) -> None:
+    def count_prefill(
+        self, now: float, model: str, prompt_tokens: int, cached_tokens: int, ttft_s: float | None
+    ) -> None:
         """Count a prompt that is computed. ttft_s: None where no token is to come of it."""
         counters = self._models[model]
         counters.counts["prompt_tokens"] += prompt_tokens
@@ -329,7 +331,7 @@ class Meter:
         if ttft_s is not None:
             self._observe(counters, TTFT, now, ttft_s)
 
-    def stepped(
+    def count_steps(
         self,
         now: float,
         model: str,
@@ -367,7 +369,7 @@ class Meter:
         for seconds, times in gaps.items():
             self._observe(counters, ITL, now, seconds, times)
 
-    def finished(self, now: float, model: str, request: FinishedRequest) -> None:
+    def count_finish(self, now: float, model: str, request: FinishedRequest) -> None:
         """Count the end of a request. Only whole answers count into latencies: one cut short says nothing of speed."""
         self._models[model].finish(request)
         self._session.finish(now, request, self._slo)

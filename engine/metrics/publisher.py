@@ -38,7 +38,7 @@ def build_snapshot(
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
     config, replicas, first = models.config, models.replicas(), models.first
-    queued = models.queued
+    queued = models.num_queued
     return Snapshot(
         at=at,
         uptime_s=now - started,
@@ -221,8 +221,8 @@ class SnapshotPublisher:
         self._meter.tick(
             now,
             time.time(),
-            running=len(self._tracker.live) - self._models.queued,
-            queued=self._models.queued,
+            running=len(self._tracker.live) - self._models.num_queued,
+            queued=self._models.num_queued,
             kv_usage=kv_usage(replicas),
             device_utilisation=tuple(device.utilisation for device in self.snapshot.devices),
             device_memory=tuple(map(memory_usage, self.snapshot.devices)),

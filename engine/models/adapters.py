@@ -300,7 +300,7 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
         halves.setdefault(match["module"], {})[match["half"]] = name, header
     if not halves:
         raise UnsupportedModel(f"{file.name} in {file.parent} holds no LoRA factors")
-    return {module: _paired(module, found) for module, found in sorted(halves.items())}
+    return {module: _pair_factors(module, found) for module, found in sorted(halves.items())}
 
 
 def version_of(spec: AdapterSpec) -> str:
@@ -317,7 +317,7 @@ def version_of(spec: AdapterSpec) -> str:
     return digest.hexdigest()
 
 
-def _paired(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> FactorHeaders:
+def _pair_factors(module: str, found: Mapping[str, tuple[str, TensorHeader]]) -> FactorHeaders:
     if found.keys() != {"A", "B"}:
         lacking: Literal["A", "B"] = "A" if "B" in found else "B"
         raise UnsupportedModel(f"the adapter of {quote_value(module)} lacks its lora_{lacking}")

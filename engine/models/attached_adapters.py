@@ -76,7 +76,7 @@ class ModelAdapters:
         self._give(adapter)
         self._specs[adapter.name] = adapter
 
-    def changed(self) -> None:
+    def wake(self) -> None:
         """Something happened to a worker: it may have answered."""
         self._news.set()
 

@@ -254,9 +254,9 @@ class Deployment:
             except Exception as error:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
                 await self._collapse(error)
-        self._arrived(self._load_error or self._cancelled())
+        self._on_load_result(self._load_error or self._cancelled())
         self.ended.set()
-        self.models.changed()
+        self.models.apply_changes()
 
     async def _advance(self) -> bool:
         """Make the next transition; False where there is none to make now."""
@@ -277,9 +277,9 @@ class Deployment:
                 self.desired = "serving"
         elif state == "draining" and desired != "gone":
             self._go("ready")
-        elif (state == "draining" and self._drained()) or (state == "failed" and desired == "gone"):
+        elif (state == "draining" and self._is_drained()) or (state == "failed" and desired == "gone"):
             await self._unload("unloaded")
-        elif state == "failed" and (revived := self._revived()) is not None:
+        elif state == "failed" and (revived := self._ready_model()) is not None:
             self._go("ready", revived)
         else:
             self._settle()
@@ -303,11 +303,11 @@ class Deployment:
         """It is where it was to go, or cannot get there: who waits for it learns so."""
         if self.state == "ready" and self.desired == "serving":
             assert self.model is not None
-            self._arrived(self.model)
+            self._on_load_result(self.model)
         elif self.state == "failed" or (self.state == "idle" and self.desired == "asleep"):
-            self._arrived(self._load_error or self.not_ready())
+            self._on_load_result(self._load_error or self.not_ready())
 
-    def _arrived(self, result: LoadedModel | EngineError) -> None:
+    def _on_load_result(self, result: LoadedModel | EngineError) -> None:
         arrival, self._arrival = self._arrival, None
         if arrival is None or arrival.done():
             return
@@ -420,7 +420,7 @@ class Deployment:
         if self.state != "failed":
             self._fail(failure.info)
 
-    def _drained(self) -> bool:
+    def _is_drained(self) -> bool:
         """No request is left, and none of those that another model was to take may come back."""
         handover = self.handover
         returning = (
@@ -428,7 +428,7 @@ class Deployment:
         )
         return self.model_queue.idle and not returning
 
-    def _revived(self) -> LoadedModel | None:
+    def _ready_model(self) -> LoadedModel | None:
         return next((replica.model for replica in self.replicas() if replica.state == "ready"), None)
 
     def _abandon(self, error: EngineError) -> None:
@@ -448,7 +448,7 @@ class Deployment:
         previous = self.model if state in ("ready", "draining", "unloading") else None
         self._status = ModelStatus(state=state, spec=self.spec, model=model or previous, since_s=time.time())
         _log.info("%s: %s", self.spec.name, state)
-        self.models.changed()
+        self.models.apply_changes()
 
     def _fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
@@ -461,7 +461,7 @@ class Deployment:
         if handover is not None and handover.old is self:
             handover.rescue()
         self.models.tracker.end(self.model_queue.live, error)
-        self.models.changed()
+        self.models.apply_changes()
 
     def _allow(self, state: ModelState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -580,9 +580,9 @@ class Deployment:
 
     def workers_changed(self) -> None:
         """Look again: a worker's state or progress is another one, or requests came back to the queue."""
-        self.adapters.changed()
+        self.adapters.wake()
         self._signal.set()
-        self.models.changed()
+        self.models.apply_changes()
 
 
 def _as_load_error(name: str, error: BaseException) -> EngineError:

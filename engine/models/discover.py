@@ -61,12 +61,12 @@ def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[Foun
     """The model folders that `discover` looks into, by name. Of one name, a later one gets its folder's name added."""
     demo = demo_path()
     shipped = [FoundModel(DEMO, demo, DEMO)] if demo is not None else []
-    return _named([*shipped, *_marked(folders, _CONFIG, hub_cache)])
+    return _name_each([*shipped, *_folders_with(folders, _CONFIG, hub_cache)])
 
 
 def find_folders(folders: Sequence[Path], marker: str, *, hub_cache: bool = True) -> list[FoundModel]:
     """Likewise, the folders that hold a file of the name `marker`."""
-    return _named(_marked(folders, marker, hub_cache))
+    return _name_each(_folders_with(folders, marker, hub_cache))
 
 
 def demo_path() -> Path | None:
@@ -79,7 +79,7 @@ def demo_path() -> Path | None:
         return None
 
 
-def _named(models: Iterable[FoundModel]) -> list[FoundModel]:
+def _name_each(models: Iterable[FoundModel]) -> list[FoundModel]:
     """Each folder once, each under a name of its own."""
     found: dict[str, FoundModel] = {}
     seen: set[Path] = set()
@@ -93,7 +93,7 @@ def _named(models: Iterable[FoundModel]) -> list[FoundModel]:
     return list(found.values())
 
 
-def _marked(folders: Sequence[Path], marker: str, hub_cache: bool) -> Iterator[FoundModel]:
+def _folders_with(folders: Sequence[Path], marker: str, hub_cache: bool) -> Iterator[FoundModel]:
     for folder in folders:
         folder = home_expanded(folder)
         if is_file(folder / marker):

@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
     where the folder cannot be read."""
     names = file_names(folder)
     if _INDEX in names:
-        return [folder / name for name in _indexed(folder, names)]
+        return [folder / name for name in _indexed_files(folder, names)]
     files = [folder / name for name in names if name.endswith(_WEIGHTS)]
     if files:
         return files
@@ -139,7 +139,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _indexed(folder: Path, present: list[str]) -> list[str]:
+def _indexed_files(folder: Path, present: list[str]) -> list[str]:
     """The files that the index names. Raises ModelLoadFailed, UnsupportedModel."""
     try:
         needed = sorted(set(_read_index(folder).weight_map.values()))

@@ -116,7 +116,7 @@ class ModelManager:
         adapters = [adapter.name for deployment in self for adapter in deployment.adapters.specs()]
         return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *adapters]))
 
-    def named(self, name: str) -> tuple[Deployment, str]:
+    def find_deployment(self, name: str) -> tuple[Deployment, str]:
         """The deployment that `name` means ("" is the first), and the adapter where it is one's name.
 
         Raises NoModelLoaded where there is nothing at all, ModelNotFound with what there is.
@@ -160,7 +160,7 @@ class ModelManager:
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """Read the devices and return them as placement sees them. without: a model whose workers count as gone."""
-        leaving = () if without is None else self.named(without)[0].replicas()
+        leaving = () if without is None else self.find_deployment(without)[0].replicas()
         await self.sample_devices()
         return self.devices(leaving)
 
@@ -185,7 +185,7 @@ class ModelManager:
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
-    def queued(self) -> int:
+    def num_queued(self) -> int:
         """Requests that wait for a worker, or for the model that is to answer them."""
         moving = sum(len(handover.waiting) for handover in self._handovers())
         return sum(deployment.model_queue.queued for deployment in self) + moving
@@ -203,7 +203,7 @@ class ModelManager:
                 while True:
                     if self._closed:
                         raise EngineClosed("the engine is shutting down")
-                    deployment, adapter = self.named(name)
+                    deployment, adapter = self.find_deployment(name)
                     if deployment.state == "ready":
                         if deployment.desired == "asleep":
                             deployment.serve()
@@ -281,7 +281,7 @@ class ModelManager:
     async def unload(self, name: str, drain_s: float, error: EngineError) -> None:
         """Drain and unload all that has the name of one model, the first by default, and what is being loaded in its
         place; `error` ends the requests that took too long."""
-        target = self.named(name)[0] if name else self.first
+        target = self.find_deployment(name)[0] if name else self.first
         leaving = [each for each in self if target is not None and each.spec.name == target.spec.name]
         leaving += [each.handover.new for each in leaving if each.handover is not None]
         for each in leaving:
@@ -321,7 +321,7 @@ class ModelManager:
         found = (handover for each in self for handover in (each.handover, each.retired_by))
         return list(dict.fromkeys(handover for handover in found if handover is not None))
 
-    def changed(self) -> None:
+    def apply_changes(self) -> None:
         """Draw the consequences of a change of a deployment or a worker for the others."""
         for handover in self._handovers():
             arrived = handover.new.state == "ready" or handover.old.state == "unloaded"
@@ -360,7 +360,7 @@ class ModelManager:
         grows = "num_workers" in changes
         if grows:
             await self.sample_devices()
-        target = self.named(name)[0] if name else self.first
+        target = self.find_deployment(name)[0] if name else self.first
         planned: list[tuple[Deployment, EngineConfig, Sequence[Placement] | None]] = []
         for each in self._with_successor(target, name):
             config = msgspec.structs.replace(each.config, **changes)
@@ -369,7 +369,7 @@ class ModelManager:
             each.reconfigure(config, placements)
         if target is self.first:
             self.defaults = msgspec.structs.replace(self.defaults, **changes)
-        self.changed()
+        self.apply_changes()
 
     def drain_worker(self, worker_id: str) -> None:
         """Let a worker finish what it has and go; its model is to have one less from now on."""
@@ -377,11 +377,11 @@ class ModelManager:
         deployment.drain_worker(worker_id)
         if deployment is self.first:
             self.defaults = msgspec.structs.replace(self.defaults, num_workers=deployment.config.num_workers)
-        self.changed()
+        self.apply_changes()
 
     async def attach(self, adapter: AdapterSpec, name: str) -> None:
         """Make a LoRA adapter usable by requests of a model, and of its successors."""
-        target = self.named(name)[0]
+        target = self.find_deployment(name)[0]
         if adapter.name in self.names() and adapter.name not in target.adapters:
             raise InvalidRequest(f"{adapter.name} is the name of something else already", param="name")
         handover = target.handover
@@ -396,7 +396,7 @@ class ModelManager:
             )
         attached = await target.adapters.attach(adapter, target.adapter_users())
         _log.info("%s: adapter %s attached", target.spec.name, adapter.name)
-        self.changed()
+        self.apply_changes()
         heirs = self._heirs(target)
         if target.desired == "gone" and not heirs:
             raise NoModelLoaded(f"{target.spec.name} is being unloaded", state=target.state)
@@ -405,14 +405,14 @@ class ModelManager:
 
     def detach(self, adapter: str, name: str) -> None:
         """Forget a LoRA adapter of a model, and of the one that is being loaded in its place."""
-        target = self.named(name or adapter)[0]
+        target = self.find_deployment(name or adapter)[0]
         if adapter not in target.adapters:
             raise ModelNotFound(f"{target.spec.name} has no adapter {adapter!r}", param="name", model=adapter)
         for each in self._with_successor(target, name):
             if adapter in each.adapters:
                 each.adapters.detach(adapter, each.adapter_users())
                 _log.info("%s: adapter %s detached", each.spec.name, adapter)
-        self.changed()
+        self.apply_changes()
 
     def _heirs(self, target: Deployment) -> list[Deployment]:
         """Those of the same model that have taken, or are to take, the place of a deployment."""

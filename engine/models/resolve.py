@@ -57,7 +57,7 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
     for model in find_models(folders):
         if model.name == name and (not model.downloaded or is_complete(model.path)):
             return model.path
-    return _cached(name)
+    return _find_cached(name)
 
 
 def is_hub_id(name: str) -> bool:
@@ -78,7 +78,7 @@ def _split(hub_id: str) -> tuple[str, str | None]:
     return match["repo"], match["revision"]
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached(name: str) -> Path | None:
     """The hub cache's snapshot for org/name@commit: the one thing there that no listed name means."""
     if _HUB_ID.fullmatch(name) is None:
         return None

@@ -172,8 +172,8 @@ def _size(config: Mapping[str, object], keys: tuple[str, ...]) -> int:
 
 def _expected_parts(shape: ModelConfig) -> ModelParts:
     """The parts that a Llama of this shape has, with its experts."""
-    turned = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    layers = (shape.hidden_size * (turned + 2) + _mlp_elements(shape, layer) for layer in range(shape.layers))
+    attention_width = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    layers = (shape.hidden_size * (attention_width + 2) + _mlp_elements(shape, layer) for layer in range(shape.layers))
     embedding = shape.vocab_size * shape.hidden_size
     return ModelParts(
         embedding=_floats(embedding),

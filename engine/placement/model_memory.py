@@ -133,7 +133,7 @@ def device_kind(device: str) -> DeviceKind:
     return "cpu" if device == "cpu" else "simulated" if device.startswith("sim") else "cuda"
 
 
-def corrected(costs: ModelCosts, by: Correction) -> ModelCosts:
+def apply_correction(costs: ModelCosts, by: Correction) -> ModelCosts:
     """The costs as earlier loads bear them out."""
 
     def weigh(size_bytes: int) -> int:
@@ -268,7 +268,7 @@ def _alone(
     refuse_format(shape.head_dim, spec.cache_bits)
     heads = HeadFormat(shape.head_dim, spec.cache_bits, item)
     halves = kind == "cpu" and keeps_float16(spec, dtype, shape.checkpoint_dtype)
-    gathers = kind != "cuda" or spec.attention == "gathered" or heads.coded
+    gathers = kind != "cuda" or spec.attention == "gathered" or heads.is_quantised
     page_heads = 2 * shape.kv_heads * workload.page_tokens
     first, last, joined = _ends_bytes(facts, spec, shape, kind, item, halves=halves)
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers)
@@ -364,4 +364,4 @@ def costs_of(
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
     identity = "|".join((*fields, *draft))
     bill = exllama_costs if facts.backend == "exllamav2" else torch_costs
-    return corrected(bill(facts, spec, kind, workload, dtype, identity), correct(identity))
+    return apply_correction(bill(facts, spec, kind, workload, dtype, identity), correct(identity))

@@ -88,7 +88,7 @@ class RequestAdmission:
         made_for = self._models.by_key(wanted.key) if wanted.key else None
         if made_for is not None and made_for.state in ("ready", "draining"):
             return made_for, made_for.spec.path
-        deployment, _ = self._models.named(wanted.model)
+        deployment, _ = self._models.find_deployment(wanted.model)
         if not wanted.key:
             return deployment, deployment.spec.path
         if wanted.encode is None or deployment.tokenizer is None:

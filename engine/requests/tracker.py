@@ -170,10 +170,10 @@ class RequestTracker:
             between = request.add_tokens(output.token_ids, output.gaps, now)
             gaps.update(between)
             if begins:
-                self._prompted(request, output, now)
+                self._count_prefill(request, output, now)
             request.timeline.add_tokens(now, len(output.token_ids))
         elif output.finish is not None and output.error is None and not request.params.max_tokens:
-            self._prompted(request, output, now)
+            self._count_prefill(request, output, now)
         if output.prompt_logprobs or output.vector:
             request.has_prompt_logprobs = bool(output.prompt_logprobs)
             request.stream.set_prompt_results(output.prompt_logprobs, output.vector)
@@ -187,7 +187,7 @@ class RequestTracker:
             stop=output.stop,
         )
 
-    def _prompted(self, request: Request, output: RequestOutput, now: float) -> None:
+    def _count_prefill(self, request: Request, output: RequestOutput, now: float) -> None:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
         model = request.model_queue.model

@@ -29,7 +29,7 @@ def uneventful_steps(scheduler: Scheduler, lefts: Iterable[int]) -> int:
         return 0
     longest = 0
     for sequence in running:
-        if sequence.uncomputed != 1:
+        if sequence.num_uncomputed != 1:
             return 0
         longest = max(longest, sequence.num_tokens)
     steps = min(*lefts, scheduler.max_model_len - longest) - 1
@@ -240,7 +240,7 @@ class SimulatedWorker:
         """Take in a planned step; returns whether a message is due."""
         for sequence in plan.exhausted:
             self._finish(sequence)
-        sampled = plan.sampled
+        sampled = plan.sampled_sequences
         at_end = set(map(id, self.scheduler.commit(plan, ([0] for _ in sampled))))
         went_on = 0
         for sequence in sampled:
@@ -287,7 +287,7 @@ class SimulatedWorker:
                 sequences=tuple(
                     SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
                     for each in (*scheduler.running, *scheduler.waiting)
-                    if each.uncomputed > 1
+                    if each.num_uncomputed > 1
                 ),
             ),
             steps=done.steps,

@@ -68,7 +68,7 @@ def tied_command(command: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def stop_signals_blocked() -> Iterator[None]:
+def block_stop_signals() -> Iterator[None]:
     """Start a child within that calls `ignore_stop_signals`: none ends it before it does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
-from engine.system.child_process import ROOT, child_environment, python_command, stop_signals_blocked
+from engine.system.child_process import ROOT, block_stop_signals, child_environment, python_command
 from engine.text.printable import printable
 from engine.text.template_protocol import LENGTH, OUT_OF_MEMORY, Answer
 
@@ -72,7 +72,7 @@ class ChatTemplate:
     def warm_up(self) -> Future[object]:
         """Start the process and compile the template, so that the first rendering waits for neither; undoes `close`."""
         self._is_closed = False
-        return self._thread.submit(self._compiled)
+        return self._thread.submit(self._ensure_compiled)
 
     def close(self) -> Future[None]:
         """End the process once nothing waits to be rendered; the future is done then. What is still asked for after
@@ -116,7 +116,7 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            return await asyncio.wrap_future(self._answer(client, _packed("render", variables | kwargs)))
+            return await asyncio.wrap_future(self._answer(client, _pack_job("render", variables | kwargs)))
         except _Refused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -139,7 +139,7 @@ class ChatTemplate:
         job, answer = self._waiting.take()
         try:
             if answer.set_running_or_notify_cancel():
-                answer.set_result(self._compiled().ask(job))
+                answer.set_result(self._ensure_compiled().ask(job))
         except BaseException as error:
             answer.set_exception(error)
         finally:
@@ -151,7 +151,7 @@ class ChatTemplate:
             self._process.end()
             self._process = None
 
-    def _compiled(self) -> _Process:
+    def _ensure_compiled(self) -> _Process:
         """The process, with the template in it. A template that cannot be compiled is not tried again."""
         if self._broken:
             raise _Failed(self._broken)
@@ -161,7 +161,7 @@ class ChatTemplate:
                 raise _Failed(self._broken)
             process = _Process(self._limits)
             try:
-                process.ask(_packed("compile", self.source))
+                process.ask(_pack_job("compile", self.source))
             except _Failed as error:
                 self._broken = "" if isinstance(error, _Lost) else str(error)
                 raise
@@ -215,7 +215,7 @@ class _Process:
         self._limits = limits
         command = python_command("-m", "engine.text.template_sandbox", str(limits.cpu_s), str(limits.memory_bytes))
         try:
-            with stop_signals_blocked():
+            with block_stop_signals():
                 self._child = subprocess.Popen(
                     command,
                     bufsize=0,
@@ -289,7 +289,7 @@ class _Process:
         return _Lost(f"its process ended with status {status}")
 
 
-def _packed(kind: str, value: Any) -> bytes:
+def _pack_job(kind: str, value: Any) -> bytes:
     """A job for the process."""
     try:
         return marshal.dumps((kind, value))

@@ -232,7 +232,7 @@ class GrammarMask:
         self._tokens: list[int] = []
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the grammar allows nothing but the answer's end."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
@@ -241,21 +241,21 @@ class GrammarMask:
         """Reason why nothing is allowed; "" while anything is."""
         return _why_stuck(self._matcher)
 
-    def allowed(self) -> bytes:
+    def bitmask(self) -> bytes:
         """Return the tokens that may come next; none after an error."""
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             return bytes(self._size_bytes)
         bits = found[: self._size_bytes].ljust(self._size_bytes, b"\0")
         unwanted = (*self._barred, *self._ends) if len(self._tokens) < self._min_tokens else self._barred
-        if unwanted and not self.ended:
+        if unwanted and not self.is_complete:
             fewer = bytearray(bits)
             for token_id in unwanted:
                 fewer[token_id // 8] &= ~(1 << token_id % 8)
             return bytes(fewer) if any(fewer) else bits
         return bits
 
-    def forced(self, count: int) -> bytes:
+    def forced_text(self, count: int) -> bytes:
         """The text after the first `count` tokens as far as the grammar leaves no choice; b"" where the mask is not at
         that place, or the answer may end."""
         at_place = len(self._tokens) == count and not (self._matcher.is_stopped() or self._matcher.is_error())

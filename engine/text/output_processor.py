@@ -40,7 +40,8 @@ class StopMatcher:
         if self.found:
             return "", True
         text = self._held_back + text
-        match = min(self._matches(text), default=None)
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        match = min(matches, default=None)
         if match is not None:
             end, start = match
             self._held_back, self.found = "", text[start:end]
@@ -53,10 +54,6 @@ class StopMatcher:
         """Return the text held back, when no more comes and it is no stop string after all."""
         text, self._held_back = self._held_back, ""
         return text
-
-    def _matches(self, text: str) -> list[tuple[int, int]]:
-        """(end, start) of each stop string's first occurrence."""
-        return [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
 
     def _possible_start(self, text: str) -> int:
         """How many characters at the end of `text` may begin a stop string."""
@@ -262,22 +259,26 @@ class OutputProcessor:
         """Take the next token; after the end, nothing changes."""
         if self._finish is not None:
             return TextOutput(finish=self._finish)
-        if self._banned is not None and not self._detokenizer.unfinished:
+        if self._banned is not None and not self._detokenizer.has_partial_character:
             self._character_from = self._tokens
         self._tokens += 1
         if token_id not in self._end_token_ids:
             text, stopped = self._visible(self._detokenizer.push(token_id))
         else:
             text, stopped = "", self._tokens > self._min_tokens
-        finish = self._why_ended(stopped)
-        if finish is not None:
+        finish: FinishReason | None = None
+        if stopped or (self._max_tokens is not None and self._tokens >= self._max_tokens):
             text += self._rest()
-            finish = "stop" if self.stop else finish
+            finish = "stop" if stopped or self.stop else "length"
         if self._banned_from is not None:
             return TextOutput(settled=False, banned_from=self._banned_from)
         self._finish = finish
         self._unsettled += text
-        if finish is None and not self._settles():
+        if (
+            finish is None
+            and self._banned is not None
+            and not (self._banned.clear and not self._detokenizer.has_partial_character)
+        ):
             return TextOutput(settled=False)
         text, self._unsettled = self._unsettled, ""
         return TextOutput(text, finish)
@@ -293,14 +294,6 @@ class OutputProcessor:
         text, self._unsettled = self._unsettled, ""
         rest = self._rest()
         return text if self._banned_from is not None else text + rest
-
-    def _why_ended(self, stopped: bool) -> FinishReason | None:
-        if stopped:
-            return "stop"
-        return "length" if self._max_tokens is not None and self._tokens >= self._max_tokens else None
-
-    def _settles(self) -> bool:
-        return self._banned is None or (self._banned.clear and not self._detokenizer.unfinished)
 
     def _rest(self) -> str:
         """Return the text that detokenizer and stop matcher hold back."""

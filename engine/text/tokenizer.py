@@ -270,7 +270,7 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of each text, as `encode` gives them. Other threads run meanwhile."""
         # The library's encode() would hold the interpreter's lock for as long as it takes.
-        encodings = self._tokenized(
+        encodings = self._tokenize(
             texts, lambda: self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         )
         twice = [self.bos_token_id] * 2 if add_special_tokens and self.bos_token_id is not None else None
@@ -278,7 +278,7 @@ class Tokenizer:
 
     def spans(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """The tokens that `encode` gives, and where each stands in `text`. Other threads run meanwhile."""
-        [encoding] = self._tokenized(
+        [encoding] = self._tokenize(
             [text], lambda: self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         )
         spans = [TokenSpan(id_, *offsets) for id_, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
@@ -288,14 +288,14 @@ class Tokenizer:
     def cut(self, text: str, tokens: int, *, end: bool = False) -> tuple[str, int]:
         """Return the first, or last, `tokens` tokens of a text, or all of it, and how many it has. Other threads run
         meanwhile."""
-        [encoding] = self._tokenized([text], lambda: self._backend.encode_batch([text], add_special_tokens=False))
+        [encoding] = self._tokenize([text], lambda: self._backend.encode_batch([text], add_special_tokens=False))
         count = len(encoding)
         place = encoding.token_to_chars(count - tokens if end else tokens) if count > tokens else None
         if place is None:
             return text, count
         return text[place[0] :] if end else text[: place[0]], tokens
 
-    def _tokenized(self, texts: Sequence[str], work: Callable[[], T]) -> T:
+    def _tokenize(self, texts: Sequence[str], work: Callable[[], T]) -> T:
         """Return the library's tokens of these texts. Raises InvalidRequest where it fails, or takes too long: a
         tokenizer of unknown origin may take hours for what others do in a millisecond."""
         characters = sum(map(len, texts))
@@ -435,7 +435,7 @@ class IncrementalDetokenizer:
         self._at_start = begins
 
     @property
-    def unfinished(self) -> bool:
+    def has_partial_character(self) -> bool:
         """True if the bytes of a character are held back."""
         return bool(self._characters.getstate()[0])
 

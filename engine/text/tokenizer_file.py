@@ -213,7 +213,7 @@ def _growth(step: object) -> float:
         return 1.0
     match step.get("type"):
         case "Replace":
-            return _replaced(step.get("pattern"), len(str(step.get("content", ""))))
+            return _replacement_growth(step.get("pattern"), len(str(step.get("content", ""))))
         case "Prepend":
             return 1.0 + len(str(step.get("prepend", "")))
         case "Precompiled":
@@ -226,7 +226,7 @@ def _growth(step: object) -> float:
             return max([_GROWTH.get(str(kind), 1), *inner])
 
 
-def _replaced(pattern: object, content: int) -> float:
+def _replacement_growth(pattern: object, content: int) -> float:
     """By what a replacement of `content` characters lengthens a text: a pattern may match between any two of it."""
     searched = pattern.get("String") if isinstance(pattern, dict) else None
     return max(1.0, content / len(searched)) if isinstance(searched, str) and searched else 1.0 + content

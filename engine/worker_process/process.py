@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from engine.backends.common.native_kernels import kernels_at_hand
-from engine.system.child_process import child_environment, python_command, stop_signals_blocked
+from engine.system.child_process import block_stop_signals, child_environment, python_command
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
 """How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
@@ -24,7 +24,7 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
     terminal passes it by. Call it on a thread that lives as long as the worker may: on Linux the kernel kills the
     child when the thread that started it ends, which is how no worker outlives a killed engine.
     """
-    with stop_signals_blocked():
+    with block_stop_signals():
         return subprocess.Popen(
             [
                 *python_command("-m", "engine.worker_process"),

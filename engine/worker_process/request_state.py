@@ -119,7 +119,7 @@ class RequestState:
         if (
             self._rewind_to is None
             and self.mask is not None
-            and self._output.ruled_out(self.mask.forced(len(self._token_ids)))
+            and self._output.ruled_out(self.mask.forced_text(len(self._token_ids)))
         ):
             self._rewind_to = len(self._token_ids) - 1
         elif shown.settled:

@@ -134,11 +134,6 @@ class Replica:
         """Requests it can work on at once: fewer than max_prompts where its memory has been found not to allow them."""
         return min(max_prompts, self.stats.prompts_limit or max_prompts)
 
-    @property
-    def was_ready(self) -> bool:
-        """True if it has ever had the model loaded."""
-        return self.model is not None
-
     def start(self) -> None:
         """Start the worker in the background."""
         self._retry = None
@@ -321,7 +316,7 @@ class Replica:
             request.worker_died()
         retry_s = self._deaths.add(worked_s, given_up=any(request.given_up for request in lost))
         if self.state != "draining":
-            if not self.was_ready:
+            if self.model is None:  # it never got ready
                 self.state = "failed"
             elif retry_s is None:
                 self.state, self.last_error = "failed", self._deaths.left_dead(self.id, error)

@@ -13,7 +13,7 @@ from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.native.attention import Heads, NativeAttention
 from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
-from tests.fakes.coded_pages import Coded, laid, turned
+from tests.fakes.coded_pages import Coded, hadamard_rotate, laid
 
 NUM_PAGES = 96
 Angles = tuple[Tensor, Tensor]
@@ -107,7 +107,7 @@ class Kernel:
 
     def kept(self, sequence: Attending) -> Tensor | None:
         """What they stand for, float64 [tokens, 2 * kv_heads, head_dim]; None where they lie there as they are."""
-        return turned(self.laid(sequence).turned(), self.form) if self.form.coded else None
+        return hadamard_rotate(self.laid(sequence).dequantise(), self.form) if self.form.is_quantised else None
 
     def whole(self, sequence: Attending, cuts: Sequence[int]) -> Tensor:
         """What all tokens of a sequence attended that came in chunks of these sizes."""

@@ -265,7 +265,7 @@ class FakeBackend:
             token_id = allowed
             mask.accept(token_id)
         tokens.append(token_id)
-        if whole := mask is not None and mask.ended:
+        if whole := mask is not None and mask.is_complete:
             self._live.pop(request_id)
             self._masks.pop(request_id)
             self._started.discard(request_id)
@@ -344,7 +344,7 @@ def nearest(
     token_id: int, mask: TokenMask, vocab_size: int = VOCAB_SIZE, *, ruled_out: Collection[int] = ()
 ) -> int | None:
     """The first token from this one on that the mask allows and that is not ruled out, None where there is none."""
-    bits = mask.allowed()
+    bits = mask.bitmask()
     for candidate in (*range(token_id, vocab_size), *range(token_id)):
         if bits[candidate // 8] >> candidate % 8 & 1 and candidate not in ruled_out:
             return candidate

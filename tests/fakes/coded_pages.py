@@ -21,18 +21,18 @@ class Coded:
     codes: Tensor
     scales: Tensor
 
-    def turned(self) -> Tensor:
-        """What they stand for, float64, still turned."""
+    def dequantise(self) -> Tensor:
+        """Return the heads in float64, still rotated."""
         groups = self.codes.double().unflatten(-1, (self.scales.shape[-1], -1))
         return (groups * self.scales.double().unsqueeze(-1)).flatten(-2)
 
 
-def turned(heads: Tensor, form: HeadFormat) -> Tensor:
-    """Heads [..., head_dim] after their Hadamard turn, float64."""
+def hadamard_rotate(heads: Tensor, form: HeadFormat) -> Tensor:
+    """Return heads [..., head_dim] after their Hadamard rotation, float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < form.turned:
+    while len(matrix) < form.hadamard_size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    found: Tensor = heads.double().unflatten(-1, (-1, form.turned)) @ matrix * form.turned**-0.5
+    found: Tensor = heads.double().unflatten(-1, (-1, form.hadamard_size)) @ matrix * form.hadamard_size**-0.5
     return found.flatten(-2)
 
 

@@ -33,7 +33,7 @@ def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = Non
 def step(target: Scheduler, token: Callable[[Sequence], int] = lambda seq: 7) -> BatchPlan:
     """Plan and commit one step, and see that the accounts add up."""
     plan = target.plan()
-    target.commit(plan, [[token(seq)] for seq in plan.sampled])
+    target.commit(plan, [[token(seq)] for seq in plan.sampled_sequences])
     target.check()
     return plan
 

@@ -64,7 +64,7 @@ def _unrecorded(runner: ModelRunner, sequences: int) -> list[int]:
     graphs = runner._graphs
     if graphs is None:
         return [sequences]
-    return sorted(set(graphs.buckets.batches) - {bucket.batch for bucket in graphs.recorded})
+    return sorted(set(graphs.buckets.batches) - {bucket.batch for bucket in graphs.recorded_buckets})
 
 
 def _decode(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:

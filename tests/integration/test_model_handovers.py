@@ -162,7 +162,7 @@ def test_a_version_of_an_adapter_is_kept_for_requests_that_wait_for_another_mode
         key = engine._tracker.live[waiting.request_id].adapter_key
         await engine.detach("polite")
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=200)))
-        await until(lambda: engine._models.queued == 1 and first_of(engine).state == "draining")
+        await until(lambda: engine._models.num_queued == 1 and first_of(engine).state == "draining")
         await answered(running[0], requests[0])
         await engine.cancel_load()
         with pytest.raises(LoadCancelled):
@@ -535,7 +535,7 @@ def test_closing_ends_in_time_what_comes_back_from_a_load_that_it_cancels(tmp_pa
         await engine.load(named(tmp_path, "a"))
         streams = [await began(engine, ask("x", max_tokens=9)), engine.submit(encode("y" * 50))]
         loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
-        await until(lambda: engine._models.queued == 1 and first_of(engine).state == "draining")
+        await until(lambda: engine._models.num_queued == 1 and first_of(engine).state == "draining")
         before = asyncio.get_running_loop().time()
         await engine.close(drain_s)
         assert asyncio.get_running_loop().time() - before < drain_s + 2

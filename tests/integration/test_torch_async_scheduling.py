@@ -82,12 +82,12 @@ def test_the_contexts_end_is_no_surprise(folder: Path, monkeypatch: pytest.Monke
 class Alternating:
     """A mask that allows even tokens and odd ones by turns, and knows every token before."""
 
-    ended, error = False, ""
+    is_complete, error = False, ""
 
     def __init__(self) -> None:
         self._taken: list[int] = []
 
-    def allowed(self) -> bytes:
+    def bitmask(self) -> bytes:
         return bytes([0b01010101 if len(self._taken) % 2 == 0 else 0b10101010] * 40)
 
     def accept(self, token_id: int) -> None:

@@ -33,7 +33,7 @@ def fed(plan: BatchPlan) -> dict[str, list[int]]:
 
 
 def commit(target: Scheduler, plan: BatchPlan) -> None:
-    target.commit(plan, [[7] for _ in plan.sampled])
+    target.commit(plan, [[7] for _ in plan.sampled_sequences])
     target.check()
 
 
@@ -156,8 +156,8 @@ def answers(seed: int, *, ahead: bool) -> tuple[dict[str, list[int]], int]:
         if ahead and not async_obstacle(running, s, speculates=False):
             plan = plan_next_step(running, s)
             launched = (plan, s.pin_written(plan)) if plan.chunks else None
-        ended = s.commit(running, [[100 * each.num_tokens + int(each.id)] for each in running.sampled])
-        for each in running.sampled:
+        ended = s.commit(running, [[100 * each.num_tokens + int(each.id)] for each in running.sampled_sequences])
+        for each in running.sampled_sequences:
             if each in ended or each.num_tokens in (ends[each.id], each.limit):
                 s.remove(lives.pop(each.id))
         if written is not None:

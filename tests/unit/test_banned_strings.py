@@ -379,12 +379,13 @@ def to_its_end(tokenizer: Tokenizer, asked: BackendRequest, draw: Callable[[list
     answer.mask = mask = masks.begin(asked).result(PATIENCE_S)
     barred: tuple[int, ...] = ()
     while output.finish is None:
-        bits = mask.allowed()
+        bits = mask.bitmask()
         left = [each for each in range(tokenizer.vocab_size) if bits[each // 8] >> each % 8 & 1 and each not in barred]
         barred = ()
         if left:
             mask.accept(token_id := draw(left))
-            answer.take(TokenEvent(request_id="r", token_id=token_id, finish="stop" if mask.ended else None), output)
+            finish = "stop" if mask.is_complete else None
+            answer.take(TokenEvent(request_id="r", token_id=token_id, finish=finish), output)
         else:
             answer.take(TokenEvent(request_id="r", finish="error", message="nothing is left"), output)
         if answer.rewinding:

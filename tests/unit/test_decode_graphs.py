@@ -128,7 +128,7 @@ def test_a_recording_is_made_once_and_done_again_on_new_inputs() -> None:
     recorder = FakeRecorder()
     graphs = Counting(recorder).graphs
     graphs.prepare()
-    assert (recorder.recorded, graphs.recorded) == (3, {Bucket(size, 128) for size in (1, 2, 4)})
+    assert (recorder.recorded, graphs.recorded_buckets) == (3, {Bucket(size, 128) for size in (1, 2, 4)})
     for lengths in ([5, 6, 7], [9, 8, 7], [1]):
         logits = graphs.logits([decode(tokens) for tokens in lengths])
         assert logits is not None and logits[:, 0].tolist() == [tokens + 1 for tokens in lengths]
@@ -140,7 +140,7 @@ def test_longer_sequences_are_recorded_when_there_are_some() -> None:
     graphs = Counting(recorder).graphs
     graphs.prepare()
     assert graphs.logits([decode(3000)]) is not None
-    assert graphs.recorded - {Bucket(size, 128) for size in (1, 2, 4)} == {Bucket(1, 256)}
+    assert graphs.recorded_buckets - {Bucket(size, 128) for size in (1, 2, 4)} == {Bucket(1, 256)}
 
 
 @pytest.mark.parametrize(("fails_from", "room"), [(2, 99), (None, 2)], ids=["fails", "no room"])
@@ -149,7 +149,7 @@ def test_where_memory_is_short_there_are_as_many_recordings_as_there_were(
 ) -> None:
     graphs = Counting(FakeRecorder(fails_from), room=room).graphs
     graphs.prepare()
-    assert graphs.recorded == {Bucket(1, 128), Bucket(2, 128)}
+    assert graphs.recorded_buckets == {Bucket(1, 128), Bucket(2, 128)}
     assert graphs.logits([decode(5)] * 3) is None
     assert graphs.logits([decode(5)] * 2) is not None
     assert caplog.text.count("no more decodes are recorded") == 1
@@ -166,7 +166,7 @@ def test_where_memory_is_short_there_are_as_many_recordings_as_there_were(
 def test_a_recording_that_the_device_refuses_costs_no_more_than_the_recording(message: str) -> None:
     graphs = Counting(FakeRecorder(1, torch.AcceleratorError(message))).graphs
     graphs.prepare()
-    assert graphs.recorded == {Bucket(1, 128)}
+    assert graphs.recorded_buckets == {Bucket(1, 128)}
 
 
 def test_a_device_that_is_lost_while_it_records_is_lost() -> None:

@@ -68,11 +68,11 @@ def ids_in(bits: bytes) -> list[int]:
 def written(mask: GrammarMask, seed: int, most: int = 4000) -> list[int]:
     """Tokens chosen blindly among those allowed, to the end."""
     chooser, ids = random.Random(seed), list[int]()
-    while not mask.ended and len(ids) < most:
-        ids.append(chooser.choice(ids_in(mask.allowed())))
+    while not mask.is_complete and len(ids) < most:
+        ids.append(chooser.choice(ids_in(mask.bitmask())))
         mask.accept(ids[-1])
         assert not mask.error
-    assert mask.ended
+    assert mask.is_complete
     return ids
 
 
@@ -149,11 +149,11 @@ def test_any_schema_yields_json_that_it_describes(
 ) -> None:
     mask = mask_of(masks, schema_of(schema))
     chooser, ids = random.Random(seed), list[int]()
-    while len(ids) < 400 and not mask.ended:
-        allowed = ids_in(mask.allowed())
+    while len(ids) < 400 and not mask.is_complete:
+        allowed = ids_in(mask.bitmask())
         ids.append(EOS if EOS in allowed else chooser.choice(allowed))  # numbers may go on for ever
         mask.accept(ids[-1])
-    assert mask.ended, tokenizer.decode(ids)
+    assert mask.is_complete, tokenizer.decode(ids)
     jsonschema.validate(json.loads(tokenizer.decode(ids)), schema)
 
 
@@ -164,10 +164,10 @@ def test_the_end_may_come_exactly_where_the_grammar_may_end(tokenizer: Tokenizer
     assert b is not None
     ends = []
     for token_id in (a, b, b, b):
-        ends.append(EOS in ids_in(mask.allowed()))
+        ends.append(EOS in ids_in(mask.bitmask()))
         mask.accept(token_id)
     assert ends == [False, True, False, True]
-    assert not mask.ended
+    assert not mask.is_complete
 
 
 def test_ends_wait_for_min_tokens_but_for_no_more_than_the_grammar_can_go_on(
@@ -179,8 +179,8 @@ def test_ends_wait_for_min_tokens_but_for_no_more_than_the_grammar_can_go_on(
 
 def test_where_ends_are_ignored_they_come_only_where_nothing_else_can(masks: GrammarMasks) -> None:
     mask = mask_of(masks, Grammar(kind="regex", source="(a|b)*"), ignore_eos=True)
-    assert EOS not in ids_in(mask.allowed())
-    assert ids_in(mask_of(masks, Grammar(kind="regex", source=""), ignore_eos=True).allowed()) == [EOS]
+    assert EOS not in ids_in(mask.bitmask())
+    assert ids_in(mask_of(masks, Grammar(kind="regex", source=""), ignore_eos=True).bitmask()) == [EOS]
 
 
 def test_a_mask_goes_back_and_on_to_where_the_answer_stands(masks: GrammarMasks) -> None:
@@ -189,7 +189,7 @@ def test_a_mask_goes_back_and_on_to_where_the_answer_stands(masks: GrammarMasks)
     for cut in range(0, len(ids), 5):
         moved = mask_of(masks, schema_of(PERSON), tuple(written(mask_of(masks, schema_of(PERSON)), 4)[:7]))
         moved.restart(ids[:cut])
-        assert moved.allowed() == mask_of(masks, schema_of(PERSON), tuple(ids[:cut])).allowed()
+        assert moved.bitmask() == mask_of(masks, schema_of(PERSON), tuple(ids[:cut])).bitmask()
 
 
 def test_an_answer_that_its_grammar_did_not_write_is_refused(masks: GrammarMasks) -> None:
@@ -201,20 +201,20 @@ def test_after_a_token_that_was_not_allowed_nothing_is(masks: GrammarMasks) -> N
     mask = mask_of(masks, schema_of({"type": "integer"}))
     mask.accept(EOS)
     assert mask.error
-    assert not mask.ended
-    assert not any(mask.allowed())
+    assert not mask.is_complete
+    assert not any(mask.bitmask())
 
 
 def test_no_token_comes_that_the_model_or_the_tokenizer_lacks(tokenizer: Tokenizer, masks: GrammarMasks) -> None:
     anything = Grammar(kind="regex", source=r"(?s:.)*")
-    assert max(ids_in(mask_of(masks, anything).allowed())) < tokenizer.vocab_size
-    assert len(mask_of(masks, anything).allowed()) == -(-(tokenizer.vocab_size + 13) // 32) * 4
+    assert max(ids_in(mask_of(masks, anything).bitmask())) < tokenizer.vocab_size
+    assert len(mask_of(masks, anything).bitmask()) == -(-(tokenizer.vocab_size + 13) // 32) * 4
     fewer = GrammarMasks(tokenizer, 200)
-    assert max(ids_in(mask_of(fewer, anything).allowed())) < 200
+    assert max(ids_in(mask_of(fewer, anything).bitmask())) < 200
 
 
 def test_control_tokens_are_no_text(tokenizer: Tokenizer, masks: GrammarMasks) -> None:
-    allowed = ids_in(mask_of(masks, Grammar(kind="regex", source=r"(?s:.)+")).allowed())
+    allowed = ids_in(mask_of(masks, Grammar(kind="regex", source=r"(?s:.)+")).bitmask())
     assert not tokenizer.special_ids & set(allowed)
 
 
@@ -356,12 +356,12 @@ for links in (25_000, 60_000):
 class Only:
     """A mask that allows these tokens."""
 
-    ended, error = False, ""
+    is_complete, error = False, ""
 
     def __init__(self, *ids: int, vocab: int) -> None:
         self._bits = sum(1 << each for each in set(ids)).to_bytes(-(-vocab // 32) * 4, "little")
 
-    def allowed(self) -> bytes:
+    def bitmask(self) -> bytes:
         return self._bits
 
     def accept(self, token_id: int) -> None: ...

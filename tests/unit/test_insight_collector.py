@@ -74,7 +74,7 @@ class Watched:
         for _ in range(seconds):
             self.second += 1
             if busy:
-                self.meter.stepped(
+                self.meter.count_steps(
                     float(self.second),
                     "m",
                     "w0",

@@ -19,7 +19,7 @@ def new_meter() -> Meter:
 
 def produce(meter: Meter, now: float, tokens: int, gaps: Mapping[float, int] | None = None, worker: str = "w0") -> None:
     """A step that brings tokens."""
-    meter.stepped(
+    meter.count_steps(
         now,
         "m",
         worker,
@@ -89,7 +89,7 @@ def test_samples_leave_the_window() -> None:
 
 def test_a_second_of_history_holds_what_happened_in_it_alone() -> None:
     meter = new_meter()
-    meter.prefilled(0.5, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+    meter.count_prefill(0.5, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
     produce(meter, 0.5, 2, {0.05: 2})
     tick(meter, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
     tick(meter, 2.0)
@@ -111,14 +111,14 @@ def test_every_end_is_counted_by_its_reason() -> None:
     meter = new_meter()
     reasons: tuple[FinishReason, ...] = ("stop", "cancelled", "error")
     for reason in reasons:
-        meter.finished(1.0, "m", FinishedRequest(reason=reason, prompt_tokens=1, output_tokens=1))
+        meter.count_finish(1.0, "m", FinishedRequest(reason=reason, prompt_tokens=1, output_tokens=1))
     assert meter.totals().finished == {"stop": 1, "cancelled": 1, "error": 1}
 
 
 def test_totals_add_up() -> None:
     meter = new_meter()
     for _ in range(2):
-        meter.prefilled(0.0, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+        meter.count_prefill(0.0, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
         produce(meter, 0.0, 5)
     totals = meter.totals()
     assert (totals.prompt_tokens, totals.cached_tokens, totals.output_tokens) == (14, 6, 10)
@@ -144,9 +144,9 @@ def test_every_view_counts_the_same_events() -> None:
     meter = new_meter()
     meter.add_model("other")
     for now in (1.0, 2.0):
-        meter.prefilled(now, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
+        meter.count_prefill(now, "m", prompt_tokens=7, cached_tokens=3, ttft_s=0.2)
         produce(meter, now, 5, {0.1: 4})
-        meter.finished(now, "m", FinishedRequest(reason="stop", prompt_tokens=7, output_tokens=5))
+        meter.count_finish(now, "m", FinishedRequest(reason="stop", prompt_tokens=7, output_tokens=5))
     meter.count("rejected")
     totals, insight, usage = meter.totals(), meter.insight(3.0), {each.name: each for each in meter.usage()}
     assert set(usage) == {"m", "other"}

@@ -39,13 +39,13 @@ def after(*requests: FinishedRequest, slo: Slo | None = None, now: float = 10.0)
     """What is known once these ended, one a second."""
     session = new_meter(slo)
     for second, request in enumerate(requests):
-        session.finished(float(second), "m", request)
+        session.count_finish(float(second), "m", request)
     return session.insight(now)
 
 
 def stepped(session: Meter, now: float, steps: int = 1, step_s: float = 0.1, **changes: object) -> None:
     values = {"sequences": 4, "stats": BackendStats(), "before": BackendStats(), "output_tokens": 0, "gaps": {}}
-    session.stepped(now, "m", "w0", steps=steps, step_s=step_s, ended_at=now, **(values | changes))  # type: ignore[arg-type]
+    session.count_steps(now, "m", "w0", steps=steps, step_s=step_s, ended_at=now, **(values | changes))  # type: ignore[arg-type]
 
 
 def new_meter(slo: Slo | None = None) -> Meter:
@@ -170,7 +170,7 @@ def test_a_request_without_an_answer_is_not_judged_and_no_answer_of_no_tokens() 
 def test_the_rate_of_goodput_is_that_of_the_last_minute() -> None:
     session = new_meter(Slo(ttft_s=5.0))
     for second in range(120):
-        session.finished(float(second), "m", answer())
+        session.count_finish(float(second), "m", answer())
     assert session.insight(119.0).goodput.per_s == pytest.approx(61 / 60)
     assert session.insight(300.0).goodput.per_s == 0.0
 
@@ -178,16 +178,16 @@ def test_the_rate_of_goodput_is_that_of_the_last_minute() -> None:
 def test_the_rate_of_goodput_in_a_sessions_first_minute_is_over_its_age() -> None:
     session = new_meter(Slo(ttft_s=5.0))
     session.reset_session(100.0, 0.0)
-    session.finished(119.0, "m", answer())
-    session.finished(119.5, "m", answer())
+    session.count_finish(119.0, "m", answer())
+    session.count_finish(119.5, "m", answer())
     assert session.insight(120.0).goodput.per_s == pytest.approx(2 / 20)
 
 
 def test_another_slo_judges_anew() -> None:
     session = new_meter(Slo(ttft_s=1.0))
-    session.finished(0.0, "m", answer())
+    session.count_finish(0.0, "m", answer())
     session.set_slo(Slo(ttft_s=4.0))
-    session.finished(1.0, "m", answer())
+    session.count_finish(1.0, "m", answer())
     goodput = session.insight(2.0).goodput
     assert (goodput.judged, goodput.within_slo, goodput.slo_ttft_s) == (1, 1, 4.0)
     assert session.insight(2.0).session.requests == 2
@@ -276,7 +276,7 @@ def test_without_guesses_there_are_no_positions() -> None:
 
 def test_a_reset_forgets_the_session_and_goes_on_counting() -> None:
     session = new_meter(Slo(ttft_s=9.0))
-    session.finished(1.0, "m", answer(prompt_tokens=5000))
+    session.count_finish(1.0, "m", answer(prompt_tokens=5000))
     stepped(session, 2.0, step_s=1.0)
     stepped(session, 116.0, steps=0, step_s=0.0, output_tokens=7)
     session.reset_session(10.0, 1000.0)

@@ -39,7 +39,7 @@ def usage_of(meter: Meter) -> ModelUsage:
 
 def finish(meter: Meter, reason: FinishReason = "stop", output_tokens: int = 3, **fields: object) -> None:
     request = FinishedRequest(reason=reason, prompt_tokens=10, output_tokens=output_tokens, **fields)  # type: ignore[arg-type]
-    meter.finished(1.0, "m", request)
+    meter.count_finish(1.0, "m", request)
 
 
 def step(
@@ -51,7 +51,7 @@ def step(
     gaps: Mapping[float, int] | None = None,
 ) -> None:
     """A report of some steps of a worker."""
-    meter.stepped(
+    meter.count_steps(
         1.0,
         "m",
         "w0",
@@ -91,7 +91,7 @@ def test_every_gap_between_tokens_is_counted() -> None:
 
 def test_a_request_without_an_answer_counts_into_no_lengths_of_answers() -> None:
     meter = new_meter()
-    meter.prefilled(1.0, "m", 10, 0, None)
+    meter.count_prefill(1.0, "m", 10, 0, None)
     finish(meter, output_tokens=0, e2e_s=2.0, longest=0)
     usage = usage_of(meter)
     assert (usage.prompt_tokens, usage.histograms[E2E].count) == (10, 1)
@@ -162,8 +162,8 @@ def test_answers_asked_for_together_are_told_with_the_last_of_them() -> None:
 
 def test_a_model_that_is_loaded_again_goes_on_counting() -> None:
     meter = new_meter()
-    meter.prefilled(1.0, "m", 10, 4, 0.1)
+    meter.count_prefill(1.0, "m", 10, 4, 0.1)
     meter.add_model("m", 50)
-    meter.prefilled(2.0, "m", 10, 0, 0.1)
+    meter.count_prefill(2.0, "m", 10, 0, 0.1)
     usage = usage_of(meter)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens) == (20, 4, 16)

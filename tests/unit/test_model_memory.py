@@ -22,7 +22,7 @@ from engine.placement.model_memory import (
     Correction,
     ModelCosts,
     Workload,
-    corrected,
+    apply_correction,
     costs_of,
     device_kind,
 )
@@ -241,7 +241,7 @@ def test_the_context_is_the_models_own_stretched_or_what_was_asked_for(tmp_path:
 def test_a_correction_changes_weights_by_a_factor_and_working_memory_by_bytes(tmp_path: Path) -> None:
     found = costs(write_model(tmp_path, tensors()))
     learned = Correction(weights_factor=1.5, working_bytes=1000, loads=1)
-    better = corrected(found, learned)
+    better = apply_correction(found, learned)
     assert better.weights_bytes == found.weights_bytes * 1.5
     assert better.working_bytes == found.working_bytes + 1000
     assert (better.page_bytes, better.correction) == (found.page_bytes, learned)

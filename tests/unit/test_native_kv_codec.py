@@ -10,7 +10,7 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 from tests.fakes.attending import Attending, Kernel, Shape, seeded
-from tests.fakes.coded_pages import Coded, made, turned
+from tests.fakes.coded_pages import Coded, hadamard_rotate, made
 from tests.fakes.native_libraries import ATTENDING, native
 
 TOKENS, CUTS = 150, (40, 1, 1, 90, 18)
@@ -44,7 +44,7 @@ def laid(kernel: Kernel, sequence: Attending) -> tuple[Coded, Tensor]:
 
 def near_a_tie(heads: Tensor, found: Coded, form: HeadFormat) -> tuple[Tensor, Tensor]:
     """Of which codes and of which scales the exact value is as near to another one as to that of HeadCodec."""
-    exact = turned(heads, form).unflatten(-1, (-1, form.group))
+    exact = hadamard_rotate(heads, form).unflatten(-1, (-1, form.group))
     units = found.scales.double().unsqueeze(-1) * 2 ** (8 - form.bits)
     quotients = exact / units.masked_fill(units == 0, 1)
     scales = exact.abs().amax(-1) / 128
@@ -94,7 +94,7 @@ def test_what_is_no_number_is_lost_to_its_own_head_alone(
     sequence.rows[20, 4, 7] = torch.nan
     sequence.rows[21, 6, 9] = torch.inf
     found, heads = laid(kernel, sequence)
-    numbers = found.turned().isfinite()
+    numbers = found.dequantise().isfinite()
     assert not numbers[20, 0].any() and not numbers[21, 2].any()
     numbers[20, 0] = numbers[21, 2] = True
     assert numbers.all()

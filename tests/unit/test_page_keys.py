@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.common.page_keys import SHORT_BYTES, PageHash, page_keys, short
+from engine.backends.common.page_keys import SHORT_BYTES, PageHash, page_keys, short_key
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import Sequence
@@ -30,10 +30,10 @@ def test_prompts_share_as_many_keys_as_full_pages_from_their_start(a: list[int],
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=40), st.integers(1, 9))
 def test_a_pool_with_the_salt_names_pages_as_the_prompt_does(token_ids: list[int], size: int) -> None:
     pool = PagePool(1, size, SALT)
-    parent, keys = pool.root(""), []
+    parent, keys = pool.page_hash.root_key(""), []
     for start in range(0, len(token_ids) - size + 1, size):
-        parent = pool.key(parent, token_ids[start : start + size])
-        keys.append(short(parent))
+        parent = pool.page_hash.page_key(parent, token_ids[start : start + size])
+        keys.append(short_key(parent))
     assert keys == page_keys(SALT, token_ids, size)
 
 
@@ -80,15 +80,15 @@ def test_a_scheduler_names_the_pages_of_a_scope_as_the_dispatcher_does(
 
 def test_a_scope_that_reads_like_the_page_before_it_is_not_taken_for_one() -> None:
     pages = PageHash(SALT)
-    root = pages.root("tuned")
-    assert pages.scoped(root, "a") != pages.scoped(b"", root.decode("latin-1") + "a")
-    assert pages.scoped(b"", "a") != pages.key(b"", [0])
+    root = pages.root_key("tuned")
+    assert pages.scope_key(root, "a") != pages.scope_key(b"", root.decode("latin-1") + "a")
+    assert pages.scope_key(b"", "a") != pages.page_key(b"", [0])
 
 
 def test_an_adapters_name_that_reads_like_a_page_is_not_taken_for_one() -> None:
     page = [0]
     name = bytes(8).decode()
-    assert PageHash(SALT).root(name) != PageHash(SALT).key(b"", page)
+    assert PageHash(SALT).root_key(name) != PageHash(SALT).page_key(b"", page)
 
 
 def test_reported_keys_are_short() -> None:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.backends.base import PrefixChanges
-from engine.backends.common.page_keys import short
+from engine.backends.common.page_keys import short_key
 from engine.backends.scheduler.page_pool import PagePool
 
 
 def chain(pool: PagePool, *pages_of_tokens: list[int]) -> list[bytes]:
-    keys = [pool.root("")]
+    keys = [pool.page_hash.root_key("")]
     for tokens in pages_of_tokens:
-        keys.append(pool.key(keys[-1], tokens))
+        keys.append(pool.page_hash.page_key(keys[-1], tokens))
     return keys[1:]
 
 
@@ -129,7 +129,7 @@ def test_pages_that_became_findable_are_told_once() -> None:
     pool = PagePool(3, 2)
     _, keys = filled(pool, [1, 2], [3, 4])
     changes = pool.take_changes()
-    assert (changes.added, changes.dropped) == (tuple(map(short, keys)), ())
+    assert (changes.added, changes.dropped) == (tuple(map(short_key, keys)), ())
     assert pool.take_changes() == PrefixChanges()
 
 
@@ -139,7 +139,7 @@ def test_a_page_that_is_reused_is_told_as_dropped() -> None:
     pool.take_changes()
     pool.release(pages)
     pool.allocate(1)
-    assert pool.take_changes() == PrefixChanges(dropped=(short(keys[0]),))
+    assert pool.take_changes() == PrefixChanges(dropped=(short_key(keys[0]),))
 
 
 def test_a_page_that_came_and_went_between_two_reports_is_in_neither() -> None:
@@ -179,7 +179,7 @@ class PoolWalk(RuleBasedStateMachine):
         assert self.told.isdisjoint(changes.added)
         assert self.told.issuperset(changes.dropped)
         self.told = (self.told | set(changes.added)) - set(changes.dropped)
-        assert self.told == {short(key) for key in self.pool._by_key}
+        assert self.told == {short_key(key) for key in self.pool._by_key}
 
     @rule(target=tables, prefix=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def start(self, prefix: list[int]) -> object:

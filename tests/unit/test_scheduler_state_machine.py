@@ -76,7 +76,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     def one_step(self, draw: random.Random) -> None:
         running = len(self.scheduler.running)
-        decodes = {seq.id for seq in self.scheduler.running if seq.uncomputed == 1}
+        decodes = {seq.id for seq in self.scheduler.running if seq.num_uncomputed == 1}
         preemptions = self.scheduler.counters.preemptions
         guesses = {name: [draw.randint(0, 1) for _ in range(draw.randint(0, 5))] for name in decodes}
         plan = self.scheduler.plan()
@@ -93,7 +93,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             if chunk.sample:
                 held = draw.randint(0, chunk.num_drafts)
                 tokens.append([*chunk.token_ids[1:][:held], draw.randint(0, 1)])
-        for seq, new in zip(plan.sampled, tokens, strict=True):
+        for seq, new in zip(plan.sampled_sequences, tokens, strict=True):
             self.expected[seq.id] += new[: 40 - len(self.expected[seq.id])]
         ended = plan.exhausted + self.scheduler.commit(plan, tokens)
         for seq in ended:

@@ -124,9 +124,9 @@ def test_a_backend_that_does_not_say_where_its_memory_lies_is_taken_to_spread_it
 
 def test_utilisation_is_the_share_of_the_last_second_that_steps_took() -> None:
     busy = BusyTime()
-    busy.stepped(["sim:0", "sim:1"], ended=10.2, step_s=0.2)
-    busy.stepped(["sim:0"], ended=10.5, step_s=0.1)
-    busy.stepped(["sim:0"], ended=10.9, step_s=0.0)
+    busy.add_steps(["sim:0", "sim:1"], ended=10.2, step_s=0.2)
+    busy.add_steps(["sim:0"], ended=10.5, step_s=0.1)
+    busy.add_steps(["sim:0"], ended=10.9, step_s=0.0)
     assert busy.shares(10.5) == pytest.approx({"sim:0": 0.3, "sim:1": 0.2})
     assert busy.shares(11.1) == pytest.approx({"sim:0": 0.2, "sim:1": 0.1})
     assert busy.shares(20.0) == {"sim:0": 0.0, "sim:1": 0.0}
@@ -135,8 +135,8 @@ def test_utilisation_is_the_share_of_the_last_second_that_steps_took() -> None:
 def test_two_workers_in_a_step_at_once_keep_their_device_busy_once() -> None:
     busy = BusyTime()
     for ended in (5.0, 5.1):
-        busy.stepped(["sim:0"], ended=ended, step_s=0.4)
-    busy.stepped(["sim:0"], ended=5.05, step_s=0.1)
+        busy.add_steps(["sim:0"], ended=ended, step_s=0.4)
+    busy.add_steps(["sim:0"], ended=5.05, step_s=0.1)
     assert busy.shares(5.1) == pytest.approx({"sim:0": 0.5})
-    busy.stepped(["sim:0"], ended=9.0, step_s=3.0)
+    busy.add_steps(["sim:0"], ended=9.0, step_s=3.0)
     assert busy.shares(9.0) == pytest.approx({"sim:0": 1.0})

@@ -25,7 +25,7 @@ def scheduler(prompts: list[int], pages: int) -> Scheduler:
     for number, tokens in enumerate(prompts):
         made.submit(Sequence(str(number), [number] * tokens, tokens))
     for _ in range(20):
-        if made.running and all(each.uncomputed == 1 for each in made.running):
+        if made.running and all(each.num_uncomputed == 1 for each in made.running):
             break
         step(made)
     return made
@@ -33,7 +33,7 @@ def scheduler(prompts: list[int], pages: int) -> Scheduler:
 
 def step(made: Scheduler) -> float:
     plan = made.plan()
-    made.commit(plan, ([0] for _ in plan.sampled))
+    made.commit(plan, ([0] for _ in plan.sampled_sequences))
     made.check()
     return COSTS.seconds(StepShape.of_plan(plan))
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.backends.common.packed_weights import Bits
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.linear import Linear, LinearFactory, PlainLinear
-from engine.backends.torch.native.library import Rows, concatenated, shape_of
+from engine.backends.torch.native.library import Rows, concatenate, shape_of
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights.store import OwnWeights, WeightStore
@@ -80,7 +80,7 @@ def rows_as_they_are() -> Iterator[None]:
 
     def plain(self: LinearFactory, weight: Rows, bias: Tensor | None, bits: Bits, interleave: bool) -> Linear:
         layer = made(self, weight, bias, bits, interleave)
-        dtype = concatenated(weight).dtype
+        dtype = concatenate(weight).dtype
         return PlainLinear(layer(torch.eye(shape_of(weight)[1], dtype=dtype)).T.contiguous(), bias)
 
     @contextmanager

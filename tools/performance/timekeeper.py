@@ -130,7 +130,7 @@ class TimekeepingBackend:
         if plan.chunks:
             self._due_s = began_s + self._cluster.costs.seconds(StepShape.of_plan(plan))
             self._sleep(max(0.0, self._due_s - self._clock()))
-        sampled = plan.sampled
+        sampled = plan.sampled_sequences
         ended = set(map(id, self._loaded.commit(plan, ([TOKEN_ID] for _ in sampled))))
         for sequence in sampled:
             job = self._jobs[sequence.id]

@@ -28,35 +28,35 @@ class HeadFormat:
     itemsize: int
 
     @property
-    def coded(self) -> bool:
+    def is_quantised(self) -> bool:
         """True if elements are stored as codes."""
         return self.bits != 16
 
     @property
-    def turned(self) -> int:
-        """Adjacent elements that are turned together before they are rounded: all where their number is a power of
-        two, else the largest power that divides it."""
+    def hadamard_size(self) -> int:
+        """Adjacent elements that one Hadamard rotation mixes before they are rounded: all where their number is a
+        power of two, else the largest power that divides it."""
         return max(1, self.head_dim & -self.head_dim)
 
     @property
     def group(self) -> int:
         """Adjacent elements that share a scale."""
-        return min(_LARGEST_GROUPS[self.bits], self.turned)
+        return min(_LARGEST_GROUPS[self.bits], self.hadamard_size)
 
     @property
     def code_bytes(self) -> int:
         """Bytes of a head's elements without scales."""
-        return self.head_dim * self.bits // 8 if self.coded else self.head_dim * self.itemsize
+        return self.head_dim * self.bits // 8 if self.is_quantised else self.head_dim * self.itemsize
 
     @property
     def head_bytes(self) -> int:
         """Bytes of a head in a page."""
-        return self.code_bytes + (self.head_dim // self.group * SCALE_BYTES if self.coded else 0)
+        return self.code_bytes + (self.head_dim // self.group * SCALE_BYTES if self.is_quantised else 0)
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of a head outside of the pages while it is read: as stored, and decoded."""
-        return self.head_bytes + (self.head_dim * (self.itemsize + 1) if self.coded else 0)
+        return self.head_bytes + (self.head_dim * (self.itemsize + 1) if self.is_quantised else 0)
 
 
 def refuse_format(head_dim: int, bits: CacheBits) -> None:

@@ -179,7 +179,7 @@ def _norm_eps(raw: RawConfig, key: str) -> float:
 
 
 def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:
-    if any(rope.turned != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
+    if any(rope.rotary_fraction != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
         raise UnsupportedModel(
             f"config.json sets partial_rotary_factor; the heads of {architecture.name} are turned as a whole"
         )

@@ -123,10 +123,10 @@ def library_key(isa: InstructionSet) -> str:
 def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
     """Return the library in `folder`, if a whole one is there that only we and root could have written."""
     path = _path(isa, folder)
-    return None if untrusted(path, _LEVELS + 1) else _whole(path)
+    return None if why_untrusted(path, _LEVELS + 1) else _whole(path)
 
 
-def untrusted(path: Path, levels: int = _LEVELS) -> str:
+def why_untrusted(path: Path, levels: int = _LEVELS) -> str:
     """Return why a folder of libraries (or, with another number of folders above it, a library) may be another
     user's work, as a clause; "" where it is not, or nothing is there."""
     try:
@@ -144,7 +144,7 @@ def folder_problem(path: Path) -> str:
         return f"{there} is no folder"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there} cannot be written"
-    return untrusted(path)
+    return why_untrusted(path)
 
 
 def shipped_library(isa: InstructionSet, folder: Path) -> Path | None:
@@ -315,7 +315,7 @@ class _Build:
             while waiting or running:
                 while waiting and len(running) < (os.cpu_count() or 1):
                     running.append(_Command(waiting.popleft(), scratch))
-                for command in [command for command in running if command.ended()]:
+                for command in [command for command in running if command.has_ended()]:
                     running.remove(command)
                     command.check()
                     done += 1
@@ -356,7 +356,7 @@ class _Command:
         self._alive, self._errors = self._process.stdin, self._process.stderr
         os.set_blocking(self._errors.fileno(), False)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if it has ended, well or not. Read often enough, it never blocks on its error output."""
         ended = self._process.poll() is not None
         while chunk := self._errors.read(1 << 16):

@@ -21,22 +21,22 @@ class PageHash:
         self._salt = salt
         self._hash = hashlib.blake2b(key=salt, digest_size=_KEY_BYTES)
 
-    def root(self, adapter: str = "") -> PageKey:
+    def root_key(self, adapter: str = "") -> PageKey:
         """Return the key before the first page: KV computed with an adapter is not the model's own."""
         if not adapter:
             return b""
         return hashlib.blake2b(adapter.encode(), key=self._salt, digest_size=_KEY_BYTES, person=b"adapter").digest()
 
-    def scoped(self, parent: PageKey, scope: str) -> PageKey:
-        """Return the key between the page `parent`, or `root`, and the first page that requests of `scope` alone may
-        find; `parent` where `scope` is ""."""
+    def scope_key(self, parent: PageKey, scope: str) -> PageKey:
+        """Return the key between the page `parent`, or `root_key`, and the first page that requests of `scope` alone
+        may find; `parent` where `scope` is ""."""
         if not scope:
             return parent
         parts = bytes([len(parent)]) + parent + scope.encode()
         return hashlib.blake2b(parts, key=self._salt, digest_size=_KEY_BYTES, person=b"scope").digest()
 
-    def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
-        """Key of the page with these tokens that comes after the page `parent`, `root` or `scoped`."""
+    def page_key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
+        """Key of the page with these tokens that comes after the page `parent`, `root_key` or `scope_key`."""
         return self._chain(parent, array("q", token_ids))
 
     def chain(
@@ -47,10 +47,10 @@ class PageHash:
         tokens = memoryview(array("q", token_ids)).cast("B")
         size = page_tokens * _TOKEN_BYTES
         keys: list[PageKey] = []
-        parent = self.root(adapter)
+        parent = self.root_key(adapter)
         for end in range(size, len(tokens) + 1, size):
             if len(keys) == shared_tokens // page_tokens:
-                parent = self.scoped(parent, scope)
+                parent = self.scope_key(parent, scope)
             parent = self._chain(parent, tokens[end - size : end])
             keys.append(parent)
         return keys
@@ -62,7 +62,7 @@ class PageHash:
         return digest.digest()
 
 
-def short(key: PageKey) -> bytes:
+def short_key(key: PageKey) -> bytes:
     """Return the name of a page between workers and the router: long enough for a hint, too short to be trusted."""
     return key[:SHORT_BYTES]
 
@@ -76,4 +76,4 @@ def page_keys(
     shared_tokens: int = 0,
 ) -> list[bytes]:
     """Short keys of a prompt's full pages, in order, as the workers with this salt and page size report them."""
-    return [short(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter, scope, shared_tokens)]
+    return [short_key(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter, scope, shared_tokens)]

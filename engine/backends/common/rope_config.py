@@ -28,7 +28,7 @@ _EARLY_LONGROPE = ("su", "yarn")
 class RopeConfig:
     """Rotary embedding: a base, a scaling kind with its constants (config.json's names), and what settings add.
 
-    turned: the part of each head that is turned, its first dimensions.
+    rotary_fraction: the part of each head that is rotated, its first dimensions.
     original_max_positions: context length that the model was trained at before scaling.  max_positions: the length
     that "dynamic" and "longrope" must reach.  short_factors, long_factors: what "longrope" divides each frequency by
     up to the original length, and beyond.
@@ -50,13 +50,13 @@ class RopeConfig:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    turned: float = 1.0
+    rotary_fraction: float = 1.0
     alpha: float = 1.0
     compress: float = 1.0
 
-    def turned_dims(self, head_dim: int) -> int:
-        """How many of a head's dimensions are turned."""
-        return int(head_dim * self.turned)
+    def rotary_dims(self, head_dim: int) -> int:
+        """Return how many of a head's dimensions are rotated."""
+        return int(head_dim * self.rotary_fraction)
 
 
 def read_ropes(raw: RawConfig, max_positions: int, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
@@ -101,7 +101,7 @@ def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: i
         truncate=bool(rope.get("truncate", True)),
         short_factors=numbers(rope, "short_factor") if kind == "longrope" else (),
         long_factors=numbers(rope, "long_factor") if kind == "longrope" else (),
-        turned=number(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)),
+        rotary_fraction=number(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)),
     )
     _refuse_misfit(read, head_dim)
     return read
@@ -117,11 +117,11 @@ def _original_length(raw: RawConfig, rope: RawConfig, kind: RopeKind, max_positi
 
 
 def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:
-    dims = rope.turned_dims(head_dim)
-    if not 0 < rope.turned <= 1 or dims < 2 or dims % 2:
+    dims = rope.rotary_dims(head_dim)
+    if not 0 < rope.rotary_fraction <= 1 or dims < 2 or dims % 2:
         raise UnsupportedModel(
-            f"config.json has partial_rotary_factor = {rope.turned:g}, which turns {dims} of a head's {head_dim} "
-            "dimensions; it must be an even number of them"
+            f"config.json has partial_rotary_factor = {rope.rotary_fraction:g}, which turns {dims} of a head's "
+            f"{head_dim} dimensions; it must be an even number of them"
         )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != dims // 2:

@@ -102,20 +102,20 @@ def _norm_bytes(elements: int, itemsize: int) -> int:
 
 def _attention_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat) -> int:
     itemsize = heads.itemsize
-    turned = (config.heads + config.kv_heads) * config.head_dim
+    qk_elements = (config.heads + config.kv_heads) * config.head_dim
     keys_values = 2 * config.kv_heads * config.head_dim
     fused = sizes.rows * (config.heads * config.head_dim + keys_values) * itemsize
     before = _norm_bytes(sizes.rows * config.hidden_size, itemsize)
     if config.traits.qk_norm:
-        before = max(before, _norm_bytes(sizes.rows * turned, itemsize))
+        before = max(before, _norm_bytes(sizes.rows * qk_elements, itemsize))
     if sizes.native:
         return fused + max(before, sizes.rows * config.heads * config.head_dim * itemsize)
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
-    phases = [before, sizes.rows * turned * itemsize, 5 * queries + _capped_bytes(config, sizes)]
-    if heads.coded:
+    phases = [before, sizes.rows * qk_elements * itemsize, 5 * queries + _capped_bytes(config, sizes)]
+    if heads.is_quantised:
         phases = [phase + queries for phase in phases]
         phases.append(sizes.rows * keys_values * (4 * _FLOAT32))  # encoding, in float32
-        phases.append(queries // itemsize * (2 * _FLOAT32 + 2 * itemsize))  # turning what was attended
+        phases.append(queries // itemsize * (2 * _FLOAT32 + 2 * itemsize))  # rotating the output back
     return fused + max(phases)
 
 

@@ -464,7 +464,7 @@ class ExllamaBackend:
             new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
             draft_tokens=self._limits.draft_tokens,
             vocab_size=self._limits.vocab_size,
-            root=self._pages.scoped(b"", request.cache_scope),
+            root=self._pages.scope_key(b"", request.cache_scope),
             mask=self._masks.get(request.id),
         )
         self._generator.enqueue(job.handle)

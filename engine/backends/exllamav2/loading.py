@@ -33,7 +33,7 @@ from engine.backends.torch_common.exl2 import PARTS as EXL2_PARTS
 from engine.backends.torch_common.exl2 import Exl2Linear
 from engine.backends.torch_common.gptq import PARTS as GPTQ_PARTS
 from engine.backends.torch_common.gptq import GptqLinear
-from engine.backends.torch_common.quantized_tensors import malformed
+from engine.backends.torch_common.quantized_tensors import malformed_tensor
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed
 from engine.models.files import file_names
@@ -273,7 +273,7 @@ def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], 
     for name in checkpoint:
         key, _, kind = name.rpartition(".")
         if kind in _ONLY_QUANTISED and key not in kinds:
-            raise malformed(key, kind, f"has no {' or '.join(_MARKS)} next to it")
+            raise malformed_tensor(key, kind, f"has no {' or '.join(_MARKS)} next to it")
     for key, kind in kinds.items():
         raise_if_cancelled()
         shape = (_check_exl2 if kind == "q_weight" else _check_gptq)(checkpoint, key)
@@ -296,7 +296,7 @@ def _check_exl2(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
     layer = Exl2Linear(key, **_read(checkpoint, key, EXL2_PARTS))
     for number, group in enumerate(layer.groups()):
         if group.rows % ROW_MULTIPLE:
-            raise malformed(
+            raise malformed_tensor(
                 key, "q_groups", f"has {group.rows} rows in its group {number}; exllamav2 takes a multiple of 32"
             )
     return layer.in_features, layer.q_weight.shape[1]
@@ -305,7 +305,7 @@ def _check_exl2(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
 def _check_gptq(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
     layer = GptqLinear(key, **_read(checkpoint, key, GPTQ_PARTS), zero_offset=1)
     if layer.in_features % ROW_MULTIPLE:
-        raise malformed(key, "qweight", f"has {layer.in_features} rows; exllamav2 takes a multiple of 32")
+        raise malformed_tensor(key, "qweight", f"has {layer.in_features} rows; exllamav2 takes a multiple of 32")
     return layer.in_features, layer.qweight.shape[1]
 
 
@@ -324,7 +324,7 @@ def _refuse_misfit(key: str, kind: str, shape: tuple[int, int], layer: Any) -> N
         return
     rows, columns = layer.in_features, layer.out_features
     if shape not in ((rows, columns), (rows, columns - layer.padding)):
-        raise malformed(key, kind, f"is of {shape[0]} x {shape[1]}; config.json makes it {rows} x {columns}")
+        raise malformed_tensor(key, kind, f"is of {shape[0]} x {shape[1]}; config.json makes it {rows} x {columns}")
 
 
 _GIB = 1 << 30

@@ -175,7 +175,7 @@ class RandomDraws:
 
 def masked_bias(mask: TokenMask, bias: Tensor | None, width: int) -> Tensor:
     """Return `bias` (float32 [width], None is zeros) with minus infinity for tokens that the mask does not allow."""
-    bits = np.unpackbits(np.frombuffer(mask.allowed(), dtype=np.uint8), count=width, bitorder="little")
+    bits = np.unpackbits(np.frombuffer(mask.bitmask(), dtype=np.uint8), count=width, bitorder="little")
     bias = torch.zeros(width) if bias is None else bias
     return bias.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
@@ -367,7 +367,7 @@ class TokenSampler:
         if not (self.failed or self.whole):
             if self._mask is not None:
                 self._mask.accept(token_id)
-                self.whole = self._mask.ended
+                self.whole = self._mask.is_complete
             self._chosen.append(ChosenToken(token_id, logprob_of(own, token_id, self._params.logprobs)))
         self._tokens += 1
         return sampled

@@ -87,7 +87,7 @@ def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
         return Choice("gathered", f"there is no CUDA device, and {problem}")
     passed: list[str] = []
     for name in ORDER:
-        problem = obstacle(name, facts) or _unasked(name, facts)
+        problem = obstacle(name, facts) or _automatic_obstacle(name, facts)
         if not problem:
             return Choice(name, "; ".join(passed) or "flash-attn is installed and fits")
         passed.append(problem)
@@ -109,7 +109,7 @@ def _native(facts: AttentionFacts) -> str:
     return NO_CPU if facts.capability is not None else facts.native_problem
 
 
-def _unasked(name: ImplementationName, facts: AttentionFacts) -> str:
+def _automatic_obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
     if name == "triton" and _capability(facts) < _AMPERE:
         return f"Triton supports compute capability 8.0 and newer, and this is {_dotted(_capability(facts))}"
     return ""

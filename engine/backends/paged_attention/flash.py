@@ -21,7 +21,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See `face.PagedAttention`. Pages of a multiple of 256 tokens, half precision; soft-cap from 2.6: see `choose`."""
+    """See `interface.PagedAttention`. Pages of a multiple of 256 tokens, half precision; soft-cap from 2.6 on."""
     CallShape.of(q, k_new, v_new, k_pages, block_table)
     options: dict[str, float] = {"softcap": softcap} if softcap else {}
     out: Tensor = flash_attn_with_kvcache(

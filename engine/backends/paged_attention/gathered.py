@@ -37,7 +37,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See `face.PagedAttention`. Every page of the block table is read, which needs no word from the device."""
+    """See `interface.PagedAttention`. Every page of the block table is read, which needs no word from the device."""
     shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
     totals = lengths.long()
     if k_new is not None and v_new is not None:
@@ -92,14 +92,14 @@ def _rows(
         seen &= key_positions > positions[..., None] - window
     mask = seen.repeat(1, group, 1)[:, None]
     if softcap:
-        out = _softcapped(folded, keys, values, mask, scale, softcap)
+        out = _attend_softcapped(folded, keys, values, mask, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     out = out.reshape(batch, kv_heads, group, count, size).permute(0, 3, 1, 2, 4).reshape(q.shape).contiguous()
     return out.masked_fill_((positions < 0)[..., None, None], 0)
 
 
-def _softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def _attend_softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """Softmax attention in float32 with capped scores, which SDPA does not know."""
     scores = (q.float() @ keys.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
     weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""The one face of paged attention, and the way from a name to the function."""
+"""Interface of paged attention, and the function of each implementation by its name."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class CallShape:
 def implementation(name: ImplementationName) -> PagedAttention:
     """The function of that name. Imports what it needs, which `choose` has found to be there.
 
-    Raises ValueError for native attention, which has another face: it lays pages out in its own way; OSError where what
-    Triton compiles cannot be kept from other users.
+    Raises ValueError for native attention, which has another interface, as it lays pages out in its own way; OSError
+    where what Triton compiles cannot be kept from other users.
     """
     if name == "native":
         raise ValueError("native attention is not called over pages of tensors")

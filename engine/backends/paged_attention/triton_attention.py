@@ -94,7 +94,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See `face.PagedAttention`. Half precision, D up to 256."""
+    """See `interface.PagedAttention`. Half precision, D up to 256."""
     shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
     if q.dtype not in (torch.float16, torch.bfloat16) or shape.head_dim > 256:
         raise ValueError(f"heads of {shape.head_dim} {q.dtype}: the Triton kernel takes up to 256 of half precision")

@@ -23,7 +23,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See `face.PagedAttention`. Pages of a multiple of 256 tokens, half precision, no soft-cap: see `choose`."""
+    """See `interface.PagedAttention`. Pages of a multiple of 256 tokens, half precision, no soft-cap."""
     shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
     if softcap:
         raise ValueError("torch's varlen_attn has no soft-cap")

@@ -71,7 +71,7 @@ def _assume_committed(running: BatchPlan, max_model_len: int) -> Iterator[None]:
         sequence.computed = chunk.end
         if continues:
             sequence.token_ids.append(pending_token_id(row))
-        row += chunk.sampled
+        row += chunk.num_sampled
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class ChunkInput:
         return len(self.token_ids) > 1 and not self.num_drafts
 
     @property
-    def sampled(self) -> int:
+    def num_sampled(self) -> int:
         """Number of last tokens whose logits are needed."""
         return 1 + self.num_drafts if self.sample else 0
 

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from engine.backends.base import PrefixChanges
-from engine.backends.common.page_keys import PageHash, PageKey, short
+from engine.backends.common.page_keys import PageHash, PageKey, short_key
 
 
 class PagePool:
@@ -20,6 +20,7 @@ class PagePool:
     A page is blank (free, without a key), cached (free, found by its key) or used (by one sequence, or by several that
     share a prefix). Blank pages are allocated first, then the least recently freed cached ones.
     drafted: pages whose tokens a draft model has computed too, until they are allocated again.
+    page_hash: makes the keys; equal keys mean equal prefixes.
     salt: of the keys; pools with the same salt give equal pages equal keys. b"" for a random one.
     """
 
@@ -32,7 +33,7 @@ class PagePool:
         self._by_key: dict[PageKey, int] = {}
         self._blank = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._hash = PageHash(salt or os.urandom(32))
+        self.page_hash = PageHash(salt or os.urandom(32))
         self._changes: dict[bytes, bool] = {}
 
     @property
@@ -48,19 +49,6 @@ class PagePool:
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_tokens)
-
-    def root(self, adapter: str) -> PageKey:
-        """Return the parent key of a sequence's first page."""
-        return self._hash.root(adapter)
-
-    def scoped(self, parent: PageKey, scope: str) -> PageKey:
-        """Return the parent key of the first page of `scope`, where `parent` is the key of the page before it or
-        `root`."""
-        return self._hash.scoped(parent, scope)
-
-    def key(self, parent: PageKey, token_ids: Sequence[int]) -> PageKey:
-        """Return the key of a full page: equal keys mean equal prefixes."""
-        return self._hash.key(parent, token_ids)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` pages with one reference each; None, and nothing allocated, where fewer are free."""
@@ -89,7 +77,7 @@ class PagePool:
                 del self._cached[page]
             self._references[page] += 1
 
-    def leading_drafted(self, pages: Sequence[int]) -> int:
+    def count_leading_drafted(self, pages: Sequence[int]) -> int:
         """Return how many of these pages, from the first on, a draft model has computed too."""
         return next((index for index, page in enumerate(pages) if page not in self.drafted), len(pages))
 
@@ -149,7 +137,7 @@ class PagePool:
 
     def _record_change(self, key: PageKey, *, findable: bool) -> None:
         """Record a change; opposite changes cancel out, so there are never more than twice as many as pages."""
-        name = short(key)
+        name = short_key(key)
         if self._changes.get(name, findable) != findable:
             del self._changes[name]
         else:

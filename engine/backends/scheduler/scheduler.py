@@ -194,7 +194,7 @@ class Scheduler:
     def add_drafts(self, plan: BatchPlan, drafts: abc.Mapping[str, abc.Sequence[int]]) -> None:
         """Append draft tokens, by sequence id, to the chunks of decoding sequences, as far as pages are free."""
         for index, (sequence, chunk) in enumerate(zip(plan.sequences, plan.chunks, strict=True)):
-            tokens = drafts.get(sequence.id, ()) if sequence.uncomputed == 1 else ()
+            tokens = drafts.get(sequence.id, ()) if sequence.num_uncomputed == 1 else ()
             if fitting := tokens[: self.reserve_drafts(sequence, len(tokens))]:
                 token_ids = [*chunk.token_ids, *fitting]
                 plan.chunks[index] = replace(chunk, token_ids=token_ids, num_drafts=len(fitting), residency=0)
@@ -211,10 +211,10 @@ class Scheduler:
     def commit(
         self, plan: BatchPlan, tokens: abc.Iterable[abc.Sequence[int]], nonfinite: abc.Container[Sequence] = ()
     ) -> list[Sequence]:
-        """Count the planned chunks as computed, and append the new tokens of `plan.sampled`: one each, and one more per
-        accepted draft. Returns the sequences that ended, which are removed: at the
-        context's end, without an answer to generate, or without a result: `nonfinite` or without a token. That may be
-        the fault of a draft token: such a sequence stays, and nothing of the step counts for it."""
+        """Count the planned chunks as computed, and append the new tokens of `plan.sampled_sequences`: one each,
+        and one more per accepted draft. Returns the sequences that ended, which are removed: at the context's end,
+        without an answer to generate, or without a result: `nonfinite` or without a token. That may be the fault of a
+        draft token: such a sequence stays, and nothing of the step counts for it."""
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -231,7 +231,7 @@ class Scheduler:
                 sequence.states_read = chunk.start + chunk.prompt_states.stop
             if sequence.computed // self.pool.page_tokens > sequence.registered_pages:
                 self._register_full_pages(sequence)
-            if num_tokens >= self.max_model_len or not (sequence.generates or sequence.uncomputed):
+            if num_tokens >= self.max_model_len or not (sequence.generates or sequence.num_uncomputed):
                 ended.append(sequence)
         for sequence in ended:
             self.remove(sequence)
@@ -243,7 +243,7 @@ class Scheduler:
         If the step computed prompts, their token budget is halved. Else, or at its minimum, the youngest quarter of the
         sequences is preempted, and only the others' number may run at once from now on.
         """
-        if any(seq.uncomputed > 1 for seq in self._running) and self.limits.halve_tokens():
+        if any(seq.num_uncomputed > 1 for seq in self._running) and self.limits.halve_tokens():
             return True
         if len(self._running) <= 1:
             return False
@@ -300,7 +300,7 @@ class Scheduler:
             if not self._start(sequence):
                 return
             self._running.append(self._waiting.popleft())
-            count = min(sequence.uncomputed, budget)
+            count = min(sequence.num_uncomputed, budget)
             budget -= count
             plan.add_chunk(sequence, count)
 
@@ -322,7 +322,7 @@ class Scheduler:
         sequence.residency = next(self._residencies)
         sequence.registered_pages = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
-        sequence.drafted = pool.leading_drafted(cached) * pool.page_tokens
+        sequence.drafted = pool.count_leading_drafted(cached) * pool.page_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             if all_read and not sequence.resumed:
@@ -360,13 +360,13 @@ class Scheduler:
 
     def _key(self, sequence: Sequence, index: int) -> PageKey:
         """Return the key of its full page `index`; computed once."""
-        keys, size = sequence.keys, self.pool.page_tokens
+        keys, size, page_hash = sequence.keys, self.pool.page_tokens, self.pool.page_hash
         while len(keys) <= index:
             start = len(keys) * size
-            parent = keys[-1] if keys else self.pool.root(sequence.adapter)
+            parent = keys[-1] if keys else page_hash.root_key(sequence.adapter)
             if len(keys) == sequence.shared_tokens // size:
-                parent = self.pool.scoped(parent, sequence.cache_scope)
-            keys.append(self.pool.key(parent, sequence.token_ids[start : start + size]))
+                parent = page_hash.scope_key(parent, sequence.cache_scope)
+            keys.append(page_hash.page_key(parent, sequence.token_ids[start : start + size]))
         return keys[index]
 
     def _register_full_pages(self, sequence: Sequence) -> None:

@@ -55,7 +55,7 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def uncomputed(self) -> int:
+    def num_uncomputed(self) -> int:
         """Number of tokens that are not computed: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.computed
 
@@ -88,7 +88,7 @@ class BatchPlan:
         )
 
     @property
-    def sampled(self) -> list[Sequence]:
+    def sampled_sequences(self) -> list[Sequence]:
         """The sequences that get a new token, in the order of the logits."""
         return [seq for seq, chunk in zip(self.sequences, self.chunks, strict=True) if chunk.sample]
 

@@ -70,7 +70,7 @@ def backend_stats(
 ) -> BackendStats:
     """Return counters and gauges now."""
     pool, counters, running = scheduler.pool, scheduler.counters, scheduler.running
-    decoding = sum(sequence.uncomputed == 1 for sequence in running)
+    decoding = sum(sequence.num_uncomputed == 1 for sequence in running)
     return BackendStats(
         waiting=len(scheduler.waiting),
         prefilling=len(running) - decoding,
@@ -370,7 +370,7 @@ class TorchBackend:
         events += [self._end(name, "error", NOT_FINITE) for name in nonfinite]
         ended_ids = {sequence.id for sequence in ended}
         chunks = [chunk for chunk in plan.chunks if chunk.sample]
-        for sequence, chunk, tokens, token_ids in zip(plan.sampled, chunks, result.tokens, ids, strict=True):
+        for sequence, chunk, tokens, token_ids in zip(plan.sampled_sequences, chunks, result.tokens, ids, strict=True):
             if sequence.id in nonfinite:
                 continue
             if not tokens and chunk.num_drafts:

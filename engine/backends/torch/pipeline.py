@@ -90,7 +90,7 @@ class ActiveRequest:
         """Take its new tokens, and return their events. ended: True if they are its last ones."""
         for remaining, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.row.push(token.token_id)
-            complete = self.row.mask is not None and self.row.mask.ended
+            complete = self.row.mask is not None and self.row.mask.is_complete
             yield TokenEvent(
                 request_id=self.sequence.id,
                 token_id=token.token_id,
@@ -140,7 +140,7 @@ class InFlightStep:
         remaining = [pair for pair in pairs if pair[0].pages]
         if len(remaining) == len(pairs):
             return self
-        rows = [row for row, sequence in enumerate(self.plan.sampled) if sequence.pages]
+        rows = [row for row, sequence in enumerate(self.plan.sampled_sequences) if sequence.pages]
         logits = self.logits.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), self.logits.device))
         plan = BatchPlan([sequence for sequence, _ in remaining], [chunk for _, chunk in remaining])
         return replace(self, plan=plan, logits=logits)
@@ -148,8 +148,8 @@ class InFlightStep:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. tokens: per sequence of `plan.sampled`, one, plus one per accepted draft; none if its logits
-    are not valid.  nonfinite: prefilled sequences whose hidden states are not finite."""
+    """Result of a step. tokens: per sequence of `plan.sampled_sequences`, one, plus one per accepted draft; none if its
+    logits are not valid.  nonfinite: prefilled sequences whose hidden states are not finite."""
 
     tokens: list[list[SampledToken]]
     nonfinite: Sequence[TokenSequence] = ()
@@ -231,17 +231,18 @@ class Pipeline:
         if len(rows) == len(chunks):  # no draft tokens
             return StepResult([[] if token is None else [token] for token in tokens], nonfinite)
         remaining = iter(tokens)
-        return StepResult(
-            [_accepted(chunk, list(itertools.islice(remaining, chunk.sampled))) for chunk in chunks], nonfinite
-        )
+        accepted_tokens = [
+            _accepted_tokens(chunk, list(itertools.islice(remaining, chunk.num_sampled))) for chunk in chunks
+        ]
+        return StepResult(accepted_tokens, nonfinite)
 
     def _sample_rows(self, plan: BatchPlan, chunks: Sequence[ChunkInput]) -> list[SampleRow]:
         rows: list[SampleRow] = []
-        for sequence, chunk in zip(plan.sampled, chunks, strict=True):
+        for sequence, chunk in zip(plan.sampled_sequences, chunks, strict=True):
             row = self._requests[sequence.id].row
             rows.append(row)
             if chunk.num_drafts:
-                rows += [row.ahead(tokens) for tokens in range(1, chunk.sampled)]
+                rows += [row.ahead(tokens) for tokens in range(1, chunk.num_sampled)]
         return rows
 
     def _read(
@@ -253,7 +254,7 @@ class Pipeline:
         if readback is None:
             return drawn.tokens(), [] if finite is None else finite.tolist()
         finite = None if finite is None else readback.fetch(finite)
-        copied, wait = drawn.copied(readback.fetch), readback.mark()
+        copied, wait = drawn.map_tensors(readback.fetch), readback.mark()
         self._in_flight = self._launch_next(step.plan, drawn.ids, speculates=speculation.enabled)
         wait()
         return copied.tokens(), [] if finite is None else finite.tolist()
@@ -269,7 +270,7 @@ class Pipeline:
         prompt_output.read(plan.chunks[index], states)
 
 
-def _accepted(chunk: ChunkInput, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
+def _accepted_tokens(chunk: ChunkInput, drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
     """Return the valid tokens of those sampled for a chunk: its own, and one more per accepted draft."""
     drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
     count = accepted(drafts, [token.token_id if token is not None else None for token in drawn])

@@ -56,7 +56,7 @@ class StepMemory:
         """
         self._max_sampled = max(self._max_sampled, len(plan.sampled_rows))
         state_rows = logits_rows_at_once(self._max_sampled)
-        sizes = plan.sizes(self._page_tokens, copies_runs=self._heads.coded, max_state_rows=state_rows)
+        sizes = plan.sizes(self._page_tokens, copies_runs=self._heads.is_quantised, max_state_rows=state_rows)
         sizes = replace(sizes, fused=fused and not plan.adapted)
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last

@@ -14,7 +14,7 @@ from engine.backends.torch_common.quantized_tensors import (
     Part,
     Wanted,
     first_size,
-    malformed,
+    malformed_tensor,
     parts_of,
     require_parts,
 )
@@ -41,7 +41,9 @@ def require_awq(key: str, parts: Mapping[str, Part], in_features: int, columns: 
     }
     require_parts(key, parts, wanted)
     if groups < 1 or in_features % groups:
-        raise malformed(key, "scales", f"has {groups} groups, which do not divide {in_features} input rows evenly")
+        raise malformed_tensor(
+            key, "scales", f"has {groups} groups, which do not divide {in_features} input rows evenly"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from engine.backends.torch_common.quantized_tensors import (
     Part,
     Wanted,
     first_size,
-    malformed,
+    malformed_tensor,
     parts_of,
     require_parts,
 )
@@ -66,7 +66,7 @@ def require_exl2(key: str, parts: Mapping[str, Part], in_features: int, columns:
     require_parts(key, parts, wanted)
 
 
-def padded(out_features: int) -> int:
+def padded_columns(out_features: int) -> int:
     """Columns of the packed matrix of a layer with `out_features` outputs."""
     return -(-out_features // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
@@ -137,16 +137,16 @@ class Exl2Linear:
         for number, group in enumerate(self.groups()):
             problem = _group_problem(group, previous_bits, first=number == 0)
             if problem:
-                raise malformed(self.key, "q_groups", f"is damaged: its group {number} {problem}")
+                raise malformed_tensor(self.key, "q_groups", f"is damaged: its group {number} {problem}")
             previous_bits = group.bits
         rows = sum(group.rows for group in self.groups())
         if rows != self.in_features:
-            raise malformed(self.key, "q_groups", f"makes {rows} input rows; q_invperm has {self.in_features}")
+            raise malformed_tensor(self.key, "q_groups", f"makes {rows} input rows; q_invperm has {self.in_features}")
 
     def _check_permutation(self) -> None:
         expected = torch.arange(self.in_features, device=self.q_invperm.device)
         if not torch.equal(self.q_invperm.sort().values.long(), expected):
-            raise malformed(self.key, "q_invperm", f"is no permutation of {self.in_features} rows")
+            raise malformed_tensor(self.key, "q_invperm", f"is no permutation of {self.in_features} rows")
 
 
 def _group_problem(group: Group, previous_bits: int, *, first: bool) -> str:

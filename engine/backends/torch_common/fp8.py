@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
-from engine.backends.torch_common.quantized_tensors import Wanted, by, malformed, require_parts
+from engine.backends.torch_common.quantized_tensors import Wanted, by, malformed_tensor, require_parts
 
 BLOCK = (128, 128)
 """Rows and columns that share a scale, where config.json does not say it."""
@@ -75,13 +75,13 @@ def locate_fp8(checkpoint: Checkpoint, key: str, shape: tuple[int, int], block: 
     parts = {name: checkpoint.info(f"{key}.{name}") for name in names[:2]}
     require_parts(key, parts, {"weight": Wanted(shape, FP8_KINDS)})
     if len(parts) == 1:
-        raise malformed(
+        raise malformed_tensor(
             key, "weight", f"is stored as {parts['weight'].kind} without {' or '.join(FP8_SCALES)} next to it"
         )
     scale = parts[names[1]]
     scales = dict(_known_scales(shape, block))
     if scale.shape not in scales:
-        raise malformed(
+        raise malformed_tensor(
             key, names[1], f"is {by(scale.shape)}; its layer makes it {' or '.join(dict.fromkeys(map(by, scales)))}"
         )
     require_parts(key, parts, {names[1]: Wanted(scale.shape, _SCALE_FLOATS)})

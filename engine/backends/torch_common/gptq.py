@@ -14,7 +14,7 @@ from engine.backends.torch_common.quantized_tensors import (
     Part,
     Wanted,
     first_size,
-    malformed,
+    malformed_tensor,
     parts_of,
     require_parts,
 )
@@ -32,7 +32,7 @@ def require_gptq(key: str, parts: Mapping[str, Part], in_features: int, columns:
     words = first_size(parts, "qweight")
     bits, rest = divmod(words * WORD_BITS, max(in_features, 1))
     if rest == 0 and bits in (2, 3, 8):
-        raise malformed(key, "qweight", f"holds values of {bits} bits; of gptq, {GPTQ_BITS} bits are read")
+        raise malformed_tensor(key, "qweight", f"holds values of {bits} bits; of gptq, {GPTQ_BITS} bits are read")
     groups = first_size(parts, "scales")
     wanted = {
         "qweight": Wanted((-(-in_features // _WORD_VALUES), columns), ("I32",)),
@@ -43,7 +43,7 @@ def require_gptq(key: str, parts: Mapping[str, Part], in_features: int, columns:
     }
     require_parts(key, parts, wanted)
     if not 1 <= groups <= in_features:
-        raise malformed(key, "scales", f"has {groups} groups for {in_features} input rows")
+        raise malformed_tensor(key, "scales", f"has {groups} groups for {in_features} input rows")
 
 
 def group_size(in_features: int, groups: int) -> int:
@@ -74,7 +74,9 @@ class GptqLinear:
         columns = self.qweight.shape[-1] if self.qweight.dim() else 0
         require_gptq(self.key, parts, self.in_features, columns)
         if self.g_idx is not None and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < len(self.scales):
-            raise malformed(self.key, "g_idx", f"names groups that are not among the {len(self.scales)} there are")
+            raise malformed_tensor(
+                self.key, "g_idx", f"names groups that are not among the {len(self.scales)} there are"
+            )
 
     @property
     def in_features(self) -> int:

@@ -68,14 +68,14 @@ def require_parts(key: str, parts: Mapping[str, Part], wanted: Mapping[str, Want
         if part is None:
             if want.optional:
                 continue
-            raise malformed(key, name, "is missing")
+            raise malformed_tensor(key, name, "is missing")
         if part.shape != want.shape:
-            raise malformed(key, name, f"is {by(part.shape)}; its layer makes it {by(want.shape)}")
+            raise malformed_tensor(key, name, f"is {by(part.shape)}; its layer makes it {by(want.shape)}")
         if part.kind not in want.kinds:
-            raise malformed(key, name, f"is stored as {part.kind}; it must be {' or '.join(want.kinds)}")
+            raise malformed_tensor(key, name, f"is stored as {part.kind}; it must be {' or '.join(want.kinds)}")
 
 
-def malformed(key: str, name: str, problem: str) -> ModelLoadFailed:
+def malformed_tensor(key: str, name: str, problem: str) -> ModelLoadFailed:
     """The refusal of tensor `key`.`name`, whose `problem` ends the sentence."""
     return ModelLoadFailed(f"the quantised tensor {key}.{name} {problem}", tensor=f"{key}.{name}")
 

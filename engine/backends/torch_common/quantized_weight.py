@@ -12,7 +12,7 @@ from engine.backends.common.quant_config import FP8_KINDS, Method, Quantisation,
 from engine.backends.torch_common import awq, exl2, gptq
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
 from engine.backends.torch_common.fp8 import Fp8Weight, locate_fp8
-from engine.backends.torch_common.quantized_tensors import malformed
+from engine.backends.torch_common.quantized_tensors import malformed_tensor
 
 _MARKS: dict[Method, str] = {"exl2": "q_weight", "gptq": "qweight", "awq": "qweight", "fp8": "weight"}
 """The tensor by which each method is known: the tensors decide, config.json may be silent."""
@@ -50,7 +50,7 @@ class QuantisedWeight:
         tensors = {part: tensor.to(device) for part, tensor in zip(self.parts, stored, strict=True)}
         bias = tensors.pop("bias", None)
         if bias is not None and bool(bias.any()):
-            raise malformed(self.key, "bias", "is not zero, and config.json gives its layer no bias")
+            raise malformed_tensor(self.key, "bias", "is not zero, and config.json gives its layer no bias")
         weight = torch.empty(self.shape, dtype=torch.float16, device=device)
         for first in range(0, len(weight), _SLAB_COLUMNS):
             rows = weight[first : first + _SLAB_COLUMNS]
@@ -103,7 +103,7 @@ def _width(checkpoint: Checkpoint, name: str) -> int:
 
 def stored_bias_shape(method: Method | None, out_features: int) -> tuple[int]:
     """A layer's bias as the checkpoint has it: EXL2 pads it like the matrix."""
-    return (exl2.padded(out_features) if method == "exl2" else out_features,)
+    return (exl2.padded_columns(out_features) if method == "exl2" else out_features,)
 
 
 def locate_quantised(
@@ -121,14 +121,14 @@ def locate_quantised(
     ModelLoadFailed naming the first tensor that does not fit, or that config.json's `declared` contradicts.
     """
     if declared is not None and declared.method != method:
-        raise malformed(key, _MARKS[method], f"is {method}; config.json says the weights are {declared.method}")
+        raise malformed_tensor(key, _MARKS[method], f"is {method}; config.json says the weights are {declared.method}")
     if method == "fp8":
         return locate_fp8(checkpoint, key, shape, declared.fp8_block if declared else None)
     wanted = [name for name in _PARTS[method] if not (name == "bias" and has_bias)]
     parts = {name: checkpoint.info(f"{key}.{name}") for name in wanted if f"{key}.{name}" in checkpoint}
     out_features, in_features = shape
     if method == "exl2":
-        exl2.require_exl2(key, parts, in_features, exl2.padded(out_features))
+        exl2.require_exl2(key, parts, in_features, exl2.padded_columns(out_features))
     else:
         require = awq.require_awq if method == "awq" else gptq.require_gptq
         require(key, parts, in_features, out_features)
@@ -139,6 +139,6 @@ def locate_quantised(
 def _require_group_size(key: str, groups: int, in_features: int, declared: Quantisation | None) -> None:
     size = declared.group_size if declared else None
     if size is not None and groups != -(-in_features // size):
-        raise malformed(
+        raise malformed_tensor(
             key, "scales", f"has {groups} groups; config.json's group_size of {size} makes {-(-in_features // size)}"
         )

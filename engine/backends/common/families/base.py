@@ -61,7 +61,7 @@ class Traits:
     windows: per layer, how many tokens back (itself included) a token sees; None sees all.  no_rope_layers: layers
     whose queries and keys are not rotated.  The biases say which linear layers have one.
     norm: RMS norm, RMS norm by 1 + weight, or layer norm with a bias.  qk_norm: how queries and keys are normalised
-    before they are turned: each head by one weight, each by its own, or the whole projection; None where they are not.
+    before they are rotated: each head by one weight, each by its own, or the whole projection; None where they are not.
     parallel: attention and MLP read the same normalised input.
     score_scale: what dot products are multiplied by, head_dim ** -0.5 where None.  attn_softcap, logit_softcap: scores
     and logits become cap * tanh(x / cap); 0 for none.  embedding_scale, residual_scale, logit_scale: multiply the
@@ -94,7 +94,7 @@ class Architecture:
     """One supported architecture: its name in config.json, its traits for a given config, its tensor names.
 
     defaults: what holds where config.json is silent. Only an architecture with a `partial_rotary_factor` among them
-    turns parts of heads.
+    rotates parts of heads.
     multimodal: of the folder, the model of text alone is read: what config.json says of it under "text_config".
     """
 

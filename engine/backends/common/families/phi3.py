@@ -1,4 +1,4 @@
-"""Phi 3 and 4: Llama's block from fused tensors, a part of each head turned, LongRoPE (Abdin et al. 2024)."""
+"""Phi 3 and 4: Llama's block from fused tensors, a part of each head rotated, LongRoPE (Abdin et al. 2024)."""
 
 from __future__ import annotations
 

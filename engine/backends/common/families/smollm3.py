@@ -28,15 +28,15 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
 
 def _no_rope_layers(raw: RawConfig, layers: int) -> frozenset[int]:
     """`no_rope_layers` has a 1 for each layer with RoPE, whatever its name says."""
-    turned = raw.get("no_rope_layers")
-    if turned is None:
+    with_rope = raw.get("no_rope_layers")
+    if with_rope is None:
         every = positive(raw, "no_rope_layer_interval", 4)
         return frozenset(range(every - 1, layers, every))
-    if not isinstance(turned, list) or len(turned) < layers:
+    if not isinstance(with_rope, list) or len(with_rope) < layers:
         raise UnsupportedModel(
-            f"config.json has no_rope_layers = {quote_value(turned)}; it must be a list of {layers} numbers"
+            f"config.json has no_rope_layers = {quote_value(with_rope)}; it must be a list of {layers} numbers"
         )
-    return frozenset(layer for layer in range(layers) if not turned[layer])
+    return frozenset(layer for layer in range(layers) if not with_rope[layer])
 
 
 def _windows(raw: RawConfig, layers: int, no_rope_layers: frozenset[int]) -> tuple[int | None, ...]:

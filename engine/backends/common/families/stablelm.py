@@ -1,4 +1,4 @@
-"""StableLM 1 to 2: layer norms with biases, a quarter of each head turned, attention and MLP in parallel in some."""
+"""StableLM 1 to 2: layer norms with biases, a quarter of each head rotated, attention and MLP in parallel in some."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class DecodeGraphs:
         self._stopped = False
 
     @property
-    def recorded(self) -> frozenset[Bucket]:
+    def recorded_buckets(self) -> frozenset[Bucket]:
         """The sizes recorded so far."""
         return frozenset(self._recordings)
 

@@ -28,7 +28,7 @@ class HeadCodec:
 
     def __init__(self, heads: HeadFormat, devices: Iterable[torch.device]) -> None:
         self._heads = heads
-        matrix = _hadamard(heads.turned)
+        matrix = _hadamard(heads.hadamard_size)
         self._matrices = {device: matrix.to(device) for device in devices}
 
     def rotate(self, heads: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class HeadCodec:
         return out
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        rotated: Tensor = heads.unflatten(-1, (-1, self._heads.turned)) @ self._matrices[heads.device]
+        rotated: Tensor = heads.unflatten(-1, (-1, self._heads.hadamard_size)) @ self._matrices[heads.device]
         return rotated.flatten(-2)
 
 

@@ -43,8 +43,8 @@ class KvPool:
         memory is really reserved. Raises InsufficientMemory with the numbers."""
         self.page_tokens = page_tokens
         devices = [memory.device for memory in layout.memories]
-        self.codec = HeadCodec(heads, devices) if heads.coded else None
-        stored_dtype, size = (torch.uint8, heads.head_bytes) if heads.coded else (dtype, heads.head_dim)
+        self.codec = HeadCodec(heads, devices) if heads.is_quantised else None
+        stored_dtype, size = (torch.uint8, heads.head_bytes) if heads.is_quantised else (dtype, heads.head_dim)
         shape = (num_pages, page_tokens, 2 * config.kv_heads, size)
         layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * heads.head_bytes
         self.total_bytes = layer_bytes * config.layers

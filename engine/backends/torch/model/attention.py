@@ -61,12 +61,12 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
     heads = scores.heads
     queries, keys_values = qkv[:, :heads], qkv[:, heads:]
     if kv.codec is None:
-        return _gathered(layer, window, queries, keys_values, plan, kv, scores)
-    attended = _gathered(layer, window, kv.codec.rotate(queries), keys_values, plan, kv, scores)
+        return _attend_gathered(layer, window, queries, keys_values, plan, kv, scores)
+    attended = _attend_gathered(layer, window, kv.codec.rotate(queries), keys_values, plan, kv, scores)
     return kv.codec.rotate(attended.unflatten(1, (heads, -1))).flatten(1)
 
 
-def _gathered(
+def _attend_gathered(
     layer: int,
     window: int | None,
     queries: Tensor,

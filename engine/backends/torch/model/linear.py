@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.common.packed_weights import PACK_FLOAT32_MIN_ELEMENTS, Bits
 from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of, matches_weight, quantise_linear
-from engine.backends.torch.native.library import Allocate, NativeLibrary, Rows, allocate_aligned, concatenated, shape_of
+from engine.backends.torch.native.library import Allocate, NativeLibrary, Rows, allocate_aligned, concatenate, shape_of
 from engine.errors import ModelLoadFailed
 
 # Linear layers that compute in float32 with float16 weights, by FBGEMM, which is part of torch.
@@ -249,14 +249,14 @@ class LinearFactory:
             layer = self._make_native(self._native, weight, bias, interleave)
             if layer is not None:
                 return layer
-        return self._make_torch(concatenated(weight), bias, pack=pack)
+        return self._make_torch(concatenate(weight), bias, pack=pack)
 
     def _make_native(
         self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool
     ) -> Linear | None:
         layer = NativeLinear.pack(library, weight, bias, interleaved=interleave, allocate=self._allocate)
         key = (shape_of(weight), bias is not None, interleave)
-        if key in self._native_verified or _products_agree(layer, concatenated(weight), bias):
+        if key in self._native_verified or _products_agree(layer, concatenate(weight), bias):
             self._native_verified.add(key)
             return layer
         self._native = None
@@ -274,9 +274,9 @@ class LinearFactory:
         layer = quantise_linear(self._native, weight, bias, bits, interleaved=interleave, allocate=self._allocate)
         key = (shape_of(weight), bias is not None, interleave)
         if (bits, *key) not in self._quantised_verified:
-            if not matches_weight(layer, concatenated(weight), bits):
+            if not matches_weight(layer, concatenate(weight), bits):
                 rows, columns = shape_of(weight)
-                if not bool(concatenated(weight).isfinite().all()):
+                if not bool(concatenate(weight).isfinite().all()):
                     raise ModelLoadFailed(f"a weight of {rows} x {columns} has numbers that are not finite")
                 raise ModelLoadFailed(
                     f"products of the native int{bits} kernel with {rows} x {columns} weights differ from torch's; "

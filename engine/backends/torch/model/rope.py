@@ -44,7 +44,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Return radians per position, float32 [rotated dimensions / 2], and the factor of cos and sin."""
-    dims = config.turned_dims(head_dim)
+    dims = config.rotary_dims(head_dim)
     base = _base(config, dims)
     frequencies = 1.0 / (base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims))
     scale = 1.0

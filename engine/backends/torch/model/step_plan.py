@@ -418,7 +418,7 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
 
 def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
     """Return the rows whose logits are needed, in the order of the chunks."""
-    return [last_row[index] - back for index, chunk in enumerate(chunks) for back in range(chunk.sampled - 1, -1, -1)]
+    return [last_row[index] - back for index, chunk in enumerate(chunks) for back in reversed(range(chunk.num_sampled))]
 
 
 def _prefilled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> tuple[range, ...]:

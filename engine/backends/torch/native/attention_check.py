@@ -152,7 +152,7 @@ def _plain_attention(
         rotated.copy_(torch.nn.functional.rms_norm(rotated, (heads.head_dim,), eps=heads.epsilon) * heads.norm)
     if angles is not None:
         rotate_(rotated, *angles)
-    if format.coded:
+    if format.is_quantised:
         keys_values, codec = rows[:, heads.heads :], HeadCodec(format, [rows.device])
         keys_values.copy_(codec.rotate(codec.decode(codec.encode(keys_values), torch.empty_like(keys_values))))
     else:

@@ -29,7 +29,7 @@ def fuse_decoder(decoder: Decoder) -> Decoder:
         replace(stage, blocks=tuple(fuser.block(block, parallel=traits.parallel) for block in stage.blocks))
         for stage in decoder.stages
     ]
-    head = fuser.normed(decoder.final_norm, decoder.head, scale=traits.logit_scale, out=torch.float32)
+    head = fuser.fuse_norm(decoder.final_norm, decoder.head, scale=traits.logit_scale, out=torch.float32)
     return replace(decoder, stages=tuple(stages), fused_head=head)
 
 
@@ -46,7 +46,7 @@ class _Fuser:
         fused_block = self._fused_block(block, block.mlp) if isinstance(block.mlp, GatedMlp) and not parallel else None
         return replace(block, fused=fused_block, mlp=self._mlp(block.mlp) if fused_block is None else block.mlp)
 
-    def normed(
+    def fuse_norm(
         self, norm: Norm, linear: Linear, *, scale: float = 1.0, out: torch.dtype | None = None
     ) -> FusedLinear | None:
         """Return scale * linear(norm(x)) as one product, with dtype `out`; None where that is not possible."""
@@ -59,7 +59,7 @@ class _Fuser:
         )
 
     def _fused_block(self, block: Block, mlp: GatedMlp) -> FusedBlock | None:
-        qkv, gated = self.normed(block.input_norm, block.qkv), self._gated(block.mlp_norm, mlp)
+        qkv, gated = self.fuse_norm(block.input_norm, block.qkv), self._fuse_mlp(block.mlp_norm, mlp)
         if qkv is None or gated is None:
             return None
         o = self._residual(block.o, block.attention_out_norm, "o")
@@ -69,14 +69,14 @@ class _Fuser:
     def _mlp(self, mlp: Mlp) -> Mlp:
         match mlp:
             case GatedMlp():
-                return replace(mlp, fused=self._gated(identity, mlp))
+                return replace(mlp, fused=self._fuse_mlp(identity, mlp))
             case MixtureMlp():
-                experts = tuple(replace(expert, fused=self._gated(identity, expert)) for expert in mlp.experts)
+                experts = tuple(replace(expert, fused=self._fuse_mlp(identity, expert)) for expert in mlp.experts)
                 return replace(mlp, experts=experts)
             case _:
                 return mlp
 
-    def _gated(self, norm: Norm, mlp: GatedMlp) -> FusedLinear | None:
+    def _fuse_mlp(self, norm: Norm, mlp: GatedMlp) -> FusedLinear | None:
         weight = _norm_weight(norm)
         if weight is None or not (isinstance(mlp.gate_up, NativeLinear) and mlp.gate_up.format.interleaved):
             return None

@@ -56,7 +56,7 @@ def shape_of(rows: Rows) -> torch.Size:
     return torch.Size((sum(map(len, parts)), parts[0].shape[1]))
 
 
-def concatenated(rows: Rows) -> Tensor:
+def concatenate(rows: Rows) -> Tensor:
     """Return the weight as one tensor."""
     parts = parts_of(rows)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -29,7 +29,7 @@ class FinalStates:
     rows: Tensor
     at_once: int
 
-    def normed(self) -> Iterator[Tensor]:
+    def normalised_chunks(self) -> Iterator[Tensor]:
         """The states after the last norm, in order, [at_once, hidden] at a time."""
         for rows in self.rows.split(self.at_once):
             yield self.decoder.final_norm(rows)
@@ -116,7 +116,7 @@ class PromptMean:
 
     def read(self, chunk: ChunkInput, states: FinalStates) -> None:
         """Sum up the states in float64: the order of the steps is lost in it."""
-        sums = [normed.sum(dim=0, dtype=torch.float64) for normed in states.normed()]
+        sums = [normed.sum(dim=0, dtype=torch.float64) for normed in states.normalised_chunks()]
         self._read = torch.stack(sums).sum(dim=0).cpu()
 
     def add(self) -> bool:

@@ -42,7 +42,7 @@ def apply_masks(logits: Tensor, masks: Mapping[int, TokenMask]) -> None:
 
     One bit per token is copied to the device; there, each byte of bits is looked up as eight numbers to add.
     """
-    words = bytearray().join(mask.allowed() for mask in masks.values())
+    words = bytearray().join(mask.bitmask() for mask in masks.values())
     bits = to_device(torch.frombuffer(words, dtype=torch.uint8).view(len(masks), -1), logits.device)
     added = functional.embedding(bits.int(), _additions(logits.device)).view(len(masks), -1)[:, : logits.shape[1]]
     logits.index_add_(0, to_device(torch.tensor(list(masks)), logits.device), added)
@@ -87,7 +87,7 @@ class SamplerOutput:
     ids: Tensor
     logprobs: SampledLogprobs | None = None
 
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> SamplerOutput:
+    def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> SamplerOutput:
         """The same with all tensors copied by `copy`."""
         logs = self.logprobs
         if logs is not None:

@@ -185,7 +185,7 @@ class SamplingTensors:
             _batch_sampler(sampler, tensors, used_by_all=all(rows)) for sampler, rows in used.items()
         )
         width = max(k if p.top_k > 0 else look if is_bounded(p) else vocab for k, p in zip(top_k, params, strict=True))
-        ends = None if named["xtc_threshold"] is None else to_device(_padded(draws), device)
+        ends = None if named["xtc_threshold"] is None else to_device(_pad_end_tokens(draws), device)
         return cls(**named, ends=ends, samplers=batch_samplers, largest_k=max(top_k), width=width)  # type: ignore[arg-type]
 
     def wider(self, rows: Tensor, vocab: int) -> SamplingTensors:
@@ -212,7 +212,7 @@ def _unless_neutral(values: list[float], neutral: float) -> list[float] | None:
     return values if any(value != neutral for value in values) else None
 
 
-def _padded(draws: Sequence[Draw]) -> Tensor:
+def _pad_end_tokens(draws: Sequence[Draw]) -> Tensor:
     longest = max(len(draw.end_token_ids) for draw in draws)
     return torch.tensor(
         [[*draw.end_token_ids, *[_NO_TOKEN] * (longest - len(draw.end_token_ids))] for draw in draws], dtype=torch.int64

@@ -87,7 +87,7 @@ class DraftModel:
                 drafts.setdefault(sequence.id, []).append(token_id)
             chunks = {
                 each: ChunkInput(
-                    [self._clamped(token_id)], each.num_tokens + len(drafts[each.id]) - 1, each.pages, sample=True
+                    [self._clamp(token_id)], each.num_tokens + len(drafts[each.id]) - 1, each.pages, sample=True
                 )
                 for each, token_id in drawn.items()
                 if len(drafts[each.id]) < tasks[each].num_drafts
@@ -102,10 +102,10 @@ class DraftModel:
 
     def _catch_up_chunk(self, sequence: Sequence, task: DraftTask) -> ChunkInput:
         start = sequence.drafted
-        token_ids = [self._clamped(token_id) for token_id in sequence.token_ids[start : start + task.catch_up]]
+        token_ids = [self._clamp(token_id) for token_id in sequence.token_ids[start : start + task.catch_up]]
         return ChunkInput(token_ids, start, sequence.pages, sample=task.num_drafts > 0)
 
-    def _clamped(self, token_id: int) -> int:
+    def _clamp(self, token_id: int) -> int:
         """Clamp to this model's embedding: the main model's may have more rows, which stand for no text."""
         return min(token_id, self.runner.config.vocab_size - 1)
 

@@ -127,7 +127,7 @@ class Speculation:
         spare = scheduler.limits.max_running - decodes
         if not self.enabled or spare <= 0 or scheduler.waiting or len(scheduler.running) > decodes:
             return
-        if any(sequence.uncomputed > 1 for sequence in plan.sequences) or not self._budget.should_draft():
+        if any(sequence.num_uncomputed > 1 for sequence in plan.sequences) or not self._budget.should_draft():
             return
         started_s, self._passes_s = self._clock(), 0.0
         drafts = self._ngram.plan([sequence.id for sequence in plan.sequences], spare)

@@ -45,7 +45,7 @@ from engine.backends.torch.model.norms import (
 )
 from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.fusing import fuse_decoder
-from engine.backends.torch.native.library import NativeLibrary, Rows, concatenated
+from engine.backends.torch.native.library import NativeLibrary, Rows, concatenate
 from engine.backends.torch.weights.reader import WeightReader
 from engine.backends.torch.weights.store import WeightStore
 from engine.backends.torch_common.checkpoint import Checkpoint
@@ -299,7 +299,7 @@ class DecoderLoader:
             def make(copied: bool) -> Linear:
                 weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, copied)
                 biases = (
-                    concatenated(self._rows([f"{prefix}.{part}.bias" for part in parts], device, copied))
+                    concatenate(self._rows([f"{prefix}.{part}.bias" for part in parts], device, copied))
                     if bias
                     else None
                 )
@@ -359,7 +359,7 @@ class DecoderLoader:
         return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
 
     def _tensor(self, name: str, device: torch.device, transform: Callable[[Tensor], Tensor] = identity) -> Tensor:
-        return self.store.tensor(name, lambda copied: transform(concatenated(self._rows([name], device, copied))))
+        return self.store.tensor(name, lambda copied: transform(concatenate(self._rows([name], device, copied))))
 
     def _rows(self, names: Sequence[str], device: torch.device, copied: bool) -> Rows:
         return self.reader.view(*names, device=device) if copied else self.reader.read(*names, device=device)
