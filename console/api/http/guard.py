@@ -101,16 +101,12 @@ def is_own_host(named: str, hosts: Collection[str]) -> bool:
 
 def _is_open(origin: str, request: web.Request, origins: Collection[str]) -> bool:
     """Return whether pages of that origin may send requests: the server's own pages, and those of the setting."""
-    return _is_listed(origin, origins) or _host_of(origin) == request.headers.get("Host", "").lower()
+    host = origin.lower().partition("://")[2]  # with its port; "" for an origin without any, such as "null"
+    return _is_listed(origin, origins) or (host != "" and host == request.headers.get("Host", "").lower())
 
 
 def _is_listed(origin: str, origins: Collection[str]) -> bool:
     return ANY_HOST in origins or origin.lower() in origins
-
-
-def _host_of(origin: str) -> str | None:
-    """Return host and port of an origin, None where it has none, as "null"."""
-    return origin.lower().partition("://")[2] or None
 
 
 def _could_change(request: web.Request) -> bool:

@@ -16,7 +16,6 @@ from console.api.http.errors import AS_SENT
 from console.api.http.request_body import (
     document_of,
     drop_body,
-    json_object,
     json_type_name,
     run_offloaded,
 )
@@ -133,13 +132,8 @@ class Body(BaseModel):
         return limits
 
     @classmethod
-    def parse(cls, raw: bytes) -> Self:
-        """Read a body; raises InvalidRequest, whose `param` names the field at fault."""
-        return cls.from_document(json_object(raw))
-
-    @classmethod
     def from_document(cls, document: dict[str, Any]) -> Self:
-        """Read a body from a parsed JSON object; raises as `parse` does."""
+        """Read a body from a parsed JSON object; raises InvalidRequest, whose `param` names the field at fault."""
         try:
             fields, sent_as = cls._screen(document)
         except InvalidRequest as error:

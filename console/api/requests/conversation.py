@@ -100,14 +100,14 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
 
 def _check_arguments(messages: Sequence[object]) -> None:
     """Raise InvalidRequest where arguments of calls, which are JSON within JSON, hold more than a body may."""
-    calls = [call for message in messages if isinstance(message, dict) for call in _listed(message.get("tool_calls"))]
+    calls = [call for message in messages if isinstance(message, dict) for call in _as_list(message.get("tool_calls"))]
     functions = [call.get("function") for call in calls if isinstance(call, dict)]
     texts = [function.get("arguments") for function in functions if isinstance(function, dict)]
     together = ",".join(text for text in texts if isinstance(text, str))
     JsonBounds().check(together.encode(), "messages[].tool_calls[].function.arguments")
 
 
-def _listed(value: object) -> list[object]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

@@ -30,7 +30,7 @@ def json_grammar(schema: object, param: str, *, lenient: bool = False, max_bytes
     Raises InvalidRequest naming `param`.
     """
     if isinstance(schema, str):
-        _refuse_longer(schema, param, max_bytes)
+        Grammar(kind="json_schema", source=schema, param=param).refuse_longer(max_bytes)
         try:
             schema = from_json(schema, allow_inf_nan=False)
         except ValueError:
@@ -105,7 +105,3 @@ def _text(text: object, param: str) -> str:
     if not isinstance(text, str) or not text:
         raise InvalidRequest(f"{param} should be a string, not an empty one", param=param)
     return text
-
-
-def _refuse_longer(text: str, param: str, max_bytes: int) -> None:
-    Grammar(kind="json_schema", source=text, param=param).refuse_longer(max_bytes)
