@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from engine.backends.base import LoadProgress
 from engine.snapshot import DeviceReading, Snapshot
 from engine.text.printable import printable
+
+if TYPE_CHECKING:
+    from engine.placement.estimate import DeviceEstimate
 
 # Times of day, as text.
 
@@ -127,6 +131,12 @@ def clip(text: str, width: int) -> str:
     return line if len(line) <= width else line[: max(0, width - 1)] + "…"
 
 
+def class_title(name: str) -> str:
+    """ "ModelTable" -> "Model table"."""
+    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name.lstrip("_")).strip()
+    return words[0].upper() + words[1:]
+
+
 def _short(value: float) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -146,7 +156,7 @@ def device_name(device: str) -> str:
     return f"{clip(node, _NODE_CELLS)} {name}" if node else name
 
 
-def reading_name(device: DeviceReading) -> str:
+def device_label(device: DeviceReading | DeviceEstimate) -> str:
     """The device's name, with its node's where that is not this machine."""
     local = device.id.rpartition("/")[2]
     return device_name(f"{device.node}/{local}" if device.node else local)
@@ -171,6 +181,6 @@ def places_name(workers: Iterable[Sequence[str]]) -> str:
     return ", ".join(f"{number} on {place}" for place, number in places.items())
 
 
-def simulated(snapshot: Snapshot) -> bool:
+def has_simulated_devices(snapshot: Snapshot) -> bool:
     """Return whether any of the devices is only simulated."""
     return any(device.kind == "simulated" for device in snapshot.devices)

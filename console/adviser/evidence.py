@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from console.adviser.thresholds import WORKER_MARGIN
-from console.text import reading_name
+from console.text import device_label
 from console.tui.view import workers_of
 from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
 
@@ -76,7 +76,7 @@ class Room:
     @property
     def name(self) -> str:
         """The device's, as it is shown."""
-        return reading_name(self.device)
+        return device_label(self.device)
 
 
 def room_for_worker(evidence: Evidence) -> Room | None:

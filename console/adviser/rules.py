@@ -11,7 +11,7 @@ from console import text
 from console.adviser import thresholds as at
 from console.adviser.advice import Action, Advice, Look, Open, Turn
 from console.adviser.evidence import Evidence, room_for_worker
-from console.text import reading_name
+from console.text import device_label
 from console.tui.view import prompts_limit
 from engine.backends.base import LoadedModel
 from engine.snapshot import RequestRow, Snapshot, WorkerReading
@@ -118,7 +118,7 @@ def device_hot(evidence: Evidence) -> Iterator[Advice]:
     """A device is as hot as it may be."""
     for device in evidence.snapshot.devices:
         if device.temperature_c is not None and device.temperature_c >= at.HOT_C:
-            name, degrees = reading_name(device), f"{device.temperature_c:.0f} °C"
+            name, degrees = device_label(device), f"{device.temperature_c:.0f} °C"
             yield Advice(
                 "device_hot",
                 f"{name} is at {degrees}, where GPUs throttle: improve its cooling, or lower its power limit.",
@@ -133,7 +133,7 @@ def power_limit(evidence: Evidence) -> Iterator[Advice]:
         draw, limit, busy = device.power_w, device.power_limit_w, device.utilisation
         if draw is None or not limit or draw < at.POWER_SHARE * limit or (busy or 0.0) < at.POWER_BUSY:
             continue
-        name = reading_name(device)
+        name = device_label(device)
         yield Advice(
             "power_limit",
             f"{name} draws {draw:.0f} of max {limit:.0f} W: its power limit sets its speed.",
@@ -282,7 +282,7 @@ def _pages_short(evidence: Evidence) -> Iterator[Advice]:
     for device in evidence.snapshot.devices:
         large = device.free_bytes >= at.LARGE_FREE_SHARE * device.total_bytes
         if usage >= at.KV_FULL and device.id in used and device.kind != "cpu" and large:
-            name, free = reading_name(device), text.size(device.free_bytes)
+            name, free = device_label(device), text.size(device.free_bytes)
             yield Advice(
                 "memory_unused",
                 f"KV pages are {text.percent(usage)} full while {name} has {free} free: load with a larger KV cache.",

@@ -40,7 +40,7 @@ def all_presets(saved: Sequence[Preset]) -> list[Preset]:
     return [*saved, *(preset for preset in BUILTIN if preset.name not in names)]
 
 
-def applied(preset: Preset, settings: ChatSettings) -> ChatSettings:
+def apply_preset(preset: Preset, settings: ChatSettings) -> ChatSettings:
     """`settings` with the sampling of a preset; its system prompt and model too, where it has them."""
     return msgspec.structs.replace(
         preset.settings,
@@ -49,7 +49,7 @@ def applied(preset: Preset, settings: ChatSettings) -> ChatSettings:
     )
 
 
-def described(settings: ChatSettings) -> str:
+def describe_settings(settings: ChatSettings) -> str:
     """Settings in a line: "temperature 0.3 · top_p 0.9"; "as the model suggests" where they leave all to it."""
     parts = [
         f"max {value:g} tokens" if name == "max_tokens" else f"{name} {value:g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from console.cli.remote_args import add_key, connected, key_of, number, tls_of
+from console.cli.remote_args import add_key, key_of, number, remote_links, tls_of
 from console.link.remote.http import DEFAULT_URL
 from console.link.remote.link import DEFAULT_HZ
 
@@ -23,7 +23,7 @@ def attach(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
     given = parser.parse_args(argv)
-    with connected(given.urls, key_of(given), given.hz, tls_of(given)) as links:
+    with remote_links(given.urls, key_of(given), given.hz, tls_of(given)) as links:
         from console.tui.attach_ui import show_instances
 
         return show_instances(links, given.theme, read_only=given.read_only)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from console import text
-from console.cli.remote_args import add_key, add_url, connected, key_of, number, tls_of
+from console.cli.remote_args import add_key, add_url, key_of, number, remote_links, tls_of
 from console.link.recording.recorder import INTERVAL_S, Recorder
 from console.link.remote.http import OutOfReach
 from console.link.remote.link import RemoteLink
@@ -50,7 +50,7 @@ def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _record(given: argparse.Namespace, asked: threading.Event) -> None:
-    with connected([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
+    with remote_links([given.url], key_of(given), max(0.1, min(10.0, 1 / given.interval)), tls_of(given)) as (link,):
         _await_first(link, asked)
         say(f"recording {link.standing().name} into {given.file}; ctrl+c ends it")
         ends = None if given.seconds is None else time.monotonic() + given.seconds

@@ -74,7 +74,7 @@ def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 @contextmanager
-def connected(
+def remote_links(
     urls: list[str], api_key: str | None, hz: float, tls: ssl.SSLContext | None = None
 ) -> Iterator[list[RemoteLink]]:
     """Links to instances, on a loop of their own. Raises InvalidRequest for what is no address."""

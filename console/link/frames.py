@@ -270,10 +270,10 @@ class FrameReader:
             self._tree.patch(event.delta)
         else:
             raise ValueError("an event holds no frame, and no change of one")
-        return bounded(from_plain(self._tree.value, Frame))
+        return limit_frame(from_plain(self._tree.value, Frame))
 
 
-def bounded(frame: Frame) -> Frame:
+def limit_frame(frame: Frame) -> Frame:
     """Return a frame from elsewhere, with no more of its past than is shown.
 
     Raises ValueError for more devices, models, workers or requests than a screen can show.

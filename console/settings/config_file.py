@@ -58,7 +58,7 @@ def sample() -> str:
     return "\n".join(lines) + "\n"
 
 
-def edited(text: str, name: str, value: Any) -> str:
+def edit_toml(text: str, name: str, value: Any) -> str:
     """`text` of a config.toml with one setting changed, None taking it out; comments and order stay as they are."""
     import tomlkit
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from console.link.settings import SettingRow
-from console.settings.config_file import WatchedFiles, edited, replace_file
+from console.settings.config_file import WatchedFiles, edit_toml, replace_file
 from console.settings.load_options import knob_values
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import Settings, flag_of, is_secret
@@ -130,7 +130,7 @@ def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, 
         saved[name] = toml_value(typed, getattr(value, name))
     alone = Sources(saved=saved, file=sources.file)
     alone.settings()
-    return sources.saving(saved), edited(text, name, saved.get(name))
+    return sources.saving(saved), edit_toml(text, name, saved.get(name))
 
 
 def _write(sources: Sources, text: str) -> None:

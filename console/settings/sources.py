@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from console.settings.schema import APP_NAME, ENV_PREFIX, Flag, Settings, config_path, fields, is_secret
+from console.settings.values import did_you_mean
 from engine.errors import InvalidRequest
 
 _KEYS = {"api_key", "api_key_file"}
@@ -66,7 +66,7 @@ class Sources:
         try:
             settings = Settings(**merged)
         except ValidationError as error:
-            raise _worded(error, merged, self.origin) from None
+            raise _to_invalid_request(error, merged, self.origin) from None
         return _agreeing(settings)
 
     def origin(self, name: str) -> Origin:
@@ -105,12 +105,14 @@ def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
         return settings
     for name in changes:
         if name not in Settings.model_fields:
-            raise InvalidRequest(f"{name} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+            raise InvalidRequest(
+                f"{name} is no setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}", param=name
+            )
     try:
         values = {name: getattr(settings, name) for name in Settings.model_fields}
         return _agreeing(Settings(**values | dict(changes)))
     except ValidationError as error:
-        raise _worded(error, changes, lambda name: Origin("flag", f"--{name}")) from None
+        raise _to_invalid_request(error, changes, lambda name: Origin("flag", f"--{name}")) from None
 
 
 def _agreeing(settings: Settings) -> Settings:
@@ -137,7 +139,8 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in Settings.model_fields:
-            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{_nearest(name, ENV_PREFIX)}", param=name)
+            near = did_you_mean(name, Settings.model_fields, lambda setting: ENV_PREFIX + setting.upper())
+            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{near}", param=name)
         values[name] = value
     return values
 
@@ -154,18 +157,15 @@ def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
         raise InvalidRequest(f"{file} cannot be read: {error}", param="config") from None
     for name in values:
         if name not in Settings.model_fields:
-            raise InvalidRequest(f"{name!r} in {file} is no setting of {APP_NAME}{_nearest(name)}", param=name)
+            raise InvalidRequest(
+                f"{name!r} in {file} is no setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}", param=name
+            )
     return values
 
 
-def _nearest(name: str, prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
-    if not near:
-        return ""
-    return f"; did you mean {prefix + near[0].upper() if prefix else near[0]}?"
-
-
-def _worded(error: ValidationError, given: Mapping[str, Any], origin: Callable[[str], Origin]) -> InvalidRequest:
+def _to_invalid_request(
+    error: ValidationError, given: Mapping[str, Any], origin: Callable[[str], Origin]
+) -> InvalidRequest:
     """One sentence for the first problem, naming the flag, the variable or the file it came from."""
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0])
@@ -204,8 +204,7 @@ def flag_name(name: str) -> str:
 
 def no_such_flag(given: str, flags: Iterable[str]) -> str:
     """That there is no such flag, with the nearest of those that there are."""
-    near = difflib.get_close_matches(given.partition("=")[0], flags, n=1)
-    return f"there is no {given}{f'; did you mean {near[0]}?' if near else ''}"
+    return f"there is no {given}{did_you_mean(given.partition('=')[0], flags)}"
 
 
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:

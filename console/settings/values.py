@@ -6,10 +6,11 @@ stands.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -104,6 +105,12 @@ def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
     if parts is None or parts[2] not in units:
         raise ValueError(f"it must be a duration such as {examples}")
     return float(parts[1]) * units[parts[2]]
+
+
+def did_you_mean(word: str, words: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """ "; did you mean ...?" where one of the words is like it, else nothing. shown: that word, as it is written."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {shown(near[0])}?" if near else ""
 
 
 GigabyteList = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_list)]

@@ -18,8 +18,9 @@ from platformdirs import user_config_path
 from textual.dom import DOMNode
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys, key_to_character
 
+from console.settings.values import did_you_mean
+from console.text import class_title
 from console.tui.binding_index import DeclaredBinding
-from console.tui.suggestions import class_title, did_you_mean
 
 _MODIFIERS = frozenset({"ctrl", "shift", "alt", "super", "hyper", "meta"})
 _NAMED = frozenset({key.value for key in Keys} | set(KEY_NAME_REPLACEMENTS.values()))
@@ -60,7 +61,7 @@ def read_keys(path: Path) -> KeysFile:
     return KeysFile(keys, tuple(problems))
 
 
-def checked(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -> KeysFile:
+def check_keys(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -> KeysFile:
     """The file without what cannot be honoured, with a sentence for each: unknown ids and keys, keys that clash."""
     ids = {each.id for each in bound}
     problems, good = list(file.problems), dict(file.keys)

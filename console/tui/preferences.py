@@ -12,7 +12,7 @@ from textual.app import App
 
 from console.settings.config_file import WatchedFiles
 from console.tui import binding_index
-from console.tui.keys_file import KeysFile, checked, keys_path, read_keys
+from console.tui.keys_file import KeysFile, check_keys, keys_path, read_keys
 from console.tui.theme import (
     AUTO_THEME,
     DEFAULT_THEME,
@@ -97,7 +97,9 @@ class Preferences:
             self._app.run_worker(self._check(file), group="keys", exclusive=True, exit_on_error=False)
 
     async def _check(self, file: KeysFile) -> None:
-        right = await asyncio.to_thread(lambda: checked(file, binding_index.all_bindings(), binding_index.can_conflict))
+        right = await asyncio.to_thread(
+            lambda: check_keys(file, binding_index.all_bindings(), binding_index.can_conflict)
+        )
         self._app.set_keymap(dict(right.keys))
         self._notify("Keys", [f"{self._keys.name}: {'; '.join(right.problems)}"] if right.problems else [])
 

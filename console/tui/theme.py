@@ -18,7 +18,7 @@ from textual.color import Color, ColorParseError
 from textual.css.constants import VALID_STYLE_FLAGS
 from textual.theme import Theme
 
-from console.tui.suggestions import did_you_mean
+from console.settings.values import did_you_mean
 
 DEFAULT_THEME = "ericllm-dark"
 FEW_COLOURS_THEME = "ericllm-contrast"

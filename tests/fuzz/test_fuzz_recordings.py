@@ -84,10 +84,10 @@ def test_any_frames_play_or_are_one_sentence(whole: bytes, tmp_path: Path, seed:
         for number, segment, data in rows:
             if number == segment:
                 reading, writing = Packer(), Packer()
-            value = reading.unpacked(data)
+            value = reading.unpack(data)
             if dice.random() < 0.1:
                 value = storable(changed(value, dice, dice.choice((1, 5))))
-            database.execute("UPDATE frames SET data = ? WHERE id = ?", (writing.packed(value), number))
+            database.execute("UPDATE frames SET data = ? WHERE id = ?", (writing.pack(value), number))
     database.close()
     check(path)
 

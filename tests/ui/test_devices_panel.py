@@ -6,7 +6,7 @@ import pytest
 
 from console.text import device_name, devices_name
 from console.tui.app import EricApp
-from console.tui.screens.dashboard.panels.devices import Panel, brief, detailed, paired, table, title
+from console.tui.screens.dashboard.panels.devices import Panel, brief_rows, detailed_rows, paired_rows, table, title
 from engine.snapshot import ProcessMemory, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -40,7 +40,7 @@ async def test_eight_simulated_devices_are_all_seen(size: tuple[int, int]) -> No
 
 def test_every_form_names_simulated_devices_and_those_of_other_nodes() -> None:
     devices = (fleet_scenes.sim(0), scenes.gpu(1, id="node2/cuda:1", node="node2"))
-    for form in (brief, detailed, paired, table):
+    for form in (brief_rows, detailed_rows, paired_rows, table):
         drawn = "\n".join(line.plain for line in form(Panel(devices, 90)))
         assert "SIM0" in drawn
         assert "node2 GPU1" in drawn
@@ -53,8 +53,8 @@ def test_every_form_names_simulated_devices_and_those_of_other_nodes() -> None:
 def test_no_line_of_a_device_is_wider_than_the_panel(width: int) -> None:
     devices = (scenes.gpu(0), fleet_scenes.sim(1), scenes.gpu(2, id="node2/cuda:2", node="node2"), scenes.cpu())
     panel = Panel(devices, width, scenes.history(devices=4))
-    lines = [*brief(panel), *brief(panel, numbers=True)]
-    lines += [*(detailed(panel) if width >= 56 else ()), *(paired(panel) if width >= 72 else ())]
+    lines = [*brief_rows(panel), *brief_rows(panel, numbers=True)]
+    lines += [*(detailed_rows(panel) if width >= 56 else ()), *(paired_rows(panel) if width >= 72 else ())]
     lines += [*(table(panel) if width >= 90 else ()), *(table(panel, numbers=True) if width >= 108 else ())]
     assert [line.plain for line in lines if line.cell_length > width] == []
 
@@ -79,9 +79,9 @@ def test_what_was_is_drawn_against_the_whole_and_not_against_itself() -> None:
 
 
 def test_the_processor_takes_one_row_beside_cards() -> None:
-    lines = detailed(Panel((scenes.gpu(0), scenes.cpu()), 66))
+    lines = detailed_rows(Panel((scenes.gpu(0), scenes.cpu()), 66))
     assert [line.plain[:4] for line in lines[-2:]] == ["", "CPU "]
-    assert len(detailed(Panel((scenes.cpu(),), 66))) == 4
+    assert len(detailed_rows(Panel((scenes.cpu(),), 66))) == 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from console.cli.main import main
 from console.tui.app import EricApp
 from console.tui.binding_index import all_bindings, can_conflict
-from console.tui.keys_file import KeysFile, checked, is_key, keys_path, read_keys, sample
+from console.tui.keys_file import KeysFile, check_keys, is_key, keys_path, read_keys, sample
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, until
 
@@ -24,7 +24,7 @@ def saved(text: str) -> Path:
 
 def found(**keys: str) -> KeysFile:
     """What the file of those keys (dots as underscores) comes to."""
-    return checked(
+    return check_keys(
         KeysFile({name.replace("_", "."): each for name, each in keys.items()}), all_bindings(), can_conflict
     )
 
@@ -86,7 +86,7 @@ def test_the_sample_names_every_id_and_uncommented_changes_nothing(tmp_path: Pat
     (tmp_path / "keys.toml").write_text("\n".join(lines))
     file = read_keys(tmp_path / "keys.toml")
     assert set(file.keys) == {bound.id for bound in all_bindings()}
-    assert checked(file, all_bindings(), can_conflict).problems == ()
+    assert check_keys(file, all_bindings(), can_conflict).problems == ()
     assert tomllib.loads(text) == {}
 
 

@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 from console.text import clip
 from console.tui.printable_filter import PrintableFilter
 from console.tui.stylesheet import StyledApp, Stylesheet
-from console.tui.widgets.glyphs import escaped
+from console.tui.widgets.glyphs import escape_unsafe
 from console.tui.widgets.table import cell, side_by_side
 from engine.text.printable import ANY_UNSAFE
 from tests.fakes.hostile import STEERS
@@ -136,8 +136,8 @@ def test_a_person_sees_escapes_where_there_is_room_for_them() -> None:
     assert [(span.start, span.end, str(span.style)) for span in row.spans] == [(0, 6, "bold")]
     assert side_by_side([(cell("\x1b" * 9), 8, "left")], 1).plain == r"\x1b\x1…"
     assert clip("one\x1b \n two\x9b", 40) == r"one\x1b two\x9b"
-    shown = escaped(Content.assemble(("a\x1b", "bold"), "b\n\tc", ("\x9b", "red")))
+    shown = escape_unsafe(Content.assemble(("a\x1b", "bold"), "b\n\tc", ("\x9b", "red")))
     assert shown.plain == "a\\x1bb\n\tc\\x9b"
     assert [(span.start, span.end, str(span.style)) for span in shown.spans] == [(0, 1, "bold")]
     clean = Content("漢字\n\tc")
-    assert escaped(clean) is clean
+    assert escape_unsafe(clean) is clean

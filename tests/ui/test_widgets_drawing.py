@@ -13,8 +13,8 @@ from console.tui.app import EricApp
 from console.tui.widgets.glyphs import wants_ascii
 from console.tui.widgets.graph import Graph
 from console.tui.widgets.header import status_line
-from console.tui.widgets.plot import BarSegment, column_of, columns, draw, meter, missed, nice_bound, stack
-from console.tui.widgets.table import Column, fitting, spread
+from console.tui.widgets.plot import BarSegment, column_of, columns, draw, meter, missed_columns, nice_bound, stack
+from console.tui.widgets.table import Column, fitting_columns, spread
 from engine.backends.base import LoadProgress
 from engine.snapshot import Second
 from tests.fakes import scenes
@@ -95,10 +95,10 @@ def test_a_curve_behind_is_shaded_where_colours_cannot_tell_it() -> None:
 
 def test_columns_go_in_the_order_they_say_and_the_last_ones_never() -> None:
     table = [Column("id", 8), Column("from", 6, drop=2), Column("state", 8), Column("worker", 6, drop=1)]
-    assert fitting(table, 40) == [0, 1, 2, 3]
-    assert fitting(table, 26) == [0, 2, 3]
-    assert fitting(table, 18) == [0, 2]
-    assert fitting(table, 5) == [0, 2]
+    assert fitting_columns(table, 40) == [0, 1, 2, 3]
+    assert fitting_columns(table, 26) == [0, 2, 3]
+    assert fitting_columns(table, 18) == [0, 2]
+    assert fitting_columns(table, 5) == [0, 2]
 
 
 @given(st.integers(20, 300))
@@ -157,7 +157,7 @@ def test_the_linux_console_and_locales_without_utf_8_get_ascii() -> None:
 def test_a_second_that_comes_late_leaves_no_hole_in_a_curve() -> None:
     history = [Second(at=at, running=running) for at, running in ((100.9, 4), (101.99, 5), (103.01, 6), (104.0, 7))]
     assert columns(history, 5, 1, lambda at: at.running) == [4, 5, 5, 6, 7]
-    assert missed(history, 5, 1) == []
+    assert missed_columns(history, 5, 1) == []
 
 
 def test_what_was_not_measured_in_a_second_is_not_carried_on() -> None:
@@ -168,8 +168,8 @@ def test_what_was_not_measured_in_a_second_is_not_carried_on() -> None:
 def test_seconds_that_are_missing_are_marked_and_not_drawn_as_a_value() -> None:
     history = [Second(at=100.0, running=4), Second(at=105.0, running=6)]
     assert columns(history, 6, 1, lambda at: at.running) == [4, None, None, None, None, 6]
-    assert missed(history, 6, 1) == [1, 2, 3, 4]
-    assert missed(history, 3, 1) == [0, 1]
+    assert missed_columns(history, 6, 1) == [1, 2, 3, 4]
+    assert missed_columns(history, 3, 1) == [0, 1]
 
 
 async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from console.chats import ChatSettings, ChatStore, ChatStoreError, Preset, SecondBranch, Turn, TurnNote
-from console.chats.presets import BUILTIN, all_presets, applied, described
+from console.chats.presets import BUILTIN, all_presets, apply_preset, describe_settings
 
 VERSION_1 = """
 CREATE TABLE IF NOT EXISTS conversation (
@@ -245,13 +245,13 @@ def test_presets_are_kept_by_name_and_hide_a_built_in_one(store: ChatStore) -> N
 
 def test_a_preset_without_a_system_prompt_or_model_leaves_those_there_are() -> None:
     mine = ChatSettings(system_prompt="Be kind.", model="demo", seed=3)
-    assert applied(Preset(name="p", settings=ChatSettings(temperature=0.0)), mine) == ChatSettings(
+    assert apply_preset(Preset(name="p", settings=ChatSettings(temperature=0.0)), mine) == ChatSettings(
         system_prompt="Be kind.", model="demo", temperature=0.0
     )
-    assert applied(Preset(name="p", settings=ChatSettings(system_prompt="Rhyme.")), mine).system_prompt == "Rhyme."
+    assert apply_preset(Preset(name="p", settings=ChatSettings(system_prompt="Rhyme.")), mine).system_prompt == "Rhyme."
 
 
 def test_settings_are_described_in_a_line() -> None:
     settings = ChatSettings(temperature=0.3, top_p=0.9, max_tokens=200, system_prompt="x")
-    assert described(settings) == "temperature 0.3 · top_p 0.9 · max 200 tokens · system prompt"
-    assert described(ChatSettings()) == "as the model suggests"
+    assert describe_settings(settings) == "temperature 0.3 · top_p 0.9 · max 200 tokens · system prompt"
+    assert describe_settings(ChatSettings()) == "as the model suggests"

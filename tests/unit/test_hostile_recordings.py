@@ -109,7 +109,7 @@ def test_a_frame_that_is_a_bomb_or_none_is_one_sentence(path: Path, data: Any) -
 def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
     raw = msgspec.msgpack.encode({"answers": {"x": [[0] * 19_000]}})
     packer = Packer()
-    first = packer.packed(to_plain(frame(0)))
+    first = packer.pack(to_plain(frame(0)))
     with sqlite3.connect(path) as database:
         database.execute("DELETE FROM frames")
         insert = "INSERT INTO frames (at, segment, data) VALUES (?, 1, ?)"
@@ -128,8 +128,8 @@ def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
 
 def test_changes_that_multiply_a_list_are_one_sentence(path: Path) -> None:
     packer = Packer()
-    first = packer.packed(to_plain(frame(0)))
-    rows = [packer.packed({"snapshot": {"requests": [0, [[0, 2**n], [0, 2**n]]]}}) for n in range(24)]
+    first = packer.pack(to_plain(frame(0)))
+    rows = [packer.pack({"snapshot": {"requests": [0, [[0, 2**n], [0, 2**n]]]}}) for n in range(24)]
     with sqlite3.connect(path) as database:
         database.execute("DELETE FROM frames")
         insert = "INSERT INTO frames (at, segment, data) VALUES (?, 1, ?)"
@@ -342,7 +342,7 @@ def test_a_past_that_is_a_bomb_is_one_sentence(path: Path, data: Any) -> None:
 
 def test_a_past_of_many_empty_segments_is_looked_through_no_further_than_it_is_shown(path: Path) -> None:
     with sqlite3.connect(path) as database:
-        empty = Packer().packed([])
+        empty = Packer().pack([])
         database.execute("UPDATE frames SET id = id + 1000000, segment = segment + 1000000")
         database.execute("DELETE FROM seconds")
         rows = ((number, empty) for number in range(200_000))

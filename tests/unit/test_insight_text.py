@@ -18,10 +18,10 @@ from console.tui.screens.insight.text import (
     histogram,
     of_limit,
     percent,
-    scaled,
     share_bars,
     three_digits,
     tokens,
+    with_si_prefix,
 )
 from engine.snapshot import (
     DeviceLimits,
@@ -71,7 +71,7 @@ def test_numbers_have_the_digits_that_matter(value: float, expected: str) -> Non
     ],
 )
 def test_rates_have_a_unit_that_fits(value: float, expected: str) -> None:
-    assert scaled(value, "FLOP/s") == expected
+    assert with_si_prefix(value, "FLOP/s") == expected
 
 
 def test_a_rate_and_its_limit_have_the_unit_of_the_limit() -> None:

@@ -47,10 +47,10 @@ def test_a_context_of_the_programs_settings_is_said_to_be_set() -> None:
 
 
 def test_a_step_makes_a_value_the_loads_own() -> None:
-    stepped = form().stepped("num_workers", 1)
+    stepped = form().with_step("num_workers", 1)
     assert stepped.own == LoadOptions(num_workers=3)
     assert (stepped.is_own("num_workers"), stepped.origin("num_workers")) == (True, "own")
-    assert stepped.cleared("num_workers").own == NO_OPTIONS
+    assert stepped.without("num_workers").own == NO_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -58,53 +58,53 @@ def test_a_step_makes_a_value_the_loads_own() -> None:
     [("max_prompts", 1, 12), ("max_prompts", -1, 6), ("max_model_len", -1, 6144), ("cache_bits", -1, 8)],
 )
 def test_values_step_by_what_makes_a_difference(name: str, by: int, expected: int) -> None:
-    assert form().stepped(name, by).value(name) == expected  # type: ignore[arg-type]
+    assert form().with_step(name, by).value(name) == expected  # type: ignore[arg-type]
 
 
 def test_steps_end_at_what_can_be() -> None:
-    assert form().stepped("max_model_len", 1).value("max_model_len") == 8192
-    assert form(LoadOptions(num_workers=1)).stepped("num_workers", -1).value("num_workers") == 1
-    assert form(LoadOptions(cache_bits=4)).stepped("cache_bits", -1).value("cache_bits") == 4
-    assert form(LoadOptions(dtype="float32")).stepped("dtype", 1).value("dtype") == "float32"
+    assert form().with_step("max_model_len", 1).value("max_model_len") == 8192
+    assert form(LoadOptions(num_workers=1)).with_step("num_workers", -1).value("num_workers") == 1
+    assert form(LoadOptions(cache_bits=4)).with_step("cache_bits", -1).value("cache_bits") == 4
+    assert form(LoadOptions(dtype="float32")).with_step("dtype", 1).value("dtype") == "float32"
 
 
 def test_a_value_between_two_steps_goes_to_the_next() -> None:
     odd = form(LoadOptions(max_model_len=5000))
-    assert odd.stepped("max_model_len", 1).value("max_model_len") == 6144
-    assert odd.stepped("max_model_len", -1).value("max_model_len") == 4096
+    assert odd.with_step("max_model_len", 1).value("max_model_len") == 6144
+    assert odd.with_step("max_model_len", -1).value("max_model_len") == 4096
 
 
 def test_a_number_out_of_range_is_kept_as_it_was_typed_and_said_to_be_out_of_range() -> None:
     assert form().out_of_range("num_workers") == ""
     for name, number, said in (("num_workers", 250, "1 to 64"), ("max_model_len", 0, "1 to 1,000,000,000")):
-        typed = form().typed(name, number)  # type: ignore[arg-type]
+        typed = form().with_number(name, number)  # type: ignore[arg-type]
         assert (typed.value(name), typed.out_of_range(name)) == (number, said)  # type: ignore[arg-type]
-    assert form().typed("num_workers", 250).stepped("num_workers", -1).value("num_workers") == 64
+    assert form().with_number("num_workers", 250).with_step("num_workers", -1).value("num_workers") == 64
 
 
 def test_a_typed_number_is_one_of_the_choices_or_changes_nothing() -> None:
-    assert form().typed("cache_bits", 8).own == LoadOptions(cache_bits=8)
-    assert form().typed("cache_bits", 5).own == NO_OPTIONS
+    assert form().with_number("cache_bits", 8).own == LoadOptions(cache_bits=8)
+    assert form().with_number("cache_bits", 5).own == NO_OPTIONS
 
 
 def test_a_form_that_shows_all_has_a_line_for_every_option_and_takes_what_is_typed() -> None:
     few, every = form(), replace(form(), shows_all=True)
     assert "gpu_split" not in [field.name for field in few.fields]
     assert "gpu_split" in [field.name for field in every.fields]
-    split = every.entered("gpu_split", "16,24")
+    split = every.with_text("gpu_split", "16,24")
     assert (split.own, split.value_text("gpu_split")) == (LoadOptions(gpu_split=(16.0, 24.0)), "16,24")
     assert "gpu_split" in [field.name for field in replace(split, shows_all=False).fields]
-    assert every.stepped("deterministic", 1).own == LoadOptions(deterministic=True)
-    assert every.stepped("gpu_split", 1) == every
+    assert every.with_step("deterministic", 1).own == LoadOptions(deterministic=True)
+    assert every.with_step("gpu_split", 1) == every
     with pytest.raises(ValueError, match="one of"):
-        every.entered("attention", "fastest")
+        every.with_text("attention", "fastest")
 
 
 def test_each_backend_has_the_choices_that_it_honours() -> None:
     exllama = form(LoadOptions(cache_bits=8), exllama=True)
-    assert exllama.stepped("cache_bits", -1).value("cache_bits") == 6
+    assert exllama.with_step("cache_bits", -1).value("cache_bits") == 6
     assert "dtype" not in [field.name for field in exllama.fields]
-    assert form(LoadOptions(cache_bits=8)).stepped("cache_bits", -1).value("cache_bits") == 4
+    assert form(LoadOptions(cache_bits=8)).with_step("cache_bits", -1).value("cache_bits") == 4
 
 
 # -- paces ------------------------------------------------------------------------------------------------------------

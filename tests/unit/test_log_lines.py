@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from console.tui.screens.logs.log_lines import LogLines, source_of
-from console.tui.screens.logs.view import wrapped
+from console.tui.screens.logs.view import wrap_message
 from engine.snapshot import LogEntry
 
 
@@ -102,12 +102,12 @@ def test_loggers_belong_to_parts_of_the_program(logger: str, source: str) -> Non
 @given(st.text(st.characters(exclude_categories=("Cc", "Cs"))), st.integers(min_value=20, max_value=60))
 @example("\u0300", 20)
 def test_rows_fit_and_lose_nothing_but_spaces_and_line_ends(message: str, width: int) -> None:
-    rows = wrapped(message, width)
+    rows = wrap_message(message, width)
     assert rows
     assert all(cell_len(row) <= width for row in rows)
     assert "".join("".join(rows).split()) == "".join(message.split())
 
 
 def test_rows_are_cut_at_spaces_where_they_can_be() -> None:
-    assert wrapped("the batch took 297 milliseconds", 20) == ("the batch took 297", "milliseconds")
-    assert wrapped("x" * 45, 20) == ("x" * 20, "x" * 20, "x" * 5)
+    assert wrap_message("the batch took 297 milliseconds", 20) == ("the batch took 297", "milliseconds")
+    assert wrap_message("x" * 45, 20) == ("x" * 20, "x" * 20, "x" * 5)

@@ -20,7 +20,7 @@ from console.link.protocol import ApiStatus
 from console.link.recording.link import SPEEDS, OnlyRecorded, Playhead, ReplayLink, time_of
 from console.link.recording.reader import Recording
 from console.link.recording.recorder import Recorder, RecordingWriter
-from console.link.recording.store import Packer, RecordingUnusable, rounded
+from console.link.recording.store import Packer, RecordingUnusable, round_fractions
 from console.link.rpc import as_link
 from engine.config import SamplingParams
 from engine.snapshot import LogEntry, RequestRow, Second, Snapshot
@@ -230,14 +230,14 @@ plain_values = st.recursive(
 @settings(max_examples=60)
 def test_what_is_packed_comes_back_in_order_to_five_digits(values: list[object]) -> None:
     packing, unpacking = Packer(), Packer()
-    assert [unpacking.unpacked(packing.packed(value)) for value in values] == [rounded(value) for value in values]
+    assert [unpacking.unpack(packing.pack(value)) for value in values] == [round_fractions(value) for value in values]
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False))
 def test_rounding_keeps_five_digits_and_unix_times_whole(number: float) -> None:
-    assert rounded(number) == pytest.approx(number, rel=1e-5, abs=0)
-    assert rounded(rounded(number)) == rounded(number)
-    assert rounded(BEGAN + 0.123456) == BEGAN + 0.123456
+    assert round_fractions(number) == pytest.approx(number, rel=1e-5, abs=0)
+    assert round_fractions(round_fractions(number)) == round_fractions(number)
+    assert round_fractions(BEGAN + 0.123456) == BEGAN + 0.123456
 
 
 # -- the playhead ----

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from console.link.settings import HIDDEN, SettingRow
 from console.runtime.runtime import Runtime
-from console.settings.config_file import edited, replace_file, sample
+from console.settings.config_file import edit_toml, replace_file, sample
 from console.settings.rows import setting_rows
 from console.settings.schema import Settings, fields
 from console.settings.sources import Sources, load_settings
@@ -121,7 +121,7 @@ LINES = st.lists(
 @given(LINES, st.sampled_from(["port", "host", "gpu_split"]), st.sampled_from([None, 7, "x", [1.5, 2.0]]))
 def test_an_edit_changes_one_value_and_no_comment(lines: list[str], name: str, value: Any) -> None:
     text = "\n".join(lines)
-    after = edited(text, name, value)
+    after = edit_toml(text, name, value)
     kept = {key: old for key, old in tomllib.loads(text).items() if key != name}
     assert tomllib.loads(after) == kept | ({name: value} if value is not None else {})
     assert all(comment in after for comment in ("# a",) if comment in text)

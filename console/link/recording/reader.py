@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from console.link.frames import MAX_HISTORY, Frame, PatchedValue, bounded, from_plain
+from console.link.frames import MAX_HISTORY, Frame, PatchedValue, from_plain, limit_frame
 from console.link.recording.store import (
     Packer,
     RecordingUnusable,
@@ -75,7 +75,7 @@ class Recording:
         """A frame, with its history. Its log is that of the recording."""
         with recording_errors(self.path):
             self._go_to(index)
-            frame: Frame = bounded(from_plain(self._tree.value, Frame))
+            frame: Frame = limit_frame(from_plain(self._tree.value, Frame))
             past = self._seconds_before(self._segments[index])
             logged = self._logged(frame.snapshot.at)
         history = (*past, *frame.snapshot.history)[-MAX_HISTORY:]
@@ -143,10 +143,10 @@ class Recording:
         at, self._index = self._index, -1  # whatever fails leaves nothing half done
         if not first <= at <= index:
             self._packer = Packer()
-            self._tree, at = PatchedValue(self._packer.unpacked(self._data(first))), first
+            self._tree, at = PatchedValue(self._packer.unpack(self._data(first))), first
         while at < index:
             at += 1
-            self._tree.patch(self._packer.unpacked(self._data(at)))
+            self._tree.patch(self._packer.unpack(self._data(at)))
             if self._tree.copied > MAX_SEGMENT_COPIED:
                 raise ValueError("a segment changes too much")
         self._index = at
@@ -163,7 +163,7 @@ class Recording:
             earliest = float("inf")
             query = "SELECT data FROM seconds WHERE segment <= ? ORDER BY segment DESC LIMIT ?"
             for (data,) in self._rows(query, segment, MAX_HISTORY):
-                chunk: tuple[Second, ...] = from_plain(Packer().unpacked(data), tuple[Second, ...])
+                chunk: tuple[Second, ...] = from_plain(Packer().unpack(data), tuple[Second, ...])
                 chunks.append(tuple(second for second in chunk if second.at < earliest))
                 earliest = min([earliest, *(second.at for second in chunk)])
                 if sum(map(len, chunks)) >= MAX_HISTORY:

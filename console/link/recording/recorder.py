@@ -86,13 +86,13 @@ class RecordingWriter:
         assert event is not None
         found = self._database.execute("SELECT coalesce(max(id), 0) + 1 FROM frames").fetchone()
         self._segment, self._segment_began = int(found[0]), frame.snapshot.at
-        self._insert(frame.snapshot.at, self._packer.packed(event.full))
-        self._database.execute("INSERT INTO seconds VALUES (?, ?)", (self._segment, Packer().packed(to_plain(seconds))))
+        self._insert(frame.snapshot.at, self._packer.pack(event.full))
+        self._database.execute("INSERT INTO seconds VALUES (?, ?)", (self._segment, Packer().pack(to_plain(seconds))))
 
     def _go_on(self, frame: Frame) -> None:
         event = self._frames.event(self._without_past(frame))
         if event is not None:
-            self._insert(frame.snapshot.at, self._packer.packed(event.delta))
+            self._insert(frame.snapshot.at, self._packer.pack(event.delta))
 
     def _insert(self, at: float, data: bytes) -> None:
         self._database.execute("INSERT INTO frames (at, segment, data) VALUES (?, ?, ?)", (at, self._segment, data))

@@ -80,12 +80,12 @@ class Packer:
         self._num_values = 0
         self._seen = b""
 
-    def packed(self, value: object) -> bytes:
+    def pack(self, value: object) -> bytes:
         """A plain value. Numbers are kept to five digits, as no screen shows more.
 
-        Raises RecordingUnusable for one that is more than `unpacked` takes.
+        Raises RecordingUnusable for one that is more than `unpack` takes.
         """
-        raw = msgspec.msgpack.encode(rounded(value))
+        raw = msgspec.msgpack.encode(round_fractions(value))
         if len(raw) > MAX_MSGPACK_BYTES:
             raise RecordingUnusable(
                 f"What is to be recorded is too much: {len(raw) / 2**20:.1f} MiB at once, of"
@@ -96,7 +96,7 @@ class Packer:
         self._look_back(raw)
         return data
 
-    def unpacked(self, data: object) -> Any:
+    def unpack(self, data: object) -> Any:
         """Unpack the output of another Packer, in the same order.
 
         Raises ValueError or zlib.error for what is damaged, or more than one makes.
@@ -119,7 +119,7 @@ class Packer:
         self._seen = (self._seen + raw)[-_DICTIONARY_BYTES:]
 
 
-def rounded(value: Any) -> Any:
+def round_fractions(value: Any) -> Any:
     """Fractions to 17 significant bits (five digits), which deflate well; unix times stay whole."""
     if isinstance(value, float):
         if not 0 < abs(value) < _LARGEST_ROUNDED:
@@ -127,8 +127,8 @@ def rounded(value: Any) -> Any:
         mantissa, exponent = math.frexp(value)
         return math.ldexp(round(mantissa * _KEPT), exponent) / _KEPT
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: round_fractions(each) for name, each in value.items()}
+    return [round_fractions(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def open_to_write(path: Path) -> sqlite3.Connection:

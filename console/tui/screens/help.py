@@ -16,8 +16,8 @@ from textual.screen import ModalScreen, Screen
 from textual.style import Style
 from textual.widgets import Static
 
+from console.text import class_title
 from console.tui.commands import entries
-from console.tui.suggestions import class_title
 from console.tui.widgets.glyphs import fitted
 
 _TERM = 14

@@ -89,7 +89,7 @@ def to_ascii(text: str) -> str:
     return text.translate(_TO_ASCII)
 
 
-def escaped(content: Content) -> Content:
+def escape_unsafe(content: Content) -> Content:
     """`content` with what a terminal would obey as visible escapes; colours and links stay, newlines and tabs too."""
     if content.plain.isprintable() or UNSAFE_IN_LINES.search(content.plain) is None:
         return content
@@ -103,7 +103,7 @@ def escaped(content: Content) -> Content:
 def fitted(app: App[object], content: Content) -> Content:
     """`content` in characters that the terminal has: ours are replaced one by one, so colours and links stay; foreign
     ones that it would obey are escapes."""
-    content = escaped(content)
+    content = escape_unsafe(content)
     if not is_ascii(app):
         return content
     return Content(to_ascii(content.plain), spans=list(content.spans))

@@ -12,7 +12,7 @@ from textual.visual import Visual
 from textual.widget import Widget
 
 from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
-from console.tui.widgets.plot import Cell, Ink, column_of, columns, draw, missed, nice_bound
+from console.tui.widgets.plot import Cell, Ink, column_of, columns, draw, missed_columns, nice_bound
 from engine.snapshot import Mark, Second
 
 GUTTER = 7
@@ -59,7 +59,19 @@ class Span:
     seconds_per_column: int = 1
 
 
-class Graph(Widget):
+class Plot(Widget):
+    """A widget that is drawn row by row."""
+
+    def line(self, y: int) -> Content:
+        """Return row `y` as content."""
+        raise NotImplementedError
+
+    def render_line(self, y: int) -> Strip:
+        """Return row `y` as the terminal takes it."""
+        return Visual.to_strips(self, self.line(y), self.size.width, 1, self.visual_style, pad=True)[0]
+
+
+class Graph(Plot):
     """One title row and the plot below it: `front` filled to the ground, `behind` (never below it) rising above it."""
 
     DEFAULT_CSS = """
@@ -100,7 +112,7 @@ class Graph(Widget):
         behind = columns(span.history, width, step, self._behind.value) if self._behind else []
         top = self._scale.top([*front, *behind])
         plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
-        for column in missed(span.history, width, step) if plot else ():
+        for column in missed_columns(span.history, width, step) if plot else ():
             plot[-1][column] = Cell("·", "")
         if span.history and plot:
             newest = span.history[-1].at
@@ -110,12 +122,8 @@ class Graph(Widget):
         self._plot, self._top_label = plot, self._scale.label(top)
         return before != (self._plot, self._top_label)
 
-    def render_line(self, y: int) -> Strip:
-        """Title first, then the plot from its upper edge down."""
-        return Visual.to_strips(self, self.line(y), self.size.width, 1, self.visual_style, pad=True)[0]
-
     def line(self, y: int) -> Content:
-        """Row `y` as content."""
+        """Title first, then the plot from its upper edge down."""
         if y == 0 or y > len(self._plot):
             return fitted(self.app, self._title if y == 0 else Content(""))
         label = self._top_label if y == 1 else "0" if y == len(self._plot) else ""
@@ -166,7 +174,7 @@ class _Cell:
 _BLANK = _Cell()
 
 
-class Scatter(Widget):
+class Scatter(Plot):
     """One title row, the points, and the bound of x below them. Styles are CSS variables."""
 
     DEFAULT_CSS = """
@@ -185,12 +193,8 @@ class Scatter(Widget):
             self._shown, self._label = shown, label
             self.refresh()
 
-    def render_line(self, y: int) -> Strip:
-        """Title first, then the points from their upper edge down."""
-        return Visual.to_strips(self, self.line(y), self.size.width, 1, self.visual_style, pad=True)[0]
-
     def line(self, y: int) -> Content:
-        """Row `y` as content."""
+        """Title first, then the points from their upper edge down."""
         (empty, title, points), rows = self._shown, self.size.height - 2
         width = max(0, self.size.width - GUTTER)
         if y == 0 or not points or not width or rows < 1:

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from console import text
 from console.link.protocol import ApiStatus
 from console.link.status import LinkStatus
-from console.text import local_time, simulated
+from console.text import has_simulated_devices, local_time
 from console.tui.modes import MODES
 from console.tui.view import prompts_limit, workers_now
 from console.tui.widgets.glyphs import fitted
@@ -269,7 +269,7 @@ def _remarks(snapshot: Snapshot, brevity: int) -> list[Content]:
     if (more := len(snapshot.models) - 1) > 0:
         words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
         remarks.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
-    if simulated(snapshot):
+    if has_simulated_devices(snapshot):
         remarks.append(Content.styled("simulated", "$warning"))
     return remarks
 

@@ -67,7 +67,7 @@ def columns(
     return found
 
 
-def missed(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
+def missed_columns(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
     """The columns, counted from the left, that lie where seconds are missing from the history."""
     newest, after = history[-1].at if history else 0.0, math.inf
     found: list[int] = []

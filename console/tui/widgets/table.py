@@ -64,7 +64,7 @@ class Column:
     drop: int = 0
 
 
-def fitting(columns: Sequence[Column], width: int) -> list[int]:
+def fitting_columns(columns: Sequence[Column], width: int) -> list[int]:
     """Which columns there is room for with one cell between them; those with the highest `drop` go first."""
     shown = list(range(len(columns)))
     while len(shown) > 1 and sum(columns[at].width + 1 for at in shown) - 1 > width:
@@ -227,7 +227,7 @@ class Table(ScrollView, can_focus=True):
     @property
     def shown_columns(self) -> Sequence[int]:
         """The numbers of the columns that there is room for."""
-        return fitting(self._columns, self.scrollable_content_region.width)
+        return fitting_columns(self._columns, self.scrollable_content_region.width)
 
     @property
     def cursor_key(self) -> str | None:
@@ -338,7 +338,7 @@ class Table(ScrollView, can_focus=True):
 
     def _laid_out(self, width: int) -> tuple[list[int], list[int], int]:
         """The columns shown, their widths, and the cells between two."""
-        shown = fitting(self._columns, width)
+        shown = fitting_columns(self._columns, width)
         return shown, *spread([self._columns[at] for at in shown], width)
 
     def line(self, cells: Sequence[Cell], width: int) -> Content:

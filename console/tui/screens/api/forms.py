@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Button, Input, Label, Static
 
 from console.api.http.scopes import SCOPES
@@ -27,6 +27,11 @@ _SCOPE_WORDS: dict[Scope, str] = {
 
 
 _LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrent": "at once"}
+
+
+def _complain(form: Screen[Any], sentence: str) -> None:
+    """Show what is wrong with a form."""
+    form.query_one("#problem", Static).update(Content.styled(sentence, "$error"))
 
 
 class AddressScreen(ModalScreen[tuple[str, int] | None]):
@@ -74,14 +79,11 @@ class AddressScreen(ModalScreen[tuple[str, int] | None]):
     def _answer(self) -> None:
         host, port = (self.query_one(box, Input).value.strip() for box in ("#host", "#port"))
         if not host:
-            self._complain("Type an address, as 127.0.0.1 or 0.0.0.0.")
+            _complain(self, "Type an address, as 127.0.0.1 or 0.0.0.0.")
         elif not port.isdecimal() or int(port) > 65_535:
-            self._complain("A port is a number from 0 to 65535.")
+            _complain(self, "A port is a number from 0 to 65535.")
         else:
             self.dismiss((host, int(port)))
-
-    def _complain(self, sentence: str) -> None:
-        self.query_one("#problem", Static).update(Content.styled(sentence, "$error"))
 
 
 class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
@@ -144,22 +146,19 @@ class KeyScreen(ModalScreen[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
     def _answer(self) -> None:
         name = self.query_one("#key-name", Input).value.strip()
         if not name:
-            self._complain("Type a name for the key.")
+            _complain(self, "Type a name for the key.")
         elif name in self._existing:
-            self._complain(f"There is a key called {name} already.")
+            _complain(self, f"There is a key called {name} already.")
         elif not self._scopes:
-            self._complain("A key that may do nothing is of no use: switch one of the three on.")
+            _complain(self, "A key that may do nothing is of no use: switch one of the three on.")
         elif wrong := next((what for limit, what in _LIMITS.items() if not self._number(limit).isdecimal()), ""):
-            self._complain(f"{wrong} is a number, or nothing for any.")
+            _complain(self, f"{wrong} is a number, or nothing for any.")
         else:
             limits = KeyLimits(**{limit: int(self._number(limit)) for limit in _LIMITS})
             self.dismiss((name, tuple(scope for scope in SCOPES if scope in self._scopes), limits))
 
     def _number(self, limit: str) -> str:
         return self.query_one(f"#{_input_of(limit)}", Input).value.strip() or "0"
-
-    def _complain(self, sentence: str) -> None:
-        self.query_one("#problem", Static).update(Content.styled(sentence, "$error"))
 
 
 class _Scopes(Table):

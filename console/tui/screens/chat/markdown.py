@@ -299,7 +299,7 @@ def _table(rows: Sequence[Sequence[Content]], room: int) -> list[Content]:
     natural = [
         max((cell.cell_length for row in rows for cell in row[n : n + 1]), default=1) or 1 for n in range(columns)
     ]
-    widths = fitting(natural, room - len(_BETWEEN) * (columns - 1))
+    widths = column_widths(natural, room - len(_BETWEEN) * (columns - 1))
     head, *others = ([*row, *[Content("")] * (columns - len(row))] for row in rows)
     across = Content.styled(_BETWEEN.join(_ACROSS * width for width in widths), ".rule")
     lines = [*(line.stylize_before(".strong") for line in _row(head, widths)), across]
@@ -308,7 +308,7 @@ def _table(rows: Sequence[Sequence[Content]], room: int) -> list[Content]:
     return lines
 
 
-def fitting(natural: Sequence[int], room: int) -> list[int]:
+def column_widths(natural: Sequence[int], room: int) -> list[int]:
     """Widths of columns that together take no more than `room`, where each may be one: narrow ones keep theirs, wide
     ones share what is left."""
     widths = [0] * len(natural)

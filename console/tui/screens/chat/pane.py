@@ -11,7 +11,7 @@ from textual.worker import Worker
 
 from console.chats import Branch, OpenChat, Turn
 from console.chats.conversation import AnswerStream
-from console.chats.presets import described
+from console.chats.presets import describe_settings
 from console.link.chat import ChatMessage, DraftCount
 from console.tui.screens.chat.settings import sampling
 from console.tui.screens.chat.transcript import ChatTranscript
@@ -71,7 +71,7 @@ class Pane:
         spec = snapshot.status.spec
         ready = snapshot.status.state in ANSWERING and spec is not None
         model = self.branch.settings.model or (spec.name if spec is not None and ready else "no model")
-        titles = (named, model) if named else (f"{model} · {described(self.branch.settings)}", "")
+        titles = (named, model) if named else (f"{model} · {describe_settings(self.branch.settings)}", "")
         if titles != self._titles:
             self._titles = titles
             shown = [fitted(self.transcript.app, Content(title)) for title in titles]

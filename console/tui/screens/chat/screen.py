@@ -13,7 +13,7 @@ from textual.widgets import TextArea
 
 from console.chats import ChatSettings, Preset, Turn
 from console.chats.export import code_blocks
-from console.chats.presets import applied, described
+from console.chats.presets import apply_preset, describe_settings
 from console.text import clip, plural
 from console.tui.clipboard import copy
 from console.tui.keymap import ConsoleBinding
@@ -289,8 +289,8 @@ class ChatScreen(ConversationsScreen):
 
         def use(preset: Preset | None) -> None:
             if preset is not None:
-                self._use(pane, applied(preset, pane.branch.settings))
-                self.notify(f"{preset.name}: {described(pane.branch.settings)}", markup=False)
+                self._use(pane, apply_preset(preset, pane.branch.settings))
+                self.notify(f"{preset.name}: {describe_settings(pane.branch.settings)}", markup=False)
 
         self.app.push_screen(PresetsScreen(self._store, pane.branch.settings), use)
 

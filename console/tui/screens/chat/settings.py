@@ -16,7 +16,7 @@ from textual.widgets import Button, Input, Label, OptionList, Select, TextArea
 from textual.widgets.option_list import Option
 
 from console.chats import ChatSettings, ChatStore, Preset
-from console.chats.presets import all_presets, applied, described
+from console.chats.presets import all_presets, apply_preset, describe_settings
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.widgets.glyphs import fitted
 from engine.config import PARAMETERS, Parameter, SamplingParams
@@ -106,7 +106,7 @@ class PresetsScreen(ModalScreen[Preset | None]):
 
     def _line(self, preset: Preset) -> Content:
         name = f"{preset.name:<{_NAME_WIDTH}} "
-        return fitted(self.app, Content.assemble(name, (described(preset.settings), "$muted")))
+        return fitted(self.app, Content.assemble(name, (describe_settings(preset.settings), "$muted")))
 
 
 _ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if name in PARAMETERS)
@@ -192,7 +192,7 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
 
         def use(preset: Preset | None) -> None:
             if preset is not None:
-                self._fill(applied(preset, settings))
+                self._fill(apply_preset(preset, settings))
 
         self.app.push_screen(PresetsScreen(self._store, settings), use)
 

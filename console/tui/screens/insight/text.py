@@ -27,7 +27,7 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def scaled(value: float, unit: str) -> str:
+def with_si_prefix(value: float, unit: str) -> str:
     """ "8.6 TFLOP/s", "936 GB/s", "0 B/s"."""
     return f"{_number(value)} {_prefix(value)}{unit}"
 
@@ -63,11 +63,6 @@ def duration(seconds: float) -> str:
     if seconds < _DAY_S:
         return f"{seconds // _HOUR_S:.0f} h {seconds % _HOUR_S // _MINUTE_S:.0f} min"
     return f"{seconds // _DAY_S:.0f} d {seconds % _DAY_S // _HOUR_S:.0f} h"
-
-
-def clock(at: float) -> str:
-    """Time of the day at unix time `at`, where this machine is."""
-    return local_time(at)
 
 
 def tokens(number: float) -> str:
@@ -187,7 +182,7 @@ def session(snapshot: Snapshot, room: Room) -> Lines:
     """Return the work of the session, and its rates while busy."""
     seen = snapshot.insight.session
     elapsed_s = max(seen.elapsed_s, seen.busy_s)
-    yield _line("since", f"{clock(seen.since)}, {duration(elapsed_s)}" if seen.since else "–")
+    yield _line("since", f"{local_time(seen.since)}, {duration(elapsed_s)}" if seen.since else "–")
     yield _line("busy", f"{text.percent(seen.busy_s / elapsed_s if elapsed_s else None)} · {duration(seen.busy_s)}")
     yield _line("requests", f"{seen.requests:,} ended")
     yield _line("tokens", f"{text.count(seen.output_tokens)} generated · {text.count(seen.prompt_tokens)} prefilled")
@@ -360,7 +355,7 @@ def _unknown(device: DeviceReading | None) -> str:
 
 
 def _against(name: str, what: str, value: float, limit: float | None, unit: str, unknown: str, room: Room) -> Content:
-    reading = scaled(value, unit) if limit is None else of_limit(value, limit, unit)
+    reading = with_si_prefix(value, unit) if limit is None else of_limit(value, limit, unit)
     share = None if limit is None else value / limit
     numbers = f"{reading:>21}"
     caption = Content.assemble((f"{name:<{_NAME - 4}}", "bold"), (f"{what:<8}", "$muted"))

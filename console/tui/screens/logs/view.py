@@ -130,7 +130,7 @@ class LogView(ScrollView, can_focus=True):
         room = max(_MIN_CELLS, self._width - _BEFORE)
         for line in lines:
             if line.width != room:
-                line.rows, line.width = wrapped(line.message, room), room
+                line.rows, line.width = wrap_message(line.message, room), room
             line.row = self._end
             self._end += len(line.rows)
 
@@ -250,7 +250,7 @@ def row_content(line: Line, part: int) -> Content:
     )
 
 
-def wrapped(message: str, width: int) -> tuple[str, ...]:
+def wrap_message(message: str, width: int) -> tuple[str, ...]:
     """A message in rows of at most `width` cells, cut at spaces where that can be; one row at least."""
     if len(message) <= width and message.isascii() and "\n" not in message:
         return (message,)

@@ -15,7 +15,7 @@ from console import text
 from console.link.protocol import ModelsLink
 from console.settings.load_options import NO_OPTIONS
 from console.tui.screens.models.load_form import LoadForm
-from console.tui.screens.models.panel import Edits, device_label, load_target, missing_memory
+from console.tui.screens.models.panel import Edits, load_target, missing_memory
 from console.tui.screens.models.table import family, quantization
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError
@@ -88,7 +88,7 @@ def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator
     yield _both("KV of a token", *(None if fit is None else fit.kv_token_bytes for fit in (first, second)))
     devices = {_key(device): device for fit in (first, second) if fit is not None for device in fit.devices}
     for key in devices:
-        yield from _device(device_label(devices[key]), _of(first, key), _of(second, key))
+        yield from _device(text.device_label(devices[key]), _of(first, key), _of(second, key))
 
 
 def _device(name: str, left: DeviceEstimate | None, right: DeviceEstimate | None) -> Iterator[Line]:

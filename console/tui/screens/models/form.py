@@ -131,7 +131,7 @@ class LoadFormView(Static, can_focus=True):
         """Digits set a number, one after the other."""
         if self._form is not None:
             self._digits = f"{self._digits}{digit}"[-10:]
-            self._change(self._form.typed(self._field(self._form).name, int(self._digits)))
+            self._change(self._form.with_number(self._field(self._form).name, int(self._digits)))
 
     def action_row(self, by: int) -> None:
         """Another value."""
@@ -144,7 +144,7 @@ class LoadFormView(Static, can_focus=True):
         """The next value."""
         if self._form is not None:
             self._digits = ""
-            self._change(self._form.stepped(self._field(self._form).name, by))
+            self._change(self._form.with_step(self._field(self._form).name, by))
 
     def action_step_row(self, row: int, by: int) -> None:
         """The next value of a line that was clicked."""
@@ -165,7 +165,7 @@ class LoadFormView(Static, can_focus=True):
             return
         field = self._field(form)
         try:
-            self._change(form.entered(field.name, line))
+            self._change(form.with_text(field.name, line))
         except ValueError as error:
             self.notify(f"{line} is not a value of {field.title}: {error}", severity="error", markup=False)
 
@@ -182,7 +182,7 @@ class LoadFormView(Static, can_focus=True):
             return
         self._digits = self._digits[:-1]
         name = self._field(form).name
-        self._change(form.typed(name, int(self._digits)) if self._digits else form.cleared(name))
+        self._change(form.with_number(name, int(self._digits)) if self._digits else form.without(name))
 
     def _field(self, form: LoadForm) -> Field:
         return form.fields[self._row]

@@ -134,7 +134,7 @@ class LoadForm:
             return "the model's"
         return "as set"
 
-    def stepped(self, name: str, by: int) -> LoadForm:
+    def with_step(self, name: str, by: int) -> LoadForm:
         """Return the form with the next value up or down; the last one stays, and so does what can only be typed."""
         choices, value = self._choices(name), self.value(name)
         if not choices:
@@ -147,14 +147,14 @@ class LoadForm:
         at = bisect_right(numbers, current) if by > 0 else bisect_left(numbers, current) - 1
         return self._with(name, choices[at]) if 0 <= at < len(numbers) else self
 
-    def typed(self, name: str, number: int) -> LoadForm:
+    def with_number(self, name: str, number: int) -> LoadForm:
         """Return the form with a number that was typed, in range or not; one that is no choice changes nothing."""
         field = self._field(name)
         if field.kind == "number" or (field.kind == "choice" and number in self._choices(name)):
             return self._with(name, number)
         return self
 
-    def entered(self, name: str, line: str) -> LoadForm:
+    def with_text(self, name: str, line: str) -> LoadForm:
         """Return the form with a value that was typed as a flag has it. Raises ValueError where it is none."""
         field = self._field(name)
         if field.choices:
@@ -175,7 +175,7 @@ class LoadForm:
             return ""
         return "" if field.least <= value <= field.most else f"{field.least:,.0f} to {field.most:,.0f}"
 
-    def cleared(self, name: str) -> LoadForm:
+    def without(self, name: str) -> LoadForm:
         """Return the form without a value of its own."""
         return self._with(name, None)
 

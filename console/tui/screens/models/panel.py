@@ -16,7 +16,7 @@ from textual.widgets import Static
 from console import text
 from console.link.protocol import ModelsLink
 from console.settings.load_options import NO_OPTIONS, LoadOptions
-from console.text import device_name, places_name
+from console.text import device_label, places_name
 from console.tui.screens.models.form import LoadFormView
 from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.table import family, parameters, quantization
@@ -112,12 +112,6 @@ def _device(device: DeviceEstimate, names: int, last: int, unit: str) -> Content
     else:
         left = Content.styled(f"{text.in_unit(getattr(device, free), unit):>{last}}", "$success")
     return Content.assemble((f"{device_label(device):<{names}}", "bold $foreground"), numbers, left)
-
-
-def device_label(device: DeviceEstimate) -> str:
-    """Its name on the screen, with its node's where that is not this machine."""
-    local = device.id.rpartition("/")[2]
-    return device_name(f"{device.node}/{local}" if device.node else local)
 
 
 # What the selected model is; and what a load of it would take of each device.

@@ -64,7 +64,7 @@ def key_of(change: Change) -> str:
 def _effect_row(effect: Effect, *, named: bool) -> Row:
     change = effect.change
     model = (cell(change.model),) if named else ()
-    head = (cell(_clock(change.at), "$muted"), *model, cell(change_text(change), "bold"))
+    head = (cell(local_time(change.at), "$muted"), *model, cell(change_text(change), "bold"))
     if effect.outcome != "measured":
         state = _OUTCOMES[effect.outcome]
         separator = ", " if effect.outcome == "measuring" else " "
@@ -142,7 +142,3 @@ def effect_details(effect: Effect, *, named: bool) -> Content:
         ),
     ]
     return Content("\n").join(lines)
-
-
-def _clock(at: float) -> str:
-    return local_time(at)

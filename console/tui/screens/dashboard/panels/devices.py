@@ -12,7 +12,7 @@ from textual.geometry import Size
 
 from console import text
 from console.adviser.thresholds import HOT_C
-from console.text import reading_name
+from console.text import device_label
 from console.tui.screens.dashboard.panels import DashboardPanel, Place
 from console.tui.view import View
 from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
@@ -84,7 +84,7 @@ def legend_numbers(device: DeviceReading, width: int, *, letters: bool = False) 
     return line if line.cell_length <= width else Content(" ").join(_legend_parts(device, letters, gap=""))
 
 
-def legend_folded(device: DeviceReading, indent: int, width: int, *, letters: bool = False) -> list[Content]:
+def legend_lines(device: DeviceReading, indent: int, width: int, *, letters: bool = False) -> list[Content]:
     """With the GiB of one device, in one row, or in two where it is too long for one."""
     room, left = width - indent, " " * indent
     parts = _legend_parts(device, letters)
@@ -125,7 +125,7 @@ class Panel:
     @property
     def names(self) -> int:
         """Cells of the longest name."""
-        return max((len(reading_name(device)) for device in self.devices), default=0)
+        return max((len(device_label(device)) for device in self.devices), default=0)
 
     def past(self, index: int, width: int, of: Callable[[Second], Sequence[float | None]]) -> list[float | None]:
         """Return the history of device `index` over the last SPAN_S seconds, in `width` columns."""
@@ -161,7 +161,7 @@ def _memory(second: Second) -> Sequence[float | None]:
 # -- forms ------------------------------------------------------------------------------------------------------------
 
 
-def detailed(panel: Panel) -> list[Content]:
+def detailed_rows(panel: Panel) -> list[Content]:
     """Name and readings, utilisation, memory, legend; an empty row between devices. The processor has one row where
     there are cards to look at."""
     cards = [at for at, device in enumerate(panel.devices) if device.kind != "cpu"]
@@ -180,18 +180,18 @@ def detailed(panel: Panel) -> list[Content]:
     return lines
 
 
-def brief(panel: Panel, *, numbers: bool = False) -> list[Content]:
+def brief_rows(panel: Panel, *, numbers: bool = False) -> list[Content]:
     """One row each, and the legend. numbers: a legend with its numbers below each, where it has room in one row; one
     device alone always has its own."""
     rows = [_row(panel, device, panel.width) for device in panel.devices]
-    legends = [legend_folded(device, panel.names + 1, panel.width, letters=panel.letters) for device in panel.devices]
+    legends = [legend_lines(device, panel.names + 1, panel.width, letters=panel.letters) for device in panel.devices]
     if len(panel.devices) == 1 or (numbers and all(len(lines) == 1 for lines in legends)):
         return [line for row, lines in zip(rows, legends, strict=True) for line in (row, *lines)]
     colours = legend(panel.width, letters=panel.letters)
     return [*rows, colours.pad_left(max(0, min(panel.names + 1, panel.width - colours.cell_length)))] if rows else []
 
 
-def paired(panel: Panel) -> list[Content]:
+def paired_rows(panel: Panel) -> list[Content]:
     """Two devices in each row, without their temperature and power."""
     room = (panel.width - _GAP) // 2
     cells = [
@@ -227,7 +227,7 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     for at, (device, reading) in enumerate(zip(panel.devices, readings, strict=True)):
         lines.append(
             Content.assemble(
-                (f"{reading_name(device):<{panel.names}} ", "bold $foreground"),
+                (f"{device_label(device):<{panel.names}} ", "bold $foreground"),
                 panel.utilisation(at, past),
                 (f" {text.percent(device.utilisation):>4}", "bold $foreground"),
                 " " * _GAP,
@@ -245,7 +245,7 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
 def other_processes(devices: Sequence[DeviceReading], width: int) -> list[Content]:
     """Return a row with the other programs that use memory, as far as the driver lists them; the largest first."""
     found = [
-        (process.used_bytes, _stranger(reading_name(device), process))
+        (process.used_bytes, _stranger(device_label(device), process))
         for device in devices
         for process in device.others
     ]
@@ -262,7 +262,7 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
     device, width = panel.devices[at], panel.width
     readings = Content("   ").join(_readings(device))
     name = text.clip(device.name, width - label - readings.cell_length - 1)
-    title = Content.assemble((f"{reading_name(device):<{label}}", "bold $foreground"), (name, "$muted"))
+    title = Content.assemble((f"{device_label(device):<{label}}", "bold $foreground"), (name, "$muted"))
     used = f"{_used(device)} GiB"
     past = max(_MIN_SPARK, (width - _LABEL - len(used) - 2) // 3) if panel.history else 0
     room = max(_MIN_SPARK, width - _LABEL - len(used) - 1 - (past + 1 if past else 0))
@@ -296,7 +296,7 @@ def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
     room = max(8, width - fixed - (readings.cell_length + 2 if readings else 0))
     level = max(3, room // 3)
     return Content.assemble(
-        (f"{reading_name(device):<{panel.names}} ", "bold $foreground"),
+        (f"{device_label(device):<{panel.names}} ", "bold $foreground"),
         meter(device.utilisation, level, "$gpu-use"),
         (f" {text.percent(device.utilisation):>4}  ", "bold $foreground"),
         panel.bar(device, room - level),
@@ -426,11 +426,11 @@ class DevicesPanel(DashboardPanel):
         width = panel.width
         if not is_many(panel.devices):
             if self.screen.has_class("-tall") and width >= _DETAILED_WIDTH:
-                return detailed(panel)
-            return brief(panel, numbers=not short)
+                return detailed_rows(panel)
+            return brief_rows(panel, numbers=not short)
         if width >= _TABLE_WIDTH:
             return table(panel, numbers=self._has_numbers(width))
-        return paired(panel) if short and width >= _PAIRED_WIDTH else brief(panel)
+        return paired_rows(panel) if short and width >= _PAIRED_WIDTH else brief_rows(panel)
 
 
 class ManyDevicesPanel(DevicesPanel):
