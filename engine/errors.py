@@ -180,6 +180,12 @@ class ClusterUnavailable(EngineError):
     http_status = 503
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without its full stop; its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
+
+
 def _family(base: type[EngineError]) -> dict[str, type[EngineError]]:
     found: dict[str, type[EngineError]] = {}
     for child in base.__subclasses__():

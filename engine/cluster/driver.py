@@ -28,7 +28,7 @@ import psutil
 from engine.cluster import messages
 from engine.cluster.messages import ClusterView, NodeView
 from engine.cluster.node import NodeAgent, Output, WorkerActor, own_version
-from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone
+from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone, first_line
 from engine.snapshot import DeviceReading
 from engine.system.files import distrust, tighten_folder
 from engine.system.install_command import install_extra
@@ -408,7 +408,7 @@ class Driver:
             self._send(messages.Reply(id=call.id, error=error.info))
         except Exception as error:
             _log.exception("%s failed", type(call.request).__name__)
-            sentence = f"Ray: {type(error).__name__}: {first_line(error)}"
+            sentence = f"Ray: {type(error).__name__}: {_text_of(error)}"
             self._send(messages.Reply(id=call.id, error=ErrorInfo(code="worker_failed", message=sentence)))
 
     def _do(self, request: messages.Request) -> messages.ClusterView | messages.Started | messages.Done:
@@ -453,7 +453,7 @@ class Driver:
         except Exception as error:
             self._give_back(running)
             self._require_agents().require(start.node)
-            why = first_line(error)
+            why = _text_of(error)
             raise NodeGone(f"worker {start.worker_id} could not be started on {start.node_name}: {why}") from error
         self._running[start.key] = running
         self._follow(start.key)
@@ -538,8 +538,6 @@ class Driver:
                 _log.debug("nothing to give back: %s", error)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error; of one that Ray passed on, of its cause."""
-    cause = getattr(error, "cause", None)
-    lines = str(cause or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _text_of(error: BaseException) -> str:
+    """The first line of an error; of one that Ray passed on, of its cause."""
+    return first_line(getattr(error, "cause", None) or error)

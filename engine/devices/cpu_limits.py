@@ -10,7 +10,7 @@ import msgspec
 
 from engine.devices.cpu_and_ram import cpu_name, usable_cores
 from engine.doctor.inspection import ProbeFailed
-from engine.doctor.probe_process import ask
+from engine.doctor.probe import ask
 from engine.errors import EngineError
 from engine.snapshot import DeviceLimits
 from engine.system.files import replace_file

@@ -24,7 +24,7 @@ from engine.config import AttentionName
 from engine.devices import cpu_name, usable_cores, visible_devices
 from engine.doctor.facts import Cpu, Driver, DriverState, Facts, Gpu, Package, PackageManager, Toolchain
 from engine.doctor.inspection import Asking, Inspection, backend_doctors, is_installed, version_of
-from engine.doctor.probe_process import ask
+from engine.doctor.probe import ask
 from engine.system.child_process import child_environment
 from engine.system.memory import read_ram
 from engine.system.processor import cpu_flags
@@ -161,7 +161,7 @@ def read_toolchain(environ: Mapping[str, str] = os.environ) -> Toolchain:
         compiler=compiler,
         compiler_version=compiler_version(_output_of(compiler)[0]),
         ninja=shutil.which("ninja", path=environ.get("PATH")) or "",
-        ninja_off_path=shutil.which("ninja", path=_scripts()) or "",
+        ninja_off_path=shutil.which("ninja", path=str(Path(sys.executable).parent)) or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         missing_headers=missing,
         other_toolkit=other_toolkit(missing) if missing else "",
@@ -195,11 +195,6 @@ def other_toolkit(headers: Sequence[str], parent: Path = DEFAULT_CUDA.parent) ->
     return next((str(kit) for kit in toolkits if all((kit / "include" / name).is_file() for name in headers)), "")
 
 
-def package_manager() -> PackageManager:
-    """The system's, "" where it has none that we know."""
-    return next((name for program, name in _MANAGERS if shutil.which(program)), "")
-
-
 def _searched(nvcc: str, environ: Mapping[str, str]) -> Iterator[Path]:
     home = Path(environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or Path(nvcc).parent.parent)
     yield home / "include"
@@ -210,19 +205,13 @@ def _searched(nvcc: str, environ: Mapping[str, str]) -> Iterator[Path]:
         yield from (Path(entry) for entry in environ.get(variable, "").split(os.pathsep) if entry)
 
 
-def _scripts() -> str:
-    """Where programs of this interpreter's packages lie, on PATH or not."""
-    return str(Path(sys.executable).parent)
-
-
 def _output_of(program: str) -> tuple[str, str]:
     """Return the output of `program --version`, and the last line of its complaint."""
     if not program:
         return "", ""
-    command = [program, "--version"]
     try:
         done = subprocess.run(
-            command,
+            [program, "--version"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -269,7 +258,7 @@ def _gathered(pool: Executor, ask: Asking, attention: AttentionName) -> Facts:
         machine=platform.machine(),
         site_packages=sysconfig.get_path("platlib"),
         kernel_cache=str(platformdirs.user_cache_path("ericllm") / "kernels"),
-        package_manager=package_manager(),
+        package_manager=next((name for program, name in _MANAGERS if shutil.which(program)), ""),
         cpu=cpu,
         driver=driver,
         gpus=gpus,

@@ -60,7 +60,7 @@ def backend_doctors() -> dict[str, BackendDoctor]:
 
 
 class Asking(Protocol):
-    """`probe_process.ask` with its timeout given."""
+    """`probe.ask` with its timeout given."""
 
     def __call__(self, answer: type[S], probe: str, *arguments: str) -> S: ...
 
@@ -107,9 +107,3 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__

@@ -1,19 +1,92 @@
-"""`python -m engine.doctor.probe NAME [ARGUMENT]`: import one library and describe it, as one JSON object on stdout.
+"""Probes of libraries, each in a child process: one that crashes, prints or hangs cannot take the asker with it.
 
+`python -m engine.doctor.probe NAME [ARGUMENT]` imports one library and describes it, as one JSON object on stdout.
 Whatever a library prints, natively too, goes to stderr: stdout is taken away before anything is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from engine.doctor.facts import Package
-from engine.doctor.inspection import backend_doctors, first_line
+from engine.doctor.inspection import ProbeFailed, backend_doctors
+from engine.errors import first_line
+from engine.system.child_process import python_command
+from engine.worker_process.process import signal_name, worker_environment
+
+POLL_S = 0.1
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def ask(
+    answer: type[T],
+    *arguments: str,
+    module: str = "engine.doctor.probe",
+    timeout_s: float,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> T:
+    """Run `python -m MODULE ARGUMENTS` and decode its answer. The doctor's probes take their name and what it is about.
+
+    Raises ProbeFailed when it died, said nothing that makes sense, or was not done after `timeout_s` (or when
+    `cancelled()` turned true); the child is gone then.
+    """
+    command = python_command("-m", module, *arguments)
+    output = _run(command, timeout_s, cancelled)
+    try:
+        return msgspec.json.decode(output, type=answer)
+    except msgspec.DecodeError as error:
+        raise ProbeFailed(f"looking at it gave no answer: {error}") from None
+
+
+def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]) -> bytes:
+    """Return what the command wrote to stdout."""
+    deadline = time.monotonic() + timeout_s
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env=worker_environment(),
+    ) as process:
+        while True:
+            try:
+                output, complaint = process.communicate(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline or cancelled():
+                    _end(process)
+                    raise ProbeFailed(f"it was not done after {timeout_s:g} s") from None
+            except BaseException:
+                _end(process)
+                raise
+    if process.returncode != 0:
+        raise ProbeFailed(_how_it_ended(process.returncode, complaint))
+    return output
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it started: it leads a session of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _how_it_ended(code: int, complaint: bytes) -> str:
+    """The signal or the exit code, with the line of stderr that says most: Python's own of a crash, or the last."""
+    lines = [line.strip() for line in complaint.decode(errors="replace").splitlines() if line.strip()]
+    complaint_line = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
+    how = f"importing it ends the process with {signal_name(-code)}" if code < 0 else f"it exits with code {code}"
+    return f"{how}: {complaint_line}" if complaint_line else how
 
 
 def probe_package(name: str) -> Package:

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
 from engine.config import AdapterSpec
-from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded
+from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded, first_line
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.factory import BackendFactory
 from engine.worker_process.protocol import Attached, Load
@@ -79,7 +79,7 @@ def load_replica(
         if isinstance(error, EngineError):
             raise
         _logger.exception("loading %s failed", load.spec.name)
-        raise ModelLoadFailed(f"{load.spec.name} could not be loaded: {reason(error)}") from error
+        raise ModelLoadFailed(f"{load.spec.name} could not be loaded: {first_line(error)}") from error
 
 
 def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
@@ -93,14 +93,8 @@ def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
         error = refusal
     except Exception as failure:
         _logger.exception("attaching %s failed", adapter.name)
-        error = ModelLoadFailed(f"the adapter {adapter.name} could not be attached: {reason(failure)}")
+        error = ModelLoadFailed(f"the adapter {adapter.name} could not be attached: {first_line(failure)}")
     return Attached(key=adapter.key, error=error.info)
-
-
-def reason(error: BaseException) -> str:
-    """Return the error in one line: the first line of its text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def limit_torch_threads(threads: int) -> None:

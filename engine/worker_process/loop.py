@@ -11,11 +11,11 @@ from collections.abc import Callable
 import psutil
 
 from engine.backends.base import Backend, BackendStats, PrefixChanges
-from engine.errors import EngineError, NoModelLoaded, WorkerFailed
+from engine.errors import EngineError, NoModelLoaded, WorkerFailed, first_line
 from engine.worker_process import protocol
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory
-from engine.worker_process.loading import Replica, attach_adapter, limit_torch_threads, load_replica, reason
+from engine.worker_process.loading import Replica, attach_adapter, limit_torch_threads, load_replica
 from engine.worker_process.outbox import Outbox
 from engine.worker_process.requests import Requests
 
@@ -66,7 +66,9 @@ class WorkerLoop:
         except Exception as error:
             healthy = False
             _logger.exception("the worker cannot go on")
-            broken = error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker broke: {reason(error)}")
+            broken = (
+                error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker broke: {first_line(error)}")
+            )
             self._channel.send(protocol.WorkerError(error=broken.info))
             self._channel.close()  # its requests go on elsewhere, however long the rest takes
         finally:
@@ -208,11 +210,11 @@ class WorkerLoop:
     def _step_failed(self, error: Exception, requests: Requests) -> None:
         """Fail every request of the step; give up when steps go on failing."""
         _logger.exception("a step failed")
-        requests.fail(f"the step failed: {reason(error)}")
+        requests.fail(f"the step failed: {first_line(error)}")
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             self._send_batch()
-            raise WorkerFailed(f"{self._failed_steps} steps in a row failed: {reason(error)}") from error
+            raise WorkerFailed(f"{self._failed_steps} steps in a row failed: {first_line(error)}") from error
 
     def _check(self) -> None:
         """Check the backend's accounts, once after it became idle."""
@@ -224,7 +226,7 @@ class WorkerLoop:
         except AssertionError as error:
             if self._strict:
                 raise
-            _logger.error("the backend's accounts do not add up: %s", reason(error))
+            _logger.error("the backend's accounts do not add up: %s", first_line(error))
 
     def _send_batch(self, *, everything: bool = True) -> None:
         """Send the engine the outputs since the last batch, delayed ones too if `everything`, and the gauges."""

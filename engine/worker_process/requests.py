@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engine.backends.base import BackendRequest, TokenEvent
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import EngineError, InvalidRequest, first_line
 from engine.text.grammar import GrammarMask, GrammarMasks
-from engine.worker_process.loading import Replica, reason
+from engine.worker_process.loading import Replica
 from engine.worker_process.outbox import Outbox
 from engine.worker_process.request_state import RequestState
 
@@ -156,4 +156,4 @@ class Requests:
             output.fail(error.info)
             return
         _logger.error("request %s: %s", request_id, what, exc_info=error)
-        output.fail(f"{what}: {reason(error)}")
+        output.fail(f"{what}: {first_line(error)}")

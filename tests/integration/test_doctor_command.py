@@ -22,7 +22,7 @@ from engine.backends.exllamav2.doctor import Exllama
 from engine.doctor.facts import Package
 from engine.doctor.gather import gather
 from engine.doctor.inspection import ProbeFailed
-from engine.doctor.probe_process import ask
+from engine.doctor.probe import ask
 
 ROOT = Path(__file__).parents[2]
 

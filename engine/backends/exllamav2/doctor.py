@@ -14,11 +14,12 @@ import msgspec
 
 from engine.backends.exllamav2.errors import VERSION, reinstall
 from engine.backends.paged_attention import doctor as attention
+from engine.doctor.examine import gpu_lacks, torch_lacks
 from engine.doctor.facts import Facts, Package, Version
-from engine.doctor.inspection import Inspection, first_line, is_installed
+from engine.doctor.inspection import Inspection, is_installed
 from engine.doctor.install import ADVISED_CUDA, ADVISED_TORCH, cuda_tag, system_command, torch_command, version_numbers
-from engine.doctor.machine import gpu_lacks, torch_lacks
 from engine.doctor.report import Finding, State
+from engine.errors import first_line
 from engine.system.install_command import install_extra, pip_install
 
 NEEDS_GPU = True

@@ -11,10 +11,10 @@ from engine.backends.common.native_kernels import native_problem, read_native
 from engine.backends.paged_attention.choose import AttentionFacts, choose, obstacle
 from engine.config import AttentionName
 from engine.doctor.facts import Facts, Package
-from engine.doctor.inspection import Inspection, ProbeFailed, first_line
+from engine.doctor.inspection import Inspection, ProbeFailed
 from engine.doctor.install import version_numbers
 from engine.doctor.report import Finding
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, first_line
 from engine.system.install_command import pip_install
 
 NEEDS_GPU = False

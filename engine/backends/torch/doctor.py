@@ -8,11 +8,12 @@ import msgspec
 
 from engine.backends.common.native_kernels import Native, instruction_set, read_native
 from engine.backends.paged_attention import doctor as attention
+from engine.doctor.examine import torch_lacks
 from engine.doctor.facts import Facts, Torch
-from engine.doctor.inspection import Inspection, first_line
+from engine.doctor.inspection import Inspection
 from engine.doctor.install import system_command
-from engine.doctor.machine import torch_lacks
 from engine.doctor.report import Finding
+from engine.errors import first_line
 
 NEEDS_GPU = False
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from engine.backends.exllamav2.doctor import Exllama, wheel_for
+from engine.doctor.examine import has_kernels
 from engine.doctor.facts import Toolchain
 from engine.doctor.install import version_numbers
-from engine.doctor.machine import has_kernels
 from tests.fakes.examined import exllama, found, names
 from tests.fakes.machines import H100, H100_TO_COMPILE, H100_WITH_EVERYTHING, KEPT, changed
 

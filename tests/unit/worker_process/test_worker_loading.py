@@ -10,9 +10,9 @@ import pytest
 
 from engine.backends.base import LoadProgress
 from engine.config import ModelSpec
-from engine.errors import BackendUnavailable
+from engine.errors import BackendUnavailable, first_line
 from engine.worker_process.factory import create_backend, is_exl2, resolve_backend
-from engine.worker_process.loading import ProgressThrottle, limit_torch_threads, reason
+from engine.worker_process.loading import ProgressThrottle, limit_torch_threads
 from tests.fakes.model import fake_spec
 
 
@@ -30,8 +30,8 @@ def test_progress_passes_ends_of_phases_always_and_the_rest_ten_times_a_second()
 
 
 def test_a_reason_is_one_line():
-    assert reason(ValueError("one\ntwo")) == "one"
-    assert reason(MemoryError()) == "MemoryError"
+    assert first_line(ValueError("one.\ntwo")) == "one"
+    assert first_line(MemoryError()) == "MemoryError"
 
 
 def test_torch_gets_the_thread_count_where_the_backend_brought_it_in(monkeypatch):
