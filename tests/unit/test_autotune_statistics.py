@@ -15,7 +15,6 @@ from console.tuning.autotune.record import (
     Record,
     Sample,
     Slice,
-    noise_of,
     quantile_of,
     rate_of,
     student_t,
@@ -31,18 +30,18 @@ def seconds(rates: Sequence[float]) -> list[tuple[float, float]]:
     return [(float(rate), 1.0) for rate in rates]
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 60])
-def test_students_t_is_right_to_two_hundredths(freedom: int) -> None:
-    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.02)
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 11, 15, 60])
+def test_students_t_is_right_to_a_hundredth(freedom: int) -> None:
+    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
 
 
 def test_the_mean_lies_in_its_interval_as_often_as_is_said() -> None:
     draw = random.Random(1)
-    held = 0
+    inside = 0
     for _ in range(1000):
         found = rate_of([seconds([draw.gauss(100, 8) for _ in range(4)])])
-        held += found.low <= 100 <= found.high
-    assert held >= 950
+        inside += found.low <= 100 <= found.high
+    assert inside >= 950
 
 
 def test_a_rate_of_one_slice_is_known_and_not_how_surely() -> None:
@@ -54,32 +53,6 @@ def test_slices_that_are_all_alike_leave_what_a_whole_window_may_be_off() -> Non
     one, four = rate_of([seconds([100.0] * 4)]), rate_of([seconds([100.0] * 4)] * 4)
     assert one.high - 100 > 100 * DRIFT
     assert four.high < one.high
-
-
-def test_what_all_settings_show_of_the_noise_makes_four_slices_that_happen_to_agree_less_sure() -> None:
-    noise = noise_of([[seconds([90, 110, 80, 120])], [seconds([9, 11, 8, 12])]])
-    assert noise.second == pytest.approx(0.1 / 3)
-    lucky = seconds([100.0, 100.1, 99.9, 100.0])
-    alone, judged = rate_of([lucky]), rate_of([lucky], noise)
-    assert judged.high - judged.low > 2 * (alone.high - alone.low)
-
-
-def test_and_four_that_happen_to_differ_surer() -> None:
-    noise = noise_of([[seconds([99, 101, 98, 102])]] * 5)
-    unlucky = seconds([60.0, 140.0, 80.0, 120.0])
-    assert rate_of([unlucky], noise).high < rate_of([unlucky]).high
-
-
-def test_windows_of_a_setting_that_lie_apart_make_all_less_sure() -> None:
-    calm = noise_of([[seconds([100.0] * 4)] * 4])
-    drifting = noise_of([[seconds([100.0] * 4), seconds([130.0] * 4), seconds([80.0] * 4), seconds([110.0] * 4)]])
-    assert calm.window <= DRIFT**2 < drifting.window
-    one = seconds([50.0] * 4)
-    assert rate_of([one], drifting).high > rate_of([one], calm).high
-
-
-def test_settings_that_gave_nothing_say_nothing_of_noise() -> None:
-    assert noise_of([[seconds([0.0] * 4)]]).second is None
 
 
 def test_a_percentile_lies_where_numpy_has_it() -> None:
@@ -106,7 +79,7 @@ def record(itl_s: float, spread: float, slo: Slo) -> Record:
     return Record.of(Setting(), [Sample(slices=slices)], slo)
 
 
-def test_an_slo_is_kept_broken_or_not_yet_to_be_told() -> None:
+def test_an_slo_is_kept_broken_or_not_yet_certain() -> None:
     slo = Slo(itl_s=0.050)
     assert record(0.030, 0.001, slo).verdict == "kept"
     assert record(0.070, 0.001, slo).verdict == "broken"

@@ -6,9 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf
-from statistics import NormalDist, stdev
+from statistics import stdev
 from typing import Literal
 
 import msgspec
@@ -17,83 +16,50 @@ from console.tuning.autotune.space import Setting
 from engine.metrics.distributions import percentiles
 from engine.metrics.slo import Slo
 
-# What measurements say and how sure that is: means over batches, percentiles over sections. Pure.
-#
-# * A rate is measured in slices of a window, one after the other; its mean has the standard error of the slices' mean
-#   (batch means, Conway 1963). Four slices alone say little of how noisy they are, so what all settings showed counts
-# in   as that many more (moderated t, Smyth 2004).
-# * Each window may be off as a whole, since a machine has others to serve: by `DRIFT`, or by what windows of the same
-#   settings showed to lie between them.
-# * A percentile is taken over everything, and its standard error is that of the percentiles of the slices (sectioning,
-#   Asmussen and Glynn 2007, III.5): gaps of one step are as long for all who are in it, so their number says nothing.
-# * Intervals are Student's t, two-sided with `CONFIDENCE`.
+# A rate is measured in slices of a window; its mean has the standard error of the slices' mean (batch means), and that
+# of whole windows, since a machine has others to serve. A percentile is taken over everything, with the standard error
+# of the percentiles of the slices: gaps of one step are as long for all who are in it, so their number says little.
 
-CONFIDENCE = 0.95
 DRIFT = 0.015
+"""Of its mean, what a window may be off as a whole."""
 RateSlice = tuple[float, float]
 """A rate, and the seconds that it was measured for."""
-PRIOR_FREEDOM = 8
-"""As many slices, or windows, count as what is known of the noise before a setting's own."""
+_STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value and where it lies with CONFIDENCE. low and high are 0 and infinity where that is unknown."""
+    """A value and where it lies with 95% confidence. low and high are 0 and infinity where that is unknown."""
 
     value: float
     low: float = 0.0
-    high: float = math.inf
+    high: float = inf
 
     def __str__(self) -> str:
         return f"{self.value:g} ({self.low:g} to {self.high:g})"
 
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Noise of rates, as shares of their means squared. second: of a second, None where nothing is
-    known.  window: of a window as a whole."""
-
-    second: float | None = None
-    window: float = DRIFT**2
+    @classmethod
+    def around(cls, value: float, error: float, freedom: int) -> Interval:
+        """From a standard error and its degrees of freedom."""
+        half = student_t(freedom) * error
+        return cls(value, max(0.0, value - half), value + half)
 
 
-UNKNOWN = Noise()
+def student_t(freedom: int) -> float:
+    """Return Student's t for a two-sided interval of 95%, to a hundredth."""
+    return _STUDENT_T[freedom - 1] if freedom <= len(_STUDENT_T) else 1.96 + 2.7 / freedom
 
 
-def noise_of(settings: Iterable[Sequence[Sequence[RateSlice]]]) -> Noise:
-    """Of all windows of all settings, each window as its slices: (rate, seconds)."""
-    within, slices, between, again = 0.0, 0, 0.0, 0
-    for windows in settings:
-        means = [_mean(window) for window in windows]
-        whole = _mean([each for window in windows for each in window])
-        if not whole:
-            continue
-        for window, mean in zip(windows, means, strict=True):
-            within += sum(((rate - mean) / whole) ** 2 * seconds for rate, seconds in window)
-            slices += len(window) - 1
-        between += sum((mean / whole - 1) ** 2 for mean in means)
-        again += len(means) - 1
-    second = within / slices if slices else None
-    return Noise(second, (PRIOR_FREEDOM * DRIFT**2 + between) / (PRIOR_FREEDOM + again))
-
-
-def rate_of(windows: Sequence[Sequence[RateSlice]], noise: Noise = UNKNOWN) -> Interval:
+def rate_of(windows: Sequence[Sequence[RateSlice]]) -> Interval:
     """The mean of rates in these windows."""
     slices = [each for window in windows for each in window]
-    mean, seconds = _mean(slices), sum(length for _, length in slices)
-    own = sum((rate - mean) ** 2 * length for rate, length in slices)
+    seconds = sum(length for _, length in slices)
+    mean = sum(rate * length for rate, length in slices) / seconds
     freedom = len(slices) - 1
-    if noise.second is not None:
-        own += PRIOR_FREEDOM * noise.second * mean**2
-        freedom += PRIOR_FREEDOM
     if not freedom:
         return Interval(mean)
-    variance = own / freedom / seconds + noise.window * mean**2 / len(windows)
-    return _around(mean, math.sqrt(variance), freedom)
-
-
-def _mean(slices: Sequence[RateSlice]) -> float:
-    return sum(rate * seconds for rate, seconds in slices) / sum(seconds for _, seconds in slices)
+    own = sum((rate - mean) ** 2 * length for rate, length in slices) / freedom / seconds
+    return Interval.around(mean, math.sqrt(own + (DRIFT * mean) ** 2 / len(windows)), freedom)
 
 
 def quantile_of(sections: Sequence[Sequence[float]], share: float) -> Interval | None:
@@ -105,31 +71,7 @@ def quantile_of(sections: Sequence[Sequence[float]], share: float) -> Interval |
     by_section = [each for each in found if each is not None]
     if len(by_section) < 2:
         return Interval(value)
-    return _around(value, stdev(by_section) / math.sqrt(len(by_section)), len(by_section) - 1)
-
-
-def _around(value: float, error: float, freedom: int) -> Interval:
-    half = student_t(freedom) * error
-    return Interval(value, max(0.0, value - half), value + half)
-
-
-@cache
-def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The two-sided quantile of Student's t (exact for one and two degrees of freedom, else the expansion of Abramowitz
-    and Stegun 26.7.5, right to a hundredth)."""
-    share = (1 + confidence) / 2
-    if freedom == 1:
-        return math.tan(math.pi * (share - 0.5))
-    if freedom == 2:
-        return (2 * share - 1) * math.sqrt(2 / (4 * share * (1 - share)))
-    z, n = NormalDist().inv_cdf(share), freedom
-    terms = (
-        z,
-        (z**3 + z) / (4 * n),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
-    )
-    return sum(terms)
+    return Interval.around(value, stdev(by_section) / math.sqrt(len(by_section)), len(by_section) - 1)
 
 
 Verdict = Literal["kept", "broken", "unsure"]
@@ -168,7 +110,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.seconds for each in self.slices)
 
     @property
-    def rates(self) -> list[tuple[float, float]]:
+    def rates(self) -> list[RateSlice]:
         """Of each slice its tokens/s, and its seconds."""
         return [(each.tokens / each.seconds, each.seconds) for each in self.slices]
 
@@ -202,8 +144,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.tokens_per_s.value / max(1.0, self.excess) ** 2
 
     @classmethod
-    def of(cls, setting: Setting, samples: Sequence[Sample], slo: Slo, noise: Noise = UNKNOWN) -> Record:
-        """Pool the windows of a setting; one at least, with a slice in it. noise: what is known of it from others."""
+    def of(cls, setting: Setting, samples: Sequence[Sample], slo: Slo) -> Record:
+        """Pool the windows of a setting; one at least, with a slice in it."""
         slices = [each for sample in samples for each in sample.slices]
         seconds = sum(each.seconds for each in slices)
         ttft = quantile_of([each.ttft_s for each in slices], slo.share)
@@ -216,7 +158,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             setting=setting,
             windows=len(samples),
             seconds=seconds,
-            tokens_per_s=rate_of([each.rates for each in samples], noise),
+            tokens_per_s=rate_of([each.rates for each in samples]),
             ttft_s=ttft,
             itl_s=itl,
             goodput_per_s=sum(each.met_slo for each in slices) / seconds,
