@@ -145,10 +145,10 @@ class Runtime:
         """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError."""
         cluster = None
         if settings.cluster != "local":
-            from engine.cluster import open_cluster
+            from engine.cluster import Cluster
 
             gib = parse_devices(settings.devices) if settings.devices else ()
-            cluster = await asyncio.to_thread(open_cluster, settings.cluster, gib)
+            cluster = await asyncio.to_thread(Cluster, settings.cluster, gib)
         return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources)
 
     async def start(self) -> None:

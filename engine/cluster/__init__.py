@@ -5,6 +5,6 @@ head goes away, and writes to its standard error. Ray places, reserves and watch
 socket straight from the worker (`wire`). On a node, an actor starts the very process that a local worker is (`node`).
 """
 
-from engine.cluster.cluster import Cluster, RayProbe, open_cluster
+from engine.cluster.cluster import Cluster, RayProbe
 
-__all__ = ["Cluster", "RayProbe", "open_cluster"]
+__all__ = ["Cluster", "RayProbe"]

@@ -32,6 +32,7 @@ from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, 
 from engine.snapshot import DeviceReading
 from engine.system.files import distrust, tighten_folder
 from engine.system.install_command import install_extra
+from engine.worker_process.hosts import WorkerExit
 from engine.worker_process.protocol import split_frames
 
 # All that is used of Ray, behind a face with types. For the driver process alone; imports Ray when it joins.
@@ -44,20 +45,11 @@ _PROCESSES = ("raylet", "gcs_server")
 _TOKEN_RESOURCE = {"memory": 2**20}
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A living node as Ray lists it."""
-
-    id: str
-    label: str
-    hostname: str
-    address: str
-
-
 class Ray:
     """A connection to one cluster. Every method blocks, and may be called from any thread."""
 
     def __init__(self, address: str) -> None:
-        """Join; see `engine.cluster.open_cluster`. Raises ClusterUnavailable."""
+        """Join; see `engine.cluster.Cluster`. Raises ClusterUnavailable."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anybody
         if importlib.util.find_spec("ray") is None:
             raise ClusterUnavailable(
@@ -106,10 +98,10 @@ class Ray:
         """The id of the node that is this machine; "" where it is none."""
         return "" if self._by_client else str(self._ray.get_runtime_context().get_node_id())
 
-    def nodes(self) -> list[Node]:
-        """The living nodes."""
+    def nodes(self) -> list[NodeView]:
+        """The living nodes, as Ray lists them."""
         return [
-            Node(
+            NodeView(
                 id=node["NodeID"],
                 label=node.get("NodeName") or "",
                 hostname=node.get("NodeManagerHostname") or "",
@@ -146,7 +138,7 @@ class Ray:
         done, _ = self._ray.wait(list(references), num_returns=len(references), timeout=patience_s)
         return set(done)
 
-    def when_done(self, reference: Any, then: Callable[[Future[Any]], None]) -> None:
+    def when_done(self, reference: Any, then: Callable[[Future[Any]], object]) -> None:
         """Call `then`, on some thread, with the finished future."""
         reference.future().add_done_callback(then)
 
@@ -247,16 +239,6 @@ class _Agent:
         self.problem = ""
         self.failed_at: float | None = None
 
-    @property
-    def questions(self) -> list[Any]:
-        """Requests that it has not answered."""
-        return [question for question in (self.about, self.asked) if question is not None]
-
-    def ask(self, pids: Sequence[int], now: float) -> None:
-        """Ask for a reading, unless it owes one."""
-        if self.asked is None:
-            self.asked, self.asked_at = self.actor.read.remote(tuple(pids)), now
-
 
 class Agents:
     """Looks at the nodes. A node whose agent has failed is taken for gone before Ray itself finds out."""
@@ -267,7 +249,7 @@ class Agents:
         self._own = ray.own_node()
         self._version = own_version()
         self._agents: dict[str, _Agent] = {}
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, NodeView] = {}
         self._looking = threading.Lock()
 
     def look(self, pids: Mapping[str, Sequence[int]], patience_s: float = LOOK_S) -> ClusterView:
@@ -277,14 +259,13 @@ class Agents:
             self._start_agents(nodes)
             self._ask(pids, patience_s)
             self._nodes = {node_id: node for node_id, node in nodes.items() if self._agents[node_id].failed_at is None}
-            views = tuple(self._view(node) for node in self._nodes.values() if self._is_described(node.id))
-            return ClusterView(nodes=views, unready=len(self._nodes) - len(views))
+            return ClusterView(nodes=tuple(map(self._view, filter(self._is_described, self._nodes.values()))))
 
     def lives(self, node_id: str) -> bool:
         """Return whether the node was there at the last look."""
         return node_id in self._nodes
 
-    def require(self, node_id: str) -> Node:
+    def require(self, node_id: str) -> NodeView:
         """The node; raises NodeGone."""
         self.look({})
         node = self._nodes.get(node_id)
@@ -292,11 +273,11 @@ class Agents:
             raise NodeGone("its node has left the cluster", node=node_id)
         return node
 
-    def _is_described(self, node_id: str) -> bool:
-        agent = self._agents[node_id]
-        return bool(agent.problem or (agent.version and (agent.devices is not None or node_id == self._own)))
+    def _is_described(self, node: NodeView) -> bool:
+        agent = self._agents[node.id]
+        return bool(agent.problem or (agent.version and (agent.devices is not None or node.id == self._own)))
 
-    def _start_agents(self, nodes: Mapping[str, Node]) -> None:
+    def _start_agents(self, nodes: Mapping[str, NodeView]) -> None:
         """An agent for each node; a new one where Ray still lists the node long after its agent failed."""
         now = time.monotonic()
         for node_id, agent in list(self._agents.items()):
@@ -309,9 +290,9 @@ class Agents:
         now = time.monotonic()
         agents = {id_: agent for id_, agent in self._agents.items() if not agent.problem and agent.failed_at is None}
         for node_id, agent in agents.items():
-            if node_id != self._own:
-                agent.ask(pids.get(node_id, ()), now)
-        questions = [question for agent in agents.values() for question in agent.questions]
+            if node_id != self._own and agent.asked is None:
+                agent.asked, agent.asked_at = agent.actor.read.remote(tuple(pids.get(node_id, ()))), now
+        questions = [each for agent in agents.values() for each in (agent.about, agent.asked) if each is not None]
         answered = self._ray.wait(questions, patience_s)
         for agent in agents.values():
             self._take(agent, answered)
@@ -333,21 +314,14 @@ class Agents:
             else:
                 agent.problem = f"EricLLM does not run there: {' '.join(str(error).split())[-200:]}"
 
-    def _view(self, node: Node) -> NodeView:
+    def _view(self, node: NodeView) -> NodeView:
         agent = self._agents[node.id]
         problem = agent.problem
         if not problem and agent.version != self._version:
             problem = f"it has EricLLM {agent.version}, and this machine {self._version}: install the same on both"
-        return NodeView(
-            id=node.id,
-            label=node.label,
-            hostname=node.hostname,
-            address=node.address,
-            here=node.id == self._own,
-            cores=agent.cores,
-            devices=agent.devices or (),
-            problem=problem,
-        )
+        devices = agent.devices or ()
+        here = node.id == self._own
+        return msgspec.structs.replace(node, here=here, cores=agent.cores, devices=devices, problem=problem)
 
 
 FIRST_LOOK_S = 20.0
@@ -377,9 +351,10 @@ class Driver:
         self._sending = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="ray")
-        self._ray: Ray | None = None
-        self._agents: Agents | None = None
+        self._ray: Ray  # from the first call on, which is Join
+        self._agents: Agents
         self._running: dict[str, Running] = {}
+        self._at_the_end = contextlib.ExitStack()
 
     def run(self) -> None:
         """Serve until the engine closes its end, then leave the cluster."""
@@ -394,8 +369,7 @@ class Driver:
         hanging = threading.Timer(_LEAVE_S, os._exit, (1,))
         hanging.daemon = True
         hanging.start()
-        if self._ray is not None:
-            self._ray.leave()
+        self._at_the_end.close()
 
     def _send(self, news: messages.News) -> None:
         with self._sending, contextlib.suppress(OSError):  # the engine is gone; `run` sees it too
@@ -416,7 +390,7 @@ class Driver:
             case messages.Join():
                 return self._join(request)
             case messages.Look(pids=pids):
-                return self._require_agents().look(pids)
+                return self._agents.look(pids)
             case messages.Start():
                 return self._start(request)
             case messages.Kill(key=key):
@@ -430,29 +404,20 @@ class Driver:
 
     def _join(self, join: messages.Join) -> messages.ClusterView:
         self._ray = Ray(join.address)
+        self._at_the_end.callback(self._ray.leave)
         self._agents = Agents(self._ray, join.gib)
         return self._agents.look({}, patience_s=FIRST_LOOK_S)
-
-    def _require_ray(self) -> Ray:
-        if self._ray is None:
-            raise ClusterUnavailable("the cluster was not joined")
-        return self._ray
-
-    def _require_agents(self) -> Agents:
-        if self._agents is None:
-            raise ClusterUnavailable("the cluster was not joined")
-        return self._agents
 
     # -- workers ------------------------------------------------------------------------------------------------
 
     def _start(self, start: messages.Start) -> messages.Started:
-        node = self._require_agents().require(start.node)
+        node = self._agents.require(start.node)
         running = self._reserve(start)
         try:
-            started: messages.Started = self._require_ray().get(running.actor.open.remote(node.address), START_S)
+            started: messages.Started = self._ray.get(running.actor.open.remote(node.address), START_S)
         except Exception as error:
             self._give_back(running)
-            self._require_agents().require(start.node)
+            self._agents.require(start.node)
             why = _text_of(error)
             raise NodeGone(f"worker {start.worker_id} could not be started on {start.node_name}: {why}") from error
         self._running[start.key] = running
@@ -462,11 +427,10 @@ class Driver:
     def _reserve(self, start: messages.Start) -> Running:
         """Room on the node and the actor in it. Without a CPU where other jobs have reserved all: memory decides how
         many workers a node takes, and cores are shared."""
-        ray = self._require_ray()
         for cpus, patience_s in ((1, RESERVE_CPU_S), (0, RESERVE_S)):
-            group = ray.reserve(start.node, start.gpus, cpus, patience_s)
+            group = self._ray.reserve(start.node, start.gpus, cpus, patience_s)
             if group is not None:
-                actor = ray.actor_in(
+                actor = self._ray.actor_in(
                     group,
                     cpus,
                     WorkerActor,
@@ -478,7 +442,7 @@ class Driver:
                     model=start.model,
                 )
                 return Running(actor, group, start.node)
-        self._require_agents().require(start.node)
+        self._agents.require(start.node)
         wanted = " + ".join(f"{share:g}" for share in start.gpus.values()) or "no"
         raise NodeFull(
             f"Ray has no room left on {start.node_name} for worker {start.worker_id}, which takes {wanted} GPU: "
@@ -492,11 +456,8 @@ class Driver:
         running = self._running.get(key)
         if running is not None:
             answer = running.actor.output.remote()
-            self._require_ray().when_done(answer, lambda done: self._submit(self._take_output, key, done))
-
-    def _submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Continue on a thread of ours: Ray's own must not wait for Ray."""
-        self._threads.submit(work, *arguments)
+            # on a thread of ours: Ray's own must not wait for Ray
+            self._ray.when_done(answer, lambda done: self._threads.submit(self._take_output, key, done))
 
     def _take_output(self, key: str, done: Future[Output]) -> None:
         error = done.exception()
@@ -509,20 +470,19 @@ class Driver:
         if output.exit is None:
             self._follow(key)
             return
-        how = output.exit
-        self._send(messages.Ended(key=key, code=how.code, signal=how.signal, log_tail=how.log_tail))
+        self._send(messages.Ended(key=key, exit=output.exit))
 
     def _lost(self, key: str, error: BaseException) -> None:
         """An actor that is dead ends its worker; one that is only out of reach is asked again while its node lives."""
         running = self._running.get(key)
         if running is None:
             return
-        if self._require_ray().is_passing(error) and self._require_agents().lives(running.node):
-            timer = threading.Timer(_RETRY_S, self._submit, (self._follow, key))
+        if self._ray.is_passing(error) and self._agents.lives(running.node):
+            timer = threading.Timer(_RETRY_S, self._threads.submit, (self._follow, key))
             timer.daemon = True
             timer.start()
             return
-        self._send(messages.Ended(key=key, reason="the Ray actor that ran it is gone"))
+        self._send(messages.Ended(key=key, exit=WorkerExit(reason="the Ray actor that ran it is gone")))
 
     def _discard(self, key: str) -> None:
         running = self._running.pop(key, None)
@@ -530,8 +490,7 @@ class Driver:
             self._give_back(running)
 
     def _give_back(self, running: Running) -> None:
-        ray = self._require_ray()
-        for give_back, what in ((ray.kill, running.actor), (ray.release, running.group)):
+        for give_back, what in ((self._ray.kill, running.actor), (self._ray.release, running.group)):
             try:
                 give_back(what)
             except Exception as error:  # it went with its node

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.errors import ErrorInfo
 from engine.snapshot import DeviceReading
+from engine.worker_process.hosts import WorkerExit
 
 # --- engine -> driver ---------------------------------------------------------------------------------
 
@@ -93,10 +94,9 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True, tag="sight"):
-    """The nodes that live and answer. unready: those whose readings have yet to come."""
+    """The nodes that live and answer."""
 
     nodes: tuple[NodeView, ...]
-    unready: int = 0
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -128,13 +128,10 @@ class OutputLines(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """A worker ended: with an exit code, by a signal, or (reason) with the actor or the node that it ran in."""
+    """A worker ended, by itself or with the actor that it ran in."""
 
     key: str
-    code: int | None = None
-    signal: str | None = None
-    reason: str = ""
-    log_tail: str = ""
+    exit: WorkerExit
 
 
 News = Reply | OutputLines | Ended

@@ -10,7 +10,6 @@ import msgspec
 from engine.backends.base import LoadedModel
 from engine.cluster.messages import NodeView
 from engine.config import DeviceShare, ModelSpec
-from engine.snapshot import DeviceReading
 
 GPU_UNIT = 10_000
 """Ray counts GPUs in ten thousandths."""
@@ -51,11 +50,6 @@ def _unused(name: str, used: set[str]) -> str:
     return found
 
 
-def named_reading(node: str, reading: DeviceReading) -> DeviceReading:
-    """A node's reading as the engine knows the device."""
-    return msgspec.structs.replace(reading, id=join_device(node, reading.id), node=node)
-
-
 class Translation(msgspec.Struct, frozen=True, kw_only=True):
     """How one worker's devices are called. node: where it runs; local: by the engine's name, the name within the node;
     own: by the engine's name, the name within the worker, which sees no GPU but its own."""
@@ -71,6 +65,14 @@ class Translation(msgspec.Struct, frozen=True, kw_only=True):
             device=self.own.get(spec.device, spec.device),
             shares=tuple(_renamed(share, self.own) for share in spec.shares),
         )
+
+    def gpu_shares(self, shares: Iterable[DeviceShare], totals: Mapping[str, int]) -> dict[str, float]:
+        """The part of each GPU that `shares` take, by its id within the node. totals: bytes of each by that id."""
+        needed = {device: 0 for device, local in self.local.items() if is_gpu(local)}
+        for share in shares:
+            if share.device in needed:
+                needed[share.device] += share.total_bytes
+        return {self.local[each]: gpu_share(size, totals.get(self.local[each], 0)) for each, size in needed.items()}
 
     def from_worker(self, model: LoadedModel) -> LoadedModel:
         """Return a loaded model in the engine's names."""

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster as RayNodes
 
-from engine.cluster import Cluster, open_cluster
+from engine.cluster import Cluster
 from engine.engine import Engine
 from engine.errors import ClusterUnavailable, NodeGone
 from engine.worker_process.hosts import WorkerExit
@@ -66,7 +66,7 @@ def nodes(hold: Hold) -> Iterator[RayNodes]:
 @pytest.fixture(scope="module")
 def cluster(nodes: RayNodes) -> Iterator[Cluster]:
     """The cluster as an engine on its head joins it."""
-    joined = open_cluster("auto")
+    joined = Cluster("auto")
     yield joined
     joined.close()
 
@@ -198,8 +198,8 @@ async def joined(address: str) -> Cluster:
     """The cluster behind a Ray Client server, which on a busy machine may give up starting a process for its client."""
     for _ in range(2):
         with contextlib.suppress(ClusterUnavailable):
-            return await asyncio.to_thread(open_cluster, address)
-    return await asyncio.to_thread(open_cluster, address)
+            return await asyncio.to_thread(Cluster, address)
+    return await asyncio.to_thread(Cluster, address)
 
 
 async def test_a_ray_client_computes_on_the_nodes_and_not_on_its_own_machine(nodes: RayNodes, tmp_path: Path) -> None:
@@ -222,13 +222,13 @@ async def test_a_ray_client_computes_on_the_nodes_and_not_on_its_own_machine(nod
 ORPHANED = """
 import asyncio, sys, time
 from pathlib import Path
-from engine.cluster import open_cluster
+from engine.cluster import Cluster
 from tests.fakes.model import fake_spec
 from tests.fakes.ports import free_port
 from tests.fakes.worker import Probe
 
 async def main():
-    cluster = await asyncio.to_thread(open_cluster, "auto")
+    cluster = await asyncio.to_thread(Cluster, "auto")
     probe = await Probe(cluster.new_host("w0", fake_spec(Path(sys.argv[1]), device="left/cpu"))).start()
     print(probe.host.pid, flush=True)
     await asyncio.Event().wait()
@@ -256,7 +256,7 @@ async def test_a_cluster_that_is_not_there_is_an_error_in_seconds(
     port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(ClusterUnavailable, match=f"cannot be joined: nothing answers at 127.0.0.1:{port}"):
-        await asyncio.to_thread(open_cluster, address.format(port))
+        await asyncio.to_thread(Cluster, address.format(port))
 
 
 async def test_an_engine_outlives_its_connection_to_ray_and_joins_again(

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.cluster.cluster import RayHost
 from engine.cluster.models import lacks, path_on_node, place_of, require
-from engine.cluster.ray_host import RayHost
 from engine.config import AdapterSpec
 from engine.errors import ModelLoadFailed
 from engine.models.discover import demo_path

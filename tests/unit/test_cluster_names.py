@@ -10,7 +10,6 @@ from engine.backends.base import LoadedModel
 from engine.cluster.cluster import check_address
 from engine.cluster.messages import NodeView
 from engine.cluster.names import gpu_share, name_nodes, translation, visible_gpus
-from engine.cluster.ray_host import gpus_of
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InvalidRequest
 
@@ -97,9 +96,8 @@ def test_each_gpus_share_is_the_part_of_its_memory_that_is_taken() -> None:
         DeviceShare(device="box/cuda:0", weights_bytes=3, kv_bytes=1),
         DeviceShare(device="box/cuda:1", working_bytes=1),
     )
-    spec = ModelSpec(path=Path("m"), name="m", shares=shares)
     names = translation(["box/cuda:0", "box/cuda:1"])
-    assert gpus_of(spec, names, {"box/cuda:0": 8, "box/cuda:1": 3}) == {"cuda:0": 0.5, "cuda:1": 0.3334}
+    assert names.gpu_shares(shares, {"cuda:0": 8, "cuda:1": 3}) == {"cuda:0": 0.5, "cuda:1": 0.3334}
 
 
 @pytest.mark.parametrize(("needed", "total"), [(0, 8), (5, 0), (9, 8)])
