@@ -19,7 +19,7 @@ from console.bench.kinds.base import BenchPart
 from console.bench.kinds.threads import Threads
 from console.bench.measure import BenchContext, check_fits
 from console.bench.plan_fields import form_of, plan_from
-from console.bench.result import BenchProgress, BenchResult, encoded, write_file
+from console.bench.result import BenchProgress, BenchResult, encode_result, write_file
 from console.bench.run import Report, run_bench
 from console.bench.target import Target
 from console.bench.workload import Mix
@@ -113,7 +113,7 @@ async def _engine_job(model: str, plan: Plan, engine: Engine) -> tuple[str, Job]
     serving = await engine.serving(model)
     target = EngineTarget(engine, model=serving.name, fresh=True)
     if isinstance(plan, Threads):
-        plan = msgspec.structs.replace(plan, guessed=(target.guessing,))
+        plan = msgspec.structs.replace(plan, guessed=(target.draft_tokens,))
     parts, mix = plan.parts(target), await _mix(plan, target)
     check_fits(target, mix)
     check_size(plan, parts, _prompt_tokens(mix), engine.config.max_queue)
@@ -271,7 +271,7 @@ class Benches:
         if self._folder is None:
             return 0
         number = BenchHistory(self._folder).add(result)
-        write_file(_file(self._folder, result), encoded(result), "json")
+        write_file(_file(self._folder, result), encode_result(result), "json")
         return number
 
     # -- results --------------------------------------------------------------------------------------------------

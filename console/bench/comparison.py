@@ -74,10 +74,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     only_after: tuple[dict[str, Key], ...]
     notes: tuple[str, ...] = ()
 
-    def of(self, keys: dict[str, Key]) -> dict[str, Change]:
-        """The changes of one row, by column."""
-        return {change.column: change for change in self.changes if change.keys == keys}
-
 
 def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Comparison:
     """tie: a smaller share of the median is no change. Raises InvalidRequest for results of two different benches, or

@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from console.bench.result import Setting, TargetInfo
-from console.bench.target import Chunk, Counters, TargetFailed
+from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Fresh, Item, Material, TokenIds
 from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import InvalidRequest, NoModelLoaded, WorkerFailed
 from engine.models.headers import weight_files
-from engine.snapshot import ModelReading, ModelStatus
+from engine.snapshot import ModelReading, ModelStatus, Totals
 
 SOURCE = "bench"
 _POLL_S = 0.05
@@ -121,12 +121,11 @@ class EngineTarget:
                     cached_tokens=delta.cached_tokens,
                 )
 
-    def counters(self) -> Counters:
-        totals = self._engine.totals()
-        return Counters(draft_tokens=totals.draft_tokens, draft_accepted=totals.draft_accepted)
+    def totals(self) -> Totals:
+        return self._engine.totals()
 
     @property
-    def guessing(self) -> int:
+    def draft_tokens(self) -> int:
         """The most tokens that it guesses ahead from a request's own text, as it was loaded."""
         spec = self._spec
         return (spec.draft_tokens or _MAX_DRAFT_TOKENS) if spec.ngram_draft else 0
@@ -138,14 +137,14 @@ class EngineTarget:
         reading = self._reading
         return reading.target_workers, reading.max_prompts
 
-    async def turn(self, *, workers: int, max_prompts: int) -> None:
+    async def set_knobs(self, *, workers: int, max_prompts: int) -> None:
         await self._engine.reconfigure(workers=workers, max_prompts=max_prompts, model=self._name)
         await all_ready(self._engine, workers, self._name)
 
-    async def guess(self, tokens: int) -> None:
+    async def set_draft_tokens(self, tokens: int) -> None:
         """EngineHere: where it guesses so already, nothing is done."""
         spec = self._status.spec  # None where the load before was refused
-        if spec is not None and tokens == self.guessing:
+        if spec is not None and tokens == self.draft_tokens:
             return
         if tokens:
             await self._load({"ngram_draft": True, "draft_tokens": tokens})

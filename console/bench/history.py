@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from console.bench.result import BenchResult, decoded, encoded
+from console.bench.result import BenchResult, decode_result, encode_result
 from engine.errors import EngineError, InvalidRequest
 from engine.system.files import make_private_file, make_private_folder
 
@@ -70,7 +70,7 @@ class BenchHistory:
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(result.name, result.started, result.duration_s, result.target.model, target, result.complete),
-                    zlib.compress(encoded(result)),
+                    zlib.compress(encode_result(result)),
                 ),
             )
         return cursor.lastrowid or 0
@@ -81,14 +81,14 @@ class BenchHistory:
         values = [value for value in (name, model) if value]
         names = ", ".join(Kept.__struct_fields__)
         query = f"SELECT {names} FROM result{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?"
-        return [_kept(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
+        return [_from_row(row) for row in self._read(query, *values, min(limit, _MOST) or -1)]
 
     def result(self, number: int) -> BenchResult:
         """The result of that number. Raises InvalidRequest where there is none."""
         rows = self._read("SELECT content FROM result WHERE id = ?", number) if abs(number) <= _MOST else []
         if not rows:
             raise InvalidRequest(f"the history has no result {number}; 'ericllm bench history' lists them", param="id")
-        return decoded(zlib.decompress(rows[0][0]), f"result {number} of the history")
+        return decode_result(zlib.decompress(rows[0][0]), f"result {number} of the history")
 
     def remove(self, number: int) -> None:
         """Forget a result. Raises InvalidRequest where there is none of that number."""
@@ -118,6 +118,6 @@ class BenchHistory:
             raise BenchHistoryError(f"the history of benches, {self._file}, cannot be {what}: {error}") from None
 
 
-def _kept(row: tuple[Any, ...]) -> Kept:
+def _from_row(row: tuple[Any, ...]) -> Kept:
     fields = dict(zip(Kept.__struct_fields__, row, strict=True))
     return Kept(**fields | {"complete": bool(fields["complete"])})

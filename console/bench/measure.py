@@ -148,7 +148,7 @@ class BenchContext:
 
         return [of_client(client) for client in range(clients)]
 
-    async def closed(self, clients: Sequence[Iterator[Item]]) -> Run:
+    async def closed_loop(self, clients: Sequence[Iterator[Item]]) -> Run:
         """Each client sends its requests one after the other; clients may share an iterator.
 
         Raises TargetFailed where no request was answered.
@@ -162,7 +162,7 @@ class BenchContext:
         await _together([client(own) for own in clients])
         return Run(tuple(records), time.perf_counter() - began_s).or_failed()
 
-    async def opened(self, items: Sequence[Item], max_concurrent: int | None = None) -> Run:
+    async def open_loop(self, items: Sequence[Item], max_concurrent: int | None = None) -> Run:
         """Each request is sent when it arrives, or once fewer than `max_concurrent` are under way.
 
         Raises TargetFailed where no request was answered.

@@ -179,7 +179,7 @@ def columns_with_numbers(columns: Iterable[Column], rows: Collection[Row]) -> li
     return [column for column in columns if any(row.numbers(column.name) for row in rows)]
 
 
-def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
+def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     """One row for each thing, in the order in which each came first, its repeats in the order in which they came."""
     found: dict[tuple[tuple[str, Key], ...], Row] = {}
     for row in rows:
@@ -195,12 +195,12 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(found.values())
 
 
-def encoded(result: BenchResult) -> bytes:
+def encode_result(result: BenchResult) -> bytes:
     """As JSON for a file, which a person can read too."""
     return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
 
 
-def decoded(content: bytes, name: str) -> BenchResult:
+def decode_result(content: bytes, name: str) -> BenchResult:
     """From JSON. name: what the content is called where it is none. Raises InvalidRequest."""
     try:
         result = msgspec.json.decode(content, type=BenchResult)
@@ -229,7 +229,7 @@ def read_result(file: Path) -> BenchResult:
         content = file.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}", param="file") from error
-    return decoded(content, str(file))
+    return decode_result(content, str(file))
 
 
 # Progress of a bench.

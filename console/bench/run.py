@@ -25,7 +25,7 @@ from console.bench.result import (
     Sample,
     TargetInfo,
     Versions,
-    merged,
+    merge_rows,
 )
 from console.bench.target import EngineHere, Target
 from engine.devices import MachineProbe, cpu_name, usable_cores
@@ -106,7 +106,7 @@ async def run_bench(
         await running.go()
     finally:
         if here is not None and before is not None:
-            await running.turn_back(here, before)
+            await running.restore_knobs(here, before)
     return running.result()
 
 
@@ -157,11 +157,11 @@ class _Running:
             self._complete = False
             self._note(f"It ended early: {error.message}")
 
-    async def turn_back(self, here: EngineHere, knobs: tuple[int, int]) -> None:
+    async def restore_knobs(self, here: EngineHere, knobs: tuple[int, int]) -> None:
         """Set the knobs as they were; who is cancelled does not wait until it is so, nor is a result lost for it."""
         try:
             if here.knobs != knobs:
-                await self._unless_cancelled(here.turn(workers=knobs[0], max_prompts=knobs[1]))
+                await self._unless_cancelled(here.set_knobs(workers=knobs[0], max_prompts=knobs[1]))
         except BenchCancelled:
             pass  # they are set by then: what takes its time is to wait for workers
         except EngineError as error:
@@ -183,7 +183,7 @@ class _Running:
             self._note(str(reason))
             return
         new = Row(keys=part.keys, values={name: [value] for name, value in values.items()})
-        self._rows = merged([*self._rows, new])
+        self._rows = merge_rows([*self._rows, new])
         self._keep([row.keys for row in self._rows].index(part.keys))
         self._report_progress()
 

@@ -10,6 +10,7 @@ import msgspec
 from console.bench.result import Setting, TargetInfo
 from console.bench.workload import Item, Material
 from engine.errors import EngineError
+from engine.snapshot import Totals
 
 
 class TargetFailed(EngineError):
@@ -61,28 +62,21 @@ class Target(Protocol):
         """
 
 
-class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of draft tokens and of accepted ones."""
-
-    draft_tokens: int = 0
-    draft_accepted: int = 0
-
-
 @runtime_checkable
 class EngineHere(Protocol):
     """A target that is an engine of ours in this process, whose settings can be changed between measurements."""
 
-    def counters(self) -> Counters:
-        """Totals of speculation so far."""
+    def totals(self) -> Totals:
+        """Counters since the engine started."""
 
     @property
     def knobs(self) -> tuple[int, int]:
         """Workers, and requests at once of each."""
 
-    async def turn(self, *, workers: int, max_prompts: int) -> None:
+    async def set_knobs(self, *, workers: int, max_prompts: int) -> None:
         """Set the knobs, and wait until it is so. Raises EngineError."""
 
-    async def guess(self, tokens: int) -> None:
+    async def set_draft_tokens(self, tokens: int) -> None:
         """Reload the model with n-gram speculation of max `tokens` draft tokens; 0 is without.
 
         Raises EngineError where it cannot.

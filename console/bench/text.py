@@ -50,7 +50,7 @@ def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[
     if not rows:
         return "nothing was measured"
     shown = [column for column in columns_with_numbers(columns, rows) if column.shown]
-    return table([titled(column) for column in (*keys, *shown)], [row_cells(keys, shown, row) for row in rows])
+    return table([column_title(column) for column in (*keys, *shown)], [row_cells(keys, shown, row) for row in rows])
 
 
 def row_cells(keys: Sequence[Column], columns: Sequence[Column], row: Row) -> list[str]:
@@ -63,12 +63,12 @@ def all_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[R
     if not rows:
         return "nothing was measured"
     present = columns_with_numbers(columns, rows)
-    cells = [[titled(column) for column in (*keys, *present)], *(row_cells(keys, present, row) for row in rows)]
+    cells = [[column_title(column) for column in (*keys, *present)], *(row_cells(keys, present, row) for row in rows)]
     lines = list(zip(*cells, strict=True))
     return table(lines[0], lines[1:])
 
 
-def titled(column: Column) -> str:
+def column_title(column: Column) -> str:
     """The column's title with its unit."""
     return f"{column.title} ({column.unit})" if column.unit else column.title
 
@@ -78,10 +78,10 @@ def cell(row: Row, column: Column) -> str:
     median, spread = row.median(column.name), row.spread(column.name)
     if median is None or spread is None:
         return "-"
-    return around(median, spread, column)
+    return median_text(median, spread, column)
 
 
-def around(median: float, spread: tuple[float, float], column: Column) -> str:
+def median_text(median: float, spread: tuple[float, float], column: Column) -> str:
     """A median, and half the distance of the least and the most of the repeats, as a share of it."""
     share = 50 * (spread[1] - spread[0]) / abs(median) if median else 0.0
     return f"{figure(median, column)}{f' ±{share:.0f}%' if share else ''}"
@@ -157,7 +157,7 @@ def published_text(result: BenchResult) -> str:
         for each in result.published
     ]
     sources = dict.fromkeys(each.source for each in result.published)
-    header = ["", "on", *(titled(column) for column in (*keys, *columns))]
+    header = ["", "on", *(column_title(column) for column in (*keys, *columns))]
     return f"What others got, on their hardware:\n{table(header, rows)}\nFrom {printable('; '.join(sources))}."
 
 

@@ -286,7 +286,7 @@ def _group(prefix: PrefixMix | None, rng: random.Random) -> int | None:
     return rng.randrange(prefix.groups)
 
 
-def arriving(sent: Sequence[Item], *, rate: float, burstiness: float, seed: int) -> list[Item]:
+def with_arrivals(sent: Sequence[Item], *, rate: float, burstiness: float, seed: int) -> list[Item]:
     """The requests with times of arrival: `rate` a second on average, all at once where it is infinite.
 
     burstiness: the shape of the gamma distribution of the time between two; 1 is a Poisson process, less comes in

@@ -13,8 +13,8 @@ from console.bench.comparison import TIE, Comparison, compare
 from console.bench.export import csv_text, plot
 from console.bench.history import BenchHistory, Kept
 from console.bench.kinds import PLANS
-from console.bench.result import BenchResult, encoded, read_result, write_file
-from console.bench.text import around, result_text, table, titled
+from console.bench.result import BenchResult, encode_result, read_result, write_file
+from console.bench.text import column_title, median_text, result_text, table
 from console.runtime.output import write
 from console.settings.schema import state_dir
 from engine.errors import InvalidRequest
@@ -99,7 +99,7 @@ def history_text(results: Sequence[Kept]) -> str:
 def shown(result: BenchResult, form: str, *, everything: bool = False) -> str:
     """A result as "json", as "csv", or as its bench printed it, with the day; everything: with all numbers."""
     if form == "json":
-        return encoded(result).decode()
+        return encode_result(result).decode()
     if form == "csv":
         return csv_text(result)
     day, time = result.started[:10], result.started[11:16]
@@ -115,9 +115,9 @@ def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
     rows = [
         [
             " ".join(f"{key} {value}" for key, value in change.keys.items()) or comparison.name,
-            titled(columns[change.column]),
-            around(change.before, change.before_spread, columns[change.column]),
-            around(change.after, change.after_spread, columns[change.column]),
+            column_title(columns[change.column]),
+            median_text(change.before, change.before_spread, columns[change.column]),
+            median_text(change.after, change.after_spread, columns[change.column]),
             "-" if change.share is None else f"{change.share:+.1%}",
             _WORDS[change.verdict],
         ]

@@ -27,7 +27,7 @@ from console.bench.kinds.base import plan_fits, refuse_server
 from console.bench.own_engine import engine_target, known_context
 from console.bench.plan_fields import add_flags, plan_of
 from console.bench.progress import Progress, Showing
-from console.bench.result import BenchProgress, BenchResult, encoded
+from console.bench.result import BenchProgress, BenchResult, encode_result
 from console.bench.run import run_bench
 from console.bench.target import Target
 from console.bench.text import progress_text, result_text, row_text
@@ -49,7 +49,7 @@ from engine.text.tokenizer import Tokenizer
 # Where the result of a bench goes: into the history, and into files of several kinds.
 
 _WRITTEN: Mapping[str, Callable[[BenchResult], bytes]] = {
-    "json": encoded,
+    "json": encode_result,
     "csv": lambda result: csv_text(result).encode(),
     "svg": lambda result: plot(result).encode(),
 }

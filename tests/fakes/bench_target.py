@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
 
 from console.bench.result import TargetInfo
-from console.bench.target import Chunk, Counters, TargetFailed
+from console.bench.target import Chunk, TargetFailed
 from console.bench.workload import Item, Prompt
 from engine.errors import EngineError
+from engine.snapshot import Totals
 
 
 class PlainIds:
@@ -87,7 +88,7 @@ class TurnedTarget(FakeTarget):
         self.turned: list[tuple[int, int]] = []
         self.stuck: EngineError | Literal[True] | None = None
 
-    async def turn(self, *, workers: int, max_prompts: int) -> None:
+    async def set_knobs(self, *, workers: int, max_prompts: int) -> None:
         """EngineHere."""
         self.knobs = workers, max_prompts
         self.turned.append(self.knobs)
@@ -96,11 +97,11 @@ class TurnedTarget(FakeTarget):
         if self.stuck:
             await asyncio.Event().wait()
 
-    def counters(self) -> Counters:
+    def totals(self) -> Totals:
         """EngineHere."""
-        return Counters()
+        return Totals()
 
-    async def guess(self, tokens: int) -> None:
+    async def set_draft_tokens(self, tokens: int) -> None:
         """EngineHere."""
 
     async def load_s(self) -> float:

@@ -117,7 +117,7 @@ async def test_guessing_is_turned_off_with_its_number_of_tokens(tmp_path: Path) 
         async def reload(changes: Mapping[str, object]) -> None:
             asked.append(changes)
 
-        await EngineTarget(engine, reload).guess(0)
+        await EngineTarget(engine, reload).set_draft_tokens(0)
     assert asked == [{"ngram_draft": False, "draft_tokens": None}]
 
 

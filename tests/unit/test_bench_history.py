@@ -18,7 +18,7 @@ from console.bench.comparison import LIMITS, WORK, compare
 from console.bench.export import csv_text, plot
 from console.bench.history import FILE, BenchHistory, BenchHistoryError
 from console.bench.kinds import PLANS
-from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, encoded, write_file
+from console.bench.result import BenchResult, Column, MachineInfo, Row, TargetInfo, Versions, encode_result, write_file
 from console.cli.bench import comparison_text, find_result, show_results
 from engine.errors import InvalidRequest
 
@@ -261,7 +261,7 @@ def test_a_result_is_named_by_file_number_or_last(tmp_path: Path) -> None:
     older, newer = made({1: [1.0]}), made({1: [2.0]})
     number = history.add(older)
     history.add(newer)
-    write_file(tmp_path / "r.json", encoded(newer), "json")
+    write_file(tmp_path / "r.json", encode_result(newer), "json")
     assert find_result(str(number), history) == older == find_result("last~1", history)
     assert find_result("last", history) == newer == find_result(str(tmp_path / "r.json"), history)
     with pytest.raises(InvalidRequest, match="cannot be read"):

@@ -30,7 +30,7 @@ def record(*at_s: float, tokens: int | None = None, error: str = "", sent_s: flo
 
 async def test_each_client_asks_again_once_it_is_answered() -> None:
     target, ended = FakeTarget(), list[Record | None]()
-    run = await BenchContext(target, done=ended.append).closed(
+    run = await BenchContext(target, done=ended.append).closed_loop(
         [iter([item(user * 10 + turn) for turn in range(3)]) for user in (0, 1)]
     )
     assert sorted(each.number for each in target.asked) == [0, 1, 2, 10, 11, 12]
@@ -42,37 +42,37 @@ async def test_each_client_asks_again_once_it_is_answered() -> None:
 
 async def test_clients_may_share_what_they_send() -> None:
     target = FakeTarget()
-    await BenchContext(target).closed([iter([item(number) for number in range(9)])] * 3)
+    await BenchContext(target).closed_loop([iter([item(number) for number in range(9)])] * 3)
     shared = iter([item(number) for number in range(9)])
-    await BenchContext(target).closed([shared] * 3)
+    await BenchContext(target).closed_loop([shared] * 3)
     assert sorted(each.number for each in target.asked[9:]) == list(range(9))
 
 
 async def test_arrivals_come_by_the_clock_and_no_more_at_once_than_allowed() -> None:
     target = FakeTarget()
-    run = await BenchContext(target).opened([item(number, at_s=0.01 * number) for number in range(5)])
+    run = await BenchContext(target).open_loop([item(number, at_s=0.01 * number) for number in range(5)])
     assert [each.number for each in target.asked] == list(range(5))
     assert run.seconds >= 0.04
     crowded = FakeTarget()
-    await BenchContext(crowded).opened([item(number) for number in range(8)], max_concurrent=2)
+    await BenchContext(crowded).open_loop([item(number) for number in range(8)], max_concurrent=2)
     assert crowded.most == 2
 
 
 async def test_an_error_is_kept_with_its_request_and_others_go_on() -> None:
-    run = await BenchContext(FakeTarget(fails=(1,))).closed([iter([item(0), item(1), item(2)])])
+    run = await BenchContext(FakeTarget(fails=(1,))).closed_loop([iter([item(0), item(1), item(2)])])
     assert [each.error for each in run.records] == ["", "told to fail", ""]
     assert len(run.answered) == 2
 
 
 async def test_a_target_that_answers_nothing_ends_the_run_with_what_it_said() -> None:
     with pytest.raises(TargetFailed, match="told to fail"):
-        await BenchContext(FakeTarget(fails=(0, 1))).closed([iter([item(0), item(1)])])
+        await BenchContext(FakeTarget(fails=(0, 1))).closed_loop([iter([item(0), item(1)])])
 
 
 async def test_a_cancelled_run_ends_every_request_under_way() -> None:
     target = FakeTarget(forever=True)
     with pytest.raises(BenchCancelled):
-        asking = BenchContext(target).closed([iter([item(n)]) for n in range(3)])
+        asking = BenchContext(target).closed_loop([iter([item(n)]) for n in range(3)])
         await unless_cancelled(asking, lambda: len(target.asked) == 3)
     assert len(target.closed) == 3
 
@@ -147,7 +147,7 @@ async def test_times_between_tokens_are_those_that_the_target_measured_however_t
 
 async def test_a_target_that_never_gives_a_token_ends_the_run() -> None:
     with pytest.raises(TargetFailed, match="the answer had no tokens"):
-        await BenchContext(_Told(Chunk(prompt_tokens=3))).closed([iter([item(0), item(1)])])
+        await BenchContext(_Told(Chunk(prompt_tokens=3))).closed_loop([iter([item(0), item(1)])])
 
 
 async def test_a_stream_without_tokens_beside_a_late_request_is_an_error() -> None:

@@ -15,8 +15,8 @@ from console.bench.result import (
     Row,
     Sample,
     TargetInfo,
-    encoded,
-    merged,
+    encode_result,
+    merge_rows,
     read_result,
     write_file,
 )
@@ -48,7 +48,7 @@ RESULT = BenchResult(
 
 def test_a_result_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "made" / "result.json"
-    write_file(file, encoded(RESULT), "json")
+    write_file(file, encode_result(RESULT), "json")
     assert read_result(file) == RESULT
 
 
@@ -67,7 +67,7 @@ def test_repeats_of_a_row_are_put_together_in_order() -> None:
         Row(keys={"users": 2}, values={"a": [2.0]}),
         Row(keys={"users": 1}, values={"a": [3.0], "b": [4.0]}),
     ]
-    assert merged(rows) == (
+    assert merge_rows(rows) == (
         Row(keys={"users": 1}, values={"a": [1.0, 3.0], "b": [4.0]}),
         Row(keys={"users": 2}, values={"a": [2.0]}),
     )
@@ -92,7 +92,7 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path, content: by
 
 def test_a_file_of_a_newer_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
     file = tmp_path / "new.json"
-    file.write_bytes(encoded(msgspec.structs.replace(RESULT, schema_version=SCHEMA_VERSION + 1)))
+    file.write_bytes(encode_result(msgspec.structs.replace(RESULT, schema_version=SCHEMA_VERSION + 1)))
     with pytest.raises(InvalidRequest, match=f"schema {SCHEMA_VERSION + 1}; this one reads up to {SCHEMA_VERSION}"):
         read_result(file)
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_read_or_written_are_one_sentence(tmp_path: Path) -
     with pytest.raises(InvalidRequest, match="none cannot be read"):
         read_result(tmp_path / "none")
     with pytest.raises(InvalidRequest, match="cannot be written"):
-        write_file(tmp_path, encoded(RESULT), "json")
+        write_file(tmp_path, encode_result(RESULT), "json")
 
 
 def test_the_machine_says_what_it_is() -> None:

@@ -156,7 +156,7 @@ async def test_a_failure_while_warming_up_is_not_counted_among_the_rest() -> Non
     class Slow(Users):
         async def warm(self, context: BenchContext) -> None:
             """Plan: two, of which one fails."""
-            await context.closed([iter(context.items(self.mix(context), 2))])
+            await context.closed_loop([iter(context.items(self.mix(context), 2))])
 
     plan = Slow(users=(1,), requests=2, prompt_tokens=SMALL, output_tokens=SMALL)
     assert (await run_bench(plan, FakeTarget(fails=(0,)))).notes == ()

@@ -23,11 +23,11 @@ from console.bench.workload import (
     PrefixMix,
     TokenIds,
     Words,
-    arriving,
     items,
     read_trace,
     sampled,
     usable,
+    with_arrivals,
 )
 from engine.errors import InvalidRequest
 from engine.simulation.lengths import TRACE, Length, fixed
@@ -138,16 +138,16 @@ def test_shared_beginnings_are_shared_by_their_group_alone() -> None:
 @pytest.mark.parametrize(("burstiness", "deviation"), [(1.0, 1.0), (4.0, 0.5), (0.25, 2.0)])
 def test_arrivals_have_their_rate_and_burstiness(burstiness: float, deviation: float) -> None:
     sent = [Item(number=number, prompt=PlainIds().of_text(""), output_tokens=1) for number in range(20_000)]
-    timed = arriving(sent, rate=5.0, burstiness=burstiness, seed=3)
+    timed = with_arrivals(sent, rate=5.0, burstiness=burstiness, seed=3)
     between = [after.at_s - before.at_s for before, after in pairwise(timed)]
     assert timed[0].at_s == 0
     assert statistics.fmean(between) == pytest.approx(0.2, rel=0.1)
     assert statistics.stdev(between) / statistics.fmean(between) == pytest.approx(deviation, rel=0.1)
-    assert timed == arriving(sent, rate=5.0, burstiness=burstiness, seed=3)
+    assert timed == with_arrivals(sent, rate=5.0, burstiness=burstiness, seed=3)
 
 
 def test_an_infinite_rate_sends_all_at_once() -> None:
-    assert {item.at_s for item in arriving(drawn(), rate=math.inf, burstiness=1, seed=0)} == {0.0}
+    assert {item.at_s for item in with_arrivals(drawn(), rate=math.inf, burstiness=1, seed=0)} == {0.0}
 
 
 def trace_file(folder: Path, content: object) -> Path:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from console.bench.export import plot
-from console.bench.result import BenchResult, Row, TargetInfo, encoded, read_result
+from console.bench.result import BenchResult, Row, TargetInfo, encode_result, read_result
 from console.bench.run import these_versions, this_machine
 from console.settings.schema import Settings
 from console.settings.sources import changed, load_settings
@@ -82,7 +82,7 @@ def test_a_knob_leaves_its_result_and_its_plots(name: str, tmp_path: Path) -> No
     sweep, result = TURNED[name], swept(TURNED[name])
     files = drawn(name, sweep, result, tmp_path)
     assert [file.suffix for file in files] == [".json", *[".svg"] * len(sweep.plots)]
-    assert encoded(read_result(files[0])) == encoded(result)
+    assert encode_result(read_result(files[0])) == encode_result(result)
     assert [file.read_text() for file in files[1:]] == [plot(result, column) for column in sweep.plots.values()]
 
 

@@ -30,7 +30,7 @@ from console.bench.kinds.long import Long
 from console.bench.kinds.threads import Threads
 from console.bench.kinds.users import Users
 from console.bench.own_engine import engine_target
-from console.bench.result import BenchResult, Column, Key, Row, encoded, merged
+from console.bench.result import BenchResult, Column, Key, Row, encode_result, merge_rows
 from console.bench.run import run_bench
 from console.settings.schema import Settings
 from console.settings.sources import changed, load_settings
@@ -146,7 +146,7 @@ def joined(sweep: Sweep, found: Sequence[tuple[Turn, BenchResult]]) -> BenchResu
         settings={name: value for name, value in results[0].settings.items() if name not in turned},
         keys=sweep.keys,
         columns=tuple(_shown(column, sweep) for column in results[0].columns),
-        rows=merged(rows),
+        rows=merge_rows(rows),
         published=(),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
     )
@@ -164,7 +164,7 @@ async def _once(plan: Plan, settings: Settings) -> BenchResult:
 
 def drawn(name: str, sweep: Sweep, result: BenchResult, folder: Path) -> list[Path]:
     """The files of a knob: its result, and its plots. Raises InvalidRequest where a plot's number was not measured."""
-    files = {folder / f"tuning-{name.replace('_', '-')}.json": encoded(result).decode()}
+    files = {folder / f"tuning-{name.replace('_', '-')}.json": encode_result(result).decode()}
     files |= {folder / f"tuning-{file}.svg": plot(result, column) for file, column in sweep.plots.items()}
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")

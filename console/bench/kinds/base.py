@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     async def warm(self, context: BenchContext) -> None:
         """Warm up once, which is not measured: with one request."""
-        await context.closed([iter(context.items(self.mix(context), 1))])
+        await context.closed_loop([iter(context.items(self.mix(context), 1))])
 
     def mix(self, context: BenchContext) -> Mix:
         """Contents and lengths of the requests."""

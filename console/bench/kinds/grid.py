@@ -86,10 +86,10 @@ class Grid(Plan, frozen=True, kw_only=True):
         """Plan: after a request for each slot, so that no worker is measured while it warms up."""
         workers, max_prompts = int(part.keys["workers"]), int(part.keys["max_prompts"])
         try:
-            await context.engine.turn(workers=workers, max_prompts=max_prompts)
+            await context.engine.set_knobs(workers=workers, max_prompts=max_prompts)
         except InsufficientMemory as error:
             raise SkipPart(f"{part.title} was not measured: {error.message}") from error
         first = context.items(self.mix(context), workers, also="warm")
-        await context.closed([iter([item]) for item in first])
+        await context.closed_loop([iter([item]) for item in first])
         sent = iter(context.items(self.mix(context), self.requests))
-        return summarize(await context.closed([sent] * self.concurrent))
+        return summarize(await context.closed_loop([sent] * self.concurrent))

@@ -59,7 +59,7 @@ class Latency(Plan, frozen=True, kw_only=True):
 
     async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         """Plan: means over the requests, time to the first token included."""
-        run = await context.closed([iter(context.items(self.mix(context), self.prompts))])
+        run = await context.closed_loop([iter(context.items(self.mix(context), self.prompts))])
         done = run.answered
         return {
             "tokens_per_s": sum(record.output_tokens / record.e2e_s for record in done) / len(done),

@@ -71,14 +71,16 @@ class Long(Plan, frozen=True, kw_only=True):
 
     async def warm(self, context: BenchContext) -> None:
         """Plan: with a short request."""
-        await context.closed([iter(context.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))])
+        await context.closed_loop(
+            [iter(context.items(Mix(prompt=self.prompt_tokens, output=fixed(_SETTLE_TOKENS)), 1))]
+        )
 
     async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         """Plan: with a slot for the long prompt among the streams."""
         if isinstance(context.target, EngineHere):
             workers, max_prompts = context.target.knobs
             if workers * max_prompts <= self.streams:
-                await context.target.turn(workers=workers, max_prompts=self.streams // workers + 1)
+                await context.target.set_knobs(workers=workers, max_prompts=self.streams // workers + 1)
         tokens = int(part.keys["long_tokens"])
         [late] = context.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
         if tokens < self.long_tokens:

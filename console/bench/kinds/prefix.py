@@ -62,7 +62,7 @@ class Prefix(Plan, frozen=True, kw_only=True):
         own = part.keys["prefix"] == _OWN
         sent = context.items(self._mix(_NO_TWO_ALIKE if own else self.prefix_groups), self.requests)
         queue = iter(sent)
-        run = await context.closed([queue] * self.concurrent)
+        run = await context.closed_loop([queue] * self.concurrent)
         tokens = sum(item.prompt.tokens for item in sent)
         groups = [item.group for item in sent if item.group is not None]
         again = (len(groups) - len(set(groups))) * self.prefix_tokens

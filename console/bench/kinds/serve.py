@@ -12,7 +12,7 @@ from console.bench.kinds.base import BenchPart, Traced
 from console.bench.measure import BenchContext, Values, columns, summarize
 from console.bench.result import Column
 from console.bench.target import Target
-from console.bench.workload import Mix, PrefixMix, arriving
+from console.bench.workload import Mix, PrefixMix, with_arrivals
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.lengths import fixed
@@ -86,9 +86,9 @@ class Serve(Traced, frozen=True, kw_only=True):
     async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         rate = float(part.keys["request_rate"])
         sent = context.items(self.mix(context), self.requests)
-        timed = arriving(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
+        timed = with_arrivals(sent, rate=rate, burstiness=self.burstiness, seed=self.seed)
         slo = Slo(ttft_s=self.slo_ttft, itl_s=self.slo_tpot, e2e_s=self.slo_response)
-        return summarize(await context.opened(timed, self.max_concurrent or None), slo)
+        return summarize(await context.open_loop(timed, self.max_concurrent or None), slo)
 
 
 def _key(rate: float) -> float | str:

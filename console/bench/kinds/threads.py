@@ -73,20 +73,20 @@ class Threads(Traced, frozen=True, kw_only=True):
         if here is None:
             context.note("A server's speculation is as it was started: it cannot be changed over HTTP.")
         else:
-            await _guess(here, tokens)
-        before = here.counters() if here else None
+            await _set_draft_tokens(here, tokens)
+        before = here.totals() if here else None
         sent = iter(context.items(self.mix(context), self.requests, alike=True))
-        run = await context.closed([sent] * clients)
+        run = await context.closed_loop([sent] * clients)
         acceptance = None
         if here and before:
-            after = here.counters()
+            after = here.totals()
             guesses = after.draft_tokens - before.draft_tokens
             acceptance = 100 * (after.draft_accepted - before.draft_accepted) / guesses if guesses else None
         return {"total_s": run.seconds, "acceptance": acceptance, **summarize(run)}
 
 
-async def _guess(here: EngineHere, tokens: int) -> None:
+async def _set_draft_tokens(here: EngineHere, tokens: int) -> None:
     try:
-        await here.guess(tokens)
+        await here.set_draft_tokens(tokens)
     except (InvalidRequest, ModelLoadFailed) as error:
         raise SkipPart(f"Guessing {tokens} tokens ahead was not measured: {error.message}") from error

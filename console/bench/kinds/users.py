@@ -67,7 +67,7 @@ class Users(Plan, frozen=True, kw_only=True):
     async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         users = int(part.keys["users"])
         sent = context.items(self.mix(context), users * self.requests)
-        run = await context.closed([iter(sent[user::users]) for user in range(users)])
+        run = await context.closed_loop([iter(sent[user::users]) for user in range(users)])
         response_s = sum(record.e2e_s for record in run.answered) / len(run.answered)
         first = context.first_of_repeat("response_s", response_s)
         return {"response_s": response_s, "to_one_user": response_s / first, **summarize(run)}

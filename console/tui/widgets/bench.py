@@ -12,10 +12,10 @@ from textual.widgets import Input, Label, Static
 from console.bench.result import BenchProgress, columns_with_numbers
 from console.bench.result import Column as Number
 from console.bench.result import Row as Measured
-from console.bench.text import row_cells, span, titled
+from console.bench.text import column_title, row_cells, span
 from console.link.benches import BenchField, BenchForm, BenchReport
 from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.plot import meter
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
 
@@ -64,7 +64,7 @@ class BenchFields(Grid):
         self.query_one(f"#title-{at}", Label).update(field.title)
         hint, box, long = self.query_one(f"#hint-{at}", Label), self._box(at), field.name in _LONG
         hint.display = not long
-        hint.update(fitted(self.app, Content(field.hint)))
+        hint.update(for_terminal(self.app, Content(field.hint)))
         box.placeholder = field.hint if long else "none"
         box.set_class(long, "-long")
 
@@ -110,7 +110,7 @@ def table_of(
     """Columns and rows; while there is no row, all columns, and where there is not the room, the last go first."""
     shown = [each for each in (columns_with_numbers(numbers, rows) if rows else numbers) if each.shown]
     lines = [row_cells(keys, shown, row) for row in rows]
-    titles = [titled(each) for each in (*keys, *shown)]
+    titles = [column_title(each) for each in (*keys, *shown)]
     columns = tuple(
         Column(
             title,
@@ -153,7 +153,7 @@ class BenchProgressPanel(Vertical):
         self._report = report
         progress = report.progress
         head = Content("\n").join((_state(report), _bar(progress, self.size.width)))
-        self.query_one("#bench-head", Static).update(fitted(self.app, head))
+        self.query_one("#bench-head", Static).update(for_terminal(self.app, head))
         if progress is not None:
             columns, rows = table_of(progress.keys, progress.columns, progress.rows)
             self.query_one(Table).show(rows, columns=columns)

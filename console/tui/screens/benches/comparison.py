@@ -15,9 +15,9 @@ from textual.widgets import Static
 from console.bench.comparison import Change, Comparison
 from console.bench.result import Column as Number
 from console.bench.result import key_texts
-from console.bench.text import around, titled
+from console.bench.text import column_title, median_text
 from console.tui.widgets.footer import KeyRow
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.table import Column, Row, Table, cell
 
@@ -67,7 +67,7 @@ class BenchComparisonScreen(ModalScreen[None]):
         with Vertical(id="bench-compare") as page:
             set_title(page, f"Two results of bench {self._found.name}")
             yield Table(self._columns, empty="Nothing differs by more than the noise.")
-            yield Static(fitted(self.app, difference_notes(self._found)), id="bench-differences", markup=False)
+            yield Static(for_terminal(self.app, difference_notes(self._found)), id="bench-differences", markup=False)
         yield KeyRow()
 
     def on_mount(self) -> None:
@@ -106,9 +106,9 @@ def _row(change: Change, number: Number, name: str) -> Row:
     share = "–" if change.share is None else f"{change.share:+.1%}"
     cells = (
         cell(name, "bold $muted"),
-        cell(titled(number)),
-        cell(around(change.before, change.before_spread, number), "$muted"),
-        cell(around(change.after, change.after_spread, number), "bold"),
+        cell(column_title(number)),
+        cell(median_text(change.before, change.before_spread, number), "$muted"),
+        cell(median_text(change.after, change.after_spread, number), "bold"),
         cell(share, style),
         cell(words, style),
     )

@@ -19,7 +19,7 @@ from console.link.protocol import EngineLink
 from console.link.status import link_status
 from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
 from console.tui.widgets.bench import BenchFields
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError
 
@@ -118,7 +118,7 @@ class BenchPlace(Vertical):
         server = self._draft.server
         self.query_one("#place-server").display = bool(server.url)
         hint = "" if self._elsewhere else _dialect_text(server.dialect) if server.url else _ENGINE
-        self.query_one("#place-hint", Label).update(fitted(self.app, Content(hint)))
+        self.query_one("#place-hint", Label).update(for_terminal(self.app, Content(hint)))
 
     def _text(self, box: str) -> str:
         return self.query_one(box, Input).value.strip()
@@ -232,7 +232,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
 
     def _show_about(self, form: BenchForm | None) -> None:
         measures = Content(form.measures if form is not None else "")
-        self.query_one("#bench-measures", Static).update(fitted(self.app, measures))
+        self.query_one("#bench-measures", Static).update(for_terminal(self.app, measures))
         whom = _SERVER if self._draft.server.url else _SHARED
         sentences = [whom, f"{_SIZES[self._draft.quick].capitalize()}.", *([_ELSEWHERE] if self._elsewhere else [])]
         self.query_one("#bench-shared", Static).update(" ".join(sentences) if form is not None and form.fields else "")
@@ -243,7 +243,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
         self._say(f"✖ {first}{sentence[1:]}" if sentence else "", "$error")
 
     def _say(self, sentence: str, style: str) -> None:
-        self.query_one("#bench-problem", Static).update(fitted(self.app, Content.styled(sentence, style)))
+        self.query_one("#bench-problem", Static).update(for_terminal(self.app, Content.styled(sentence, style)))
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 

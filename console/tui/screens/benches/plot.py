@@ -11,8 +11,8 @@ from textual.widgets import Static
 
 from console.bench.result import BenchResult, Column, Row, columns_with_numbers
 from console.bench.text import cell as figure
-from console.bench.text import key_text, titled
-from console.tui.widgets.glyphs import ROWS, fitted
+from console.bench.text import column_title, key_text
+from console.tui.widgets.glyphs import ROWS, for_terminal
 from console.tui.widgets.panel import set_title
 
 _EIGHTHS = 8
@@ -40,14 +40,14 @@ class BenchPlot(VerticalScroll, can_focus=False):
     def show(self, result: BenchResult, column: Column | None, about: str = "") -> None:
         """Draw a column of a result; None where it has none. about: the end of the title."""
         self._shown = result, column
-        set_title(self, f"{titled(column)}{about}" if column is not None else "Plot")
+        set_title(self, f"{column_title(column)}{about}" if column is not None else "Plot")
         self._draw()
 
     def clear(self, words: str) -> None:
         """Nothing is drawn; say why."""
         self._shown = None
         set_title(self, "Plot")
-        self.query_one("#bars", Static).update(fitted(self.app, Content.styled(words, "$muted")))
+        self.query_one("#bars", Static).update(for_terminal(self.app, Content.styled(words, "$muted")))
 
     def on_resize(self) -> None:
         """Bars are as long as there is room."""
@@ -59,7 +59,7 @@ class BenchPlot(VerticalScroll, can_focus=False):
         result, column = self._shown
         width = self.scrollable_content_region.width
         lines = bars(result, column, width) if column is not None else [Content.styled(NO_NUMBERS, "$muted")]
-        self.query_one("#bars", Static).update(fitted(self.app, Content("\n").join(lines)))
+        self.query_one("#bars", Static).update(for_terminal(self.app, Content("\n").join(lines)))
 
 
 def plottable_columns(result: BenchResult) -> list[Column]:

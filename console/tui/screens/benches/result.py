@@ -17,14 +17,14 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.bench.export import csv_text, plot
-from console.bench.result import BenchResult, encoded, write_file
+from console.bench.result import BenchResult, encode_result, write_file
 from console.bench.text import heading_text, published_text, span
 from console.link.benches import BenchEntry
 from console.text import clip
 from console.tui.screens.benches.plot import bars, plottable_columns
 from console.tui.widgets.bench import table_of
 from console.tui.widgets.footer import KeyRow
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.errors import EngineError
 
@@ -127,15 +127,15 @@ class BenchResultScreen(ModalScreen[None]):
         columns, rows = table_of(result.keys, result.columns, result.rows)
         with VerticalScroll(id="bench-page") as page:
             page.border_title = Content(f"{result.name} of {local_minute(result.started)}, number {self._kept_as}")
-            yield Static(fitted(self.app, Content(heading_text(result))), id="bench-about", markup=False)
+            yield Static(for_terminal(self.app, Content(heading_text(result))), id="bench-about", markup=False)
             table = Table(columns, empty="Nothing was measured.")
             table.can_focus = False
             table.styles.height = len(rows) + 1
             table.show(rows)
             yield table
             yield Static(id="bench-bars", markup=False)
-            yield Static(fitted(self.app, _notes(result)), id="bench-notes", markup=False)
-            yield Static(fitted(self.app, _published(result)), id="bench-published", markup=False)
+            yield Static(for_terminal(self.app, _notes(result)), id="bench-notes", markup=False)
+            yield Static(for_terminal(self.app, _published(result)), id="bench-published", markup=False)
         yield KeyRow()
 
     def on_mount(self) -> None:
@@ -156,7 +156,7 @@ class BenchResultScreen(ModalScreen[None]):
         better = f"  {column.better} is better" if column.better else ""
         title = Content.assemble((f"{column.title}{unit}", "bold $primary"), (better, "$muted"))
         lines = [title, *bars(self._result, column, width)]
-        self.query_one("#bench-bars", Static).update(fitted(self.app, Content("\n").join(lines)))
+        self.query_one("#bench-bars", Static).update(for_terminal(self.app, Content("\n").join(lines)))
 
     def action_number(self, by: int) -> None:
         """Another number."""
@@ -181,7 +181,7 @@ class BenchResultScreen(ModalScreen[None]):
 
 
 def _write_files(stem: Path, result: BenchResult, column: str) -> None:
-    write_file(stem.with_suffix(".json"), encoded(result), "json")
+    write_file(stem.with_suffix(".json"), encode_result(result), "json")
     write_file(stem.with_suffix(".csv"), csv_text(result).encode(), "csv")
     write_file(stem.with_suffix(".svg"), plot(result, column).encode(), "svg")
 

@@ -27,7 +27,7 @@ from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.bench import BenchProgressPanel
 from console.tui.widgets.footer import KeyRow
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.table import Table
 from engine.errors import EngineError
@@ -152,7 +152,7 @@ class BenchesScreen(ConsolePage[None]):
             line = Content.assemble(
                 (f" {glyph} ", f"bold {style}"), (f"{report.bench}: {report.outcome}", "$foreground")
             )
-            outcome.update(fitted(self.app, line))
+            outcome.update(for_terminal(self.app, line))
 
     def _read_history(self, choose: int = 0) -> None:
         self.run_worker(self._reading(choose), group="history", exclusive=True, exit_on_error=False)
