@@ -71,12 +71,12 @@ class KeyLimiter:
         """Admit a request, for as long as it is under way. Raises RateLimited beyond a limit."""
         now = self._clock()
         if self._limits.concurrent and self._under_way >= self._limits.concurrent:
-            raise _refusal(f"The key {name} may have {self._limits.concurrent} requests under way at once", _BUSY_S)
+            raise _too_many(f"The key {name} may have {self._limits.concurrent} requests under way at once", _BUSY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now, 0.0)):
-            raise _refusal(f"The key {name} may use {self._limits.tokens_per_min} tokens a minute", wait_s)
+            raise _too_many(f"The key {name} may use {self._limits.tokens_per_min} tokens a minute", wait_s)
         if self._requests is not None:
             if wait_s := self._requests.wait_s(now):
-                raise _refusal(f"The key {name} may ask {self._limits.requests_per_min} times a minute", wait_s)
+                raise _too_many(f"The key {name} may ask {self._limits.requests_per_min} times a minute", wait_s)
             self._requests.take(now)
         self._under_way += 1
         try:
@@ -105,9 +105,9 @@ class AddressLimiter:
         """Count a request. Raises RateLimited beyond the limit."""
         if not self._per_min or is_local_address(address):
             return
-        bucket, now = self._bucket(_owner(address)), self._clock()
+        bucket, now = self._bucket(_address_group(address)), self._clock()
         if wait_s := bucket.wait_s(now):
-            raise _refusal(f"One address may ask {self._per_min} times a minute here", wait_s)
+            raise _too_many(f"One address may ask {self._per_min} times a minute here", wait_s)
         bucket.take(now)
 
     def _bucket(self, owner: str) -> TokenBucket:
@@ -118,7 +118,7 @@ class AddressLimiter:
         return bucket
 
 
-def _owner(address: str) -> str:
+def _address_group(address: str) -> str:
     """Return the address to count by: of IPv6 the /64 network, which one client has at least."""
     if ":" not in address:
         return address
@@ -128,7 +128,7 @@ def _owner(address: str) -> str:
         return address
 
 
-def _refusal(sentence: str, wait_s: float) -> RateLimited:
+def _too_many(sentence: str, wait_s: float) -> RateLimited:
     return RateLimited(f"{sentence}; try again in {max(1, round(wait_s))} s", retry_after_s=wait_s)
 
 

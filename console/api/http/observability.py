@@ -256,8 +256,8 @@ def line_of(call: Call, outcome: RequestOutcome) -> AccessLine:
         prompt_tokens=call.prompt_tokens,
         cached_tokens=sum(map(_cached_tokens, works)),
         output_tokens=call.output_tokens,
-        queue_s=_rounded(max((row.queued_s for row in rows), default=None)),
-        ttft_s=_rounded(max(0.0, min(firsts)) if firsts else None),
+        queue_s=_round(max((row.queued_s for row in rows), default=None)),
+        ttft_s=_round(max(0.0, min(firsts)) if firsts else None),
         total_s=round(outcome.total_s, 6),
         finish_reasons=[row.finish or "" for row in rows],
         bytes=outcome.body_bytes,
@@ -270,5 +270,5 @@ def _cached_tokens(work: EngineWork) -> int:
     return sum(row.cached_tokens for row in work.rows[:: work.choices])
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _round(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)

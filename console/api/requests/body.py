@@ -135,7 +135,7 @@ class Body(BaseModel):
     def from_document(cls, document: dict[str, Any]) -> Self:
         """Read a body from a parsed JSON object; raises InvalidRequest, whose `param` names the field at fault."""
         try:
-            fields, sent_as = cls._screen(document)
+            fields, sent_as = cls._supported_fields(document)
         except InvalidRequest as error:
             error.details[AS_SENT] = True
             raise
@@ -145,7 +145,7 @@ class Body(BaseModel):
             raise _explain(error.errors(include_url=False)[0], sent_as) from None
 
     @classmethod
-    def _screen(cls, document: dict[str, object]) -> tuple[dict[str, object], dict[str, str]]:
+    def _supported_fields(cls, document: dict[str, object]) -> tuple[dict[str, object], dict[str, str]]:
         """Return the supported fields, and the client's name of each; raises for others unless inert or neutral."""
         fields: dict[str, object] = {}
         sent_as: dict[str, str] = {}
@@ -180,19 +180,19 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
 def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
     """Return pydantic's error as one sentence that begins with the client's name of the field."""
     first, *inner = error["loc"] or ("",)
-    param = _dotted((sent_as.get(str(first), first), *inner))
+    param = _dotted_path((sent_as.get(str(first), first), *inner))
     if error["type"] == "missing":
         wrong = "is missing"
     elif error["type"] == "extra_forbidden":
         wrong = "is not a field that this endpoint knows"
     else:
         reason = _SHAPES.get(error["type"]) or _SUBJECT.sub("", error["msg"], count=1)
-        wrong = f"{reason}, not {_shown(error['input'], is_of_kind=not error['type'].endswith('_type'))}"
+        wrong = f"{reason}, not {_quote_value(error['input'], is_of_kind=not error['type'].endswith('_type'))}"
     details: dict[str, Detail] = {"param": param, AS_SENT: True}
     return InvalidRequest(f"{param} {wrong}", **details)
 
 
-def _dotted(loc: tuple[int | str, ...]) -> str:
+def _dotted_path(loc: tuple[int | str, ...]) -> str:
     """Return ('stop', 1) as 'stop[1]'."""
     path = ""
     for part in loc:
@@ -200,7 +200,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _shown(value: object, *, is_of_kind: bool) -> str:
+def _quote_value(value: object, *, is_of_kind: bool) -> str:
     """Return a wrong value as text; its type where that is wrong, or the value long. is_of_kind: the type is right."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return format_number(value)

@@ -28,7 +28,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 _FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
-_MARK = "TheAnswerGoesOnFromHere"
+_END_MARK = "TheAnswerGoesOnFromHere"
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -75,7 +75,7 @@ async def render(
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
     if continue_final:
-        turns = [*turns[:-1], _marked(turns[-1])]
+        turns = [*turns[:-1], _with_mark(turns[-1])]
     rendered = partial(
         tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )
@@ -114,14 +114,14 @@ def _as_list(value: object) -> list[object]:
 def _read_message(message: object, where: str) -> Turn:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object with role and content", param=where)
-    role = _role(message.get("role"), where)
+    role = _read_role(message.get("role"), where)
     fields = _FIELDS.get(role, _FIELDS_OF_OTHERS)
     for name, value in message.items():
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
         elif name not in fields and value is not None:
             raise InvalidRequest(f"{where}.{name} is not a field of such a message", param=f"{where}.{name}")
-    turn = _turn(role, message, where)
+    turn = _read_turn(role, message, where)
     if (name := message.get("name")) is not None:
         if not isinstance(name, str):
             raise InvalidRequest(f"{where}.name should be a string", param=f"{where}.name")
@@ -129,14 +129,14 @@ def _read_message(message: object, where: str) -> Turn:
     return turn
 
 
-def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
+def _read_turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     """Return the turn by its role, with its calls, or the call that it answers."""
     content, calls = message.get("content"), message.get("tool_calls")
     if role == "assistant" and calls:
-        text = "" if content is None else _content(content, where)
+        text = "" if content is None else _read_content(content, where)
         at = f"{where}.tool_calls"
         return tool_calls_turn(text, read_calls(calls, at), at)
-    text = _content(content, where)
+    text = _read_content(content, where)
     if role != "tool":
         return {"role": role, "content": text}
     call_id = message.get("tool_call_id")
@@ -146,24 +146,24 @@ def _turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     return tool_result_turn(call_id, text)
 
 
-def _role(role: object, where: str) -> str:
+def _read_role(role: object, where: str) -> str:
     if not isinstance(role, str) or role not in _ROLES:
         but = "and is missing" if role is None else f"not {role!r}" if isinstance(role, str) else "as a string"
         raise InvalidRequest(f"{where}.role should be one of {', '.join(_ROLES)}, {but}", param=f"{where}.role")
     return _ROLES[role]
 
 
-def _content(content: object, where: str) -> str:
+def _read_content(content: object, where: str) -> str:
     """Return the text, of all parts where it has several, each on a line of its own."""
     where = f"{where}.content"
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} should be a string or an array of text parts", param=where)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n".join(_read_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
-def _part(part: object, where: str) -> str:
+def _read_part(part: object, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         raise InvalidRequest(f"{where} should have the type text; other content is not supported", param=where)
     text = part.get("text")
@@ -172,15 +172,15 @@ def _part(part: object, where: str) -> str:
     return text
 
 
-def _marked(turn: Turn) -> Turn:
+def _with_mark(turn: Turn) -> Turn:
     """Return the turn with a mark at the end of its text, which templates neither trim nor take for a token."""
     content = str(turn["content"] or "")
-    return turn | {"content": content + _MARK} if content.strip() else turn
+    return turn | {"content": content + _END_MARK} if content.strip() else turn
 
 
 def _up_to_mark(text: str) -> str:
     """Return `text` up to its mark, without what a template adds after a turn."""
-    found = text.rfind(_MARK)
+    found = text.rfind(_END_MARK)
     if found < 0:
         raise InvalidRequest(
             "continue_final_message needs a last message whose text the chat template keeps", param="messages"

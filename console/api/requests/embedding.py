@@ -58,7 +58,7 @@ async def vectors_of(
     vectors: list[bytes] = []
     tokens = 0
     # As many at once as a request may ask for answers and the queue may hold: all of them are submitted, or none.
-    for some in _parts(prompts, max(1, min(context.settings.max_choices, context.engine.config.max_queue))):
+    for some in _chunks(prompts, max(1, min(context.settings.max_choices, context.engine.config.max_queue))):
         async with context.embed(request, new_id("embd"), body, model, some) as generation:
             vectors.extend(answer.vector for answer in await generation.answers())
             tokens += generation.tokens.prompt
@@ -69,7 +69,7 @@ async def encode_vectors(vectors: Sequence[bytes], encoding: Encoding) -> list[E
     """Vectors as JSON."""
     written = []
     for vector in vectors:
-        written.append(_written(vector, encoding))
+        written.append(_encode_vector(vector, encoding))
         await asyncio.sleep(0)  # writing millions of numbers must not hold others up
     return written
 
@@ -85,10 +85,10 @@ def check_inputs(inputs: int, dimensions: int | None, model: ServedModel, settin
         )
 
 
-def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+def _chunks(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
     return (prompts[first : first + size] for first in range(0, len(prompts), size))
 
 
-def _written(vector: bytes, encoding: Encoding) -> msgspec.Raw:
+def _encode_vector(vector: bytes, encoding: Encoding) -> msgspec.Raw:
     plain = base64.b64encode(vector).decode() if encoding == "base64" else array("f", vector).tolist()
     return msgspec.Raw(msgspec.json.encode(plain))

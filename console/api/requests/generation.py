@@ -32,7 +32,7 @@ MANY_LOGPROBS = 1024
 _PACKED_BYTES = 8
 """Less than one log-probability of a prompt takes."""
 
-STRETCH_S = 0.005
+MAX_BLOCKING_S = 0.005
 """Max time of submitting or cancelling answers of one request before other work gets its turn."""
 
 _SEEDS = 2**64
@@ -88,14 +88,14 @@ class Generation:
         embed: bool = False,
     ) -> None:
         self._engine = engine
-        movable = not _names_tokens(params)
+        movable = not _has_token_ids(params)
         single = len(prompts) * n == 1
         groups = [Choices(n) if n > 1 else None for _ in prompts]
         self._requests = [
             GenerateRequest(
                 id=request_id if single else f"{request_id}-{i * n + choice}",
                 prompt_ids=prompt.ids,
-                params=_for_choice(params, choice),
+                params=_params_of_choice(params, choice),
                 priority=priority,
                 model=model.requested_name,
                 key=model.key,
@@ -129,12 +129,12 @@ class Generation:
         """
         requests, self._requests = self._requests, []  # the engine has them from here on
         clock = asyncio.get_running_loop().time
-        until = clock() + STRETCH_S
+        until = clock() + MAX_BLOCKING_S
         try:
             for request in requests:
                 if clock() > until:
                     await asyncio.sleep(0)
-                    until = clock() + STRETCH_S
+                    until = clock() + MAX_BLOCKING_S
                 if self._cancel_reason is not None:
                     raise self._cancel_reason
                 self._streams.append(self._engine.submit(request))
@@ -150,7 +150,7 @@ class Generation:
     def _cancel_some(self, streams: deque[RequestStream]) -> None:
         """Cancel some streams, and the rest in later turns of the loop."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + STRETCH_S
+        until = loop.time() + MAX_BLOCKING_S
         while streams and loop.time() < until:
             streams.popleft().cancel()
         if streams:
@@ -186,7 +186,7 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
         """(choice, delta) as they come; raises EngineError once any answer has failed or was cancelled, or ran out of
         time where none has a token yet."""
-        async with aclosing(self._merged()) as merged:
+        async with aclosing(self._merge_streams()) as merged:
             async for choice, delta in merged:
                 self._output_tokens[choice] = delta.output_tokens
                 self._cached_tokens[choice] = delta.cached_tokens
@@ -235,12 +235,12 @@ class Generation:
             case _:
                 return None
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
+    async def _merge_streams(self) -> AsyncGenerator[tuple[int, StreamDelta], None]:
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
                 yield 0, delta
             return
-        waiting = {_next(stream): choice for choice, stream in enumerate(self._streams)}
+        waiting = {_next_delta(stream): choice for choice, stream in enumerate(self._streams)}
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +248,7 @@ class Generation:
                     choice, delta = waiting.pop(task), task.result()
                     yield choice, delta
                     if delta.finish is None:
-                        waiting[_next(self._streams[choice])] = choice
+                        waiting[_next_delta(self._streams[choice])] = choice
         finally:
             for task in waiting:
                 task.cancel()
@@ -272,11 +272,11 @@ def best_of_each(answers: Sequence[GeneratedAnswer], generated: int, returned: i
     ]
 
 
-def _next(stream: RequestStream) -> asyncio.Future[StreamDelta]:
+def _next_delta(stream: RequestStream) -> asyncio.Future[StreamDelta]:
     return asyncio.ensure_future(stream.__anext__())
 
 
-def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+def _params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     """Return the parameters of one answer: those to one prompt differ by their seed, which wraps around at 64 bits."""
     if params.seed is None or choice == 0:
         return params
@@ -284,7 +284,7 @@ def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(params, seed=seed)
 
 
-def _names_tokens(params: SamplingParams) -> bool:
+def _has_token_ids(params: SamplingParams) -> bool:
     """Return whether parameters name token ids, or ask for some, so that they mean nothing to another model."""
     return params.prompt_logprobs is not None or bool(
         params.logit_bias

@@ -86,22 +86,22 @@ class TextOffsets:
     def push(self, token_id: int) -> int:
         """Return the offset of the next token, `token_id`."""
         at = self._at
-        if token_id not in self._tokenizer.special_ids or self._shows(self.text_of(token_id)):
+        if token_id not in self._tokenizer.special_ids or self._continues_with(self.text_of(token_id)):
             unwritten = self._unwritten(token_id)
             self._at += len(self._text.push(token_id)) - unwritten
         return at
 
     def text_of(self, token_id: int) -> str:
         """Return what `token_id` would add as the next token; U+FFFD for part of a character."""
-        text = _decoded(self._text.bytes_of(token_id))
+        text = _decode(self._text.bytes_of(token_id))
         return text[1:] if self._unwritten(token_id) else text
 
     def _unwritten(self, token_id: int) -> bool:
         """Return whether the token begins with a space that SentencePiece itself put after a control token."""
-        text = _decoded(self._text.bytes_of(token_id))
-        return text.startswith(" ") and not self._shows(text) and self._shows(text[1:])
+        text = _decode(self._text.bytes_of(token_id))
+        return text.startswith(" ") and not self._continues_with(text) and self._continues_with(text[1:])
 
-    def _shows(self, piece: str) -> bool:
+    def _continues_with(self, piece: str) -> bool:
         """Return whether the text continues like this, as far as the text reaches."""
         return self._within is None or self._within.startswith(piece, self._at - self._start)
 
@@ -163,10 +163,10 @@ def _chat_logprob(record: TokenLogprob, text: IncrementalDetokenizer) -> ChatLog
     raw = text.bytes_of(record.token_id)
     text.push(record.token_id)
     return ChatLogprob(
-        token=_decoded(raw),
+        token=_decode(raw),
         logprob=_finite(record.logprob),
         bytes=list(raw),
-        top_logprobs=[TopLogprob(_decoded(other), logprob, list(other)) for other, logprob in top],
+        top_logprobs=[TopLogprob(_decode(other), logprob, list(other)) for other, logprob in top],
     )
 
 
@@ -176,10 +176,10 @@ def _alternatives(record: TokenLogprob, offsets: TextOffsets, top: int) -> dict[
 
 
 def _text(token_id: int, tokenizer: Tokenizer) -> str:
-    return _decoded(tokenizer.token_bytes(token_id))
+    return _decode(tokenizer.token_bytes(token_id))
 
 
-def _decoded(raw: bytes) -> str:
+def _decode(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 

@@ -55,7 +55,7 @@ async def read_prompts(
     items = _items(value, param)
     if not empty_texts and "" in items:
         raise _empty(value, items.index(""), param)
-    prompts = [prompt for part in _parts(items) for prompt in await _read(part, model, param)]
+    prompts = [prompt for part in _chunks(items) for prompt in await _read(part, model, param)]
     for index, prompt in enumerate(prompts):
         if not prompt.ids:
             raise _empty(value, index, param)
@@ -92,7 +92,7 @@ async def _read(items: Sequence[object], model: ServedModel, param: str) -> list
     ]
 
 
-def _parts(items: Iterable[object]) -> Iterator[list[object]]:
+def _chunks(items: Iterable[object]) -> Iterator[list[object]]:
     """Yield prompts to read together: meanwhile the tokenizer takes thirty times the memory of their ids."""
     part: list[object] = []
     size = 0
@@ -114,7 +114,7 @@ def _items(value: object, param: str) -> list[object]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _misshapen(param)
+        raise _wrong_type(param)
     if not value:
         raise InvalidRequest(f"{param} is an empty array", param=param)
     return [value] if _is_id(as_integer(value[0])) else value
@@ -122,11 +122,11 @@ def _items(value: object, param: str) -> list[object]:
 
 async def _read_ids(item: object, model: ServedModel, param: str) -> Prompt:
     if not isinstance(item, list):
-        raise _misshapen(param)
+        raise _wrong_type(param)
     model.check_fits(len(item))
     ids = cast(list[int], as_integers(item))
     if not set(map(type, ids)) <= {int}:
-        raise _misshapen(param)
+        raise _wrong_type(param)
     text = await model.decode(ids, param)
     return Prompt(compact_ids(ids), text)
 
@@ -140,5 +140,5 @@ def _empty(value: object, index: int, param: str) -> InvalidRequest:
     return InvalidRequest(f"{place} is empty", param=param)
 
 
-def _misshapen(param: str) -> InvalidRequest:
+def _wrong_type(param: str) -> InvalidRequest:
     return InvalidRequest(f"{param} should be a string, an array of strings, or token ids", param=param)

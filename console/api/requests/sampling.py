@@ -81,16 +81,16 @@ def breaker_ids(value: object, model: ServedModel) -> tuple[int, ...]:
     value: an array of strings, or one as JSON text, with or without its brackets (as text-generation-webui's clients
     send it); None is DEFAULT_BREAKERS. Raises InvalidRequest.
     """
-    strings = list(DEFAULT_BREAKERS) if value is None else _strings(value)
+    strings = list(DEFAULT_BREAKERS) if value is None else _read_breakers(value)
     encoded = model.tokenizer.encode_all([f"a{string}" for string in strings], add_special_tokens=False)
     return tuple(dict.fromkeys(ids[-1] for ids in encoded if ids))
 
 
-def _strings(value: object) -> list[str]:
+def _read_breakers(value: object) -> list[str]:
     if isinstance(value, str):
         value = _from_json(value.strip())
     if not isinstance(value, list) or not all(isinstance(string, str) and string for string in value):
-        raise _misshapen()
+        raise _wrong_breakers()
     if len(value) > MAX_BREAKERS:
         raise InvalidRequest(
             f"dry_sequence_breakers holds {len(value)} strings; it takes up to {MAX_BREAKERS}",
@@ -113,10 +113,10 @@ def _from_json(text: str) -> object:
     try:
         return from_json(text if text.startswith("[") else f"[{text}]", allow_inf_nan=False)
     except ValueError:
-        raise _misshapen() from None
+        raise _wrong_breakers() from None
 
 
-def _misshapen() -> InvalidRequest:
+def _wrong_breakers() -> InvalidRequest:
     return InvalidRequest(
         "dry_sequence_breakers should be an array of strings, none of them empty, or such an array as JSON text",
         param="dry_sequence_breakers",
@@ -272,7 +272,7 @@ def sampling_params(
             f"max_tokens is {format_number(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
-    values = _values(fields, model.tokenizer.generation_defaults)
+    values = _row_values(fields, model.tokenizer.generation_defaults)
     min_temp, max_temp = _temperature_range(fields, values["temperature"])
     values |= {
         "min_temp": min_temp,
@@ -280,11 +280,11 @@ def sampling_params(
         "dry_breaker_ids": breaker_ids(fields.dry_sequence_breakers, model) if values["dry_multiplier"] else (),
         "logit_bias": read_logit_bias(fields.logit_bias, model)
         | read_token_bans(fields.custom_token_bans, model, end_tokens=fields.ban_eos_token),
-        "seed": _seed(fields),
+        "seed": _read_seed(fields),
         "negative_prompt_ids": tuple(negative_prompt_ids),
         "banned_strings": tuple(dict.fromkeys([*fields.banned_strings, *fields.bad_words])),
         "max_tokens": max_tokens,
-        "stop": tuple(dict.fromkeys([*_stops(fields.stop), *fields.stopping_strings])),
+        "stop": tuple(dict.fromkeys([*_read_stops(fields.stop), *fields.stopping_strings])),
         "stop_token_ids": tuple(fields.stop_token_ids),
         "logprobs": 0 if logprobs is None and fields.answers_each > fields.n else logprobs,
         "prompt_logprobs": prompt_logprobs,
@@ -293,7 +293,7 @@ def sampling_params(
     return _apply_order(SamplingParams(**values).validate(), fields)
 
 
-def _values(fields: SamplingFields, recommended: GenerationDefaults) -> dict[str, Any]:
+def _row_values(fields: SamplingFields, recommended: GenerationDefaults) -> dict[str, Any]:
     """Return the parameters that have a row, by the engine's names; one left open is as the model recommends."""
     values: dict[str, Any] = {}
     for row in _ROWS:
@@ -348,7 +348,7 @@ def _apply_order(params: SamplingParams, fields: SamplingFields) -> SamplingPara
     return params
 
 
-def _seed(fields: SamplingFields) -> int | None:
+def _read_seed(fields: SamplingFields) -> int | None:
     """Return the seed, which has two names."""
     given = {seed for seed in (fields.seed, fields.sampler_seed) if seed is not None and seed != NO_SEED}
     if len(given) > 1:
@@ -356,7 +356,7 @@ def _seed(fields: SamplingFields) -> int | None:
     return next(iter(given), None)
 
 
-def _stops(stop: object) -> tuple[str, ...]:
+def _read_stops(stop: object) -> tuple[str, ...]:
     """Return one string or several as a tuple."""
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):

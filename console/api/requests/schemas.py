@@ -234,9 +234,9 @@ def complete_schema(
     fields, required = schema.get("properties", {}), schema.get("required", [])
     public = {name: field for name, field in fields.items() if name not in internal}
     untitled = {name: {key: field[key] for key in field if key != "title"} for name, field in public.items()}
-    untitled |= {name: _within(untitled[name], *bounds) for name, bounds in ranges.items() if name in untitled}
-    untitled |= {name: _counted(untitled[name], limit) for name, limit in limits.items() if name in untitled}
-    properties = {name: field if name in required else _or_null(field) for name, field in untitled.items()}
+    untitled |= {name: _with_bounds(untitled[name], *bounds) for name, bounds in ranges.items() if name in untitled}
+    untitled |= {name: _with_max_entries(untitled[name], limit) for name, limit in limits.items() if name in untitled}
+    properties = {name: field if name in required else _nullable(field) for name, field in untitled.items()}
     for name, meaning in meanings(docs).items():
         if name in properties:
             properties[name] = {**properties[name], "description": meaning}
@@ -247,7 +247,7 @@ def complete_schema(
         if name in properties:
             properties[alias] = {**properties[name], "description": f"The same as {name}"}
     for name, refusal in sorted(refused.items()):
-        properties.setdefault(name, _refused(refusal))
+        properties.setdefault(name, _refused_field(refusal))
     for name in sorted(inert):
         properties.setdefault(name, {"description": "Taken; it changes nothing about an answer"})
     whole = {**schema, "description": docs[0].partition("\n\n")[0], "properties": properties}
@@ -277,9 +277,9 @@ class ShapedAs:
         return self.body.__get_pydantic_json_schema__(self.body.__pydantic_core_schema__, handler)
 
 
-def _within(field: JsonSchema, low: float, high: float) -> JsonSchema:
+def _with_bounds(field: JsonSchema, low: float, high: float) -> JsonSchema:
     if "anyOf" in field:
-        return {**field, "anyOf": [_within(kind, low, high) for kind in field["anyOf"]]}
+        return {**field, "anyOf": [_with_bounds(kind, low, high) for kind in field["anyOf"]]}
     if field.get("type") not in ("integer", "number"):
         return field
     least = {"exclusiveMinimum": 0} if low == TINY else {"minimum": low}
@@ -287,15 +287,15 @@ def _within(field: JsonSchema, low: float, high: float) -> JsonSchema:
     return {"maximum": high, **own, **field}
 
 
-def _counted(field: JsonSchema, limit: int) -> JsonSchema:
+def _with_max_entries(field: JsonSchema, limit: int) -> JsonSchema:
     """Return the field's schema with max `limit` entries in arrays and objects."""
     if "anyOf" in field:
-        return {**field, "anyOf": [_counted(kind, limit) for kind in field["anyOf"]]}
+        return {**field, "anyOf": [_with_max_entries(kind, limit) for kind in field["anyOf"]]}
     most = {"array": "maxItems", "object": "maxProperties"}.get(field.get("type", ""))
     return field if most is None else {most: limit, **field}
 
 
-def _or_null(field: JsonSchema) -> JsonSchema:
+def _nullable(field: JsonSchema) -> JsonSchema:
     kinds = field.get("anyOf", [field])
     if field.get("type") == "null" or any(kind.get("type") == "null" for kind in kinds):
         return field
@@ -306,5 +306,5 @@ def _or_null(field: JsonSchema) -> JsonSchema:
     return {**outside, "anyOf": [inside, {"type": "null"}]} if inside else field
 
 
-def _refused(refusal: Refusal) -> JsonSchema:
+def _refused_field(refusal: Refusal) -> JsonSchema:
     return {"enum": [*refusal.neutral, None], "description": f"Not supported: {refusal.reason}", "x-refused": True}

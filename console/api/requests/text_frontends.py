@@ -48,28 +48,30 @@ class TruncatedPrompt:
 
     def _encode(self, tokenizer: Tokenizer) -> list[int]:
         start = tokenizer.encode(self.head, add_special_tokens=self.add_special_tokens) if self.head else []
-        return self._joined(start, tokenizer.encode(self.text, add_special_tokens=self._adds), tokenizer)
+        return self._with_start(
+            start, tokenizer.encode(self.text, add_special_tokens=self._adds_special_tokens), tokenizer
+        )
 
     async def prompt(self, model: ServedModel) -> Prompt:
         """Return the prompt; a long one is tokenized in a thread. Raises InvalidRequest where nothing is left."""
         text = await model.part(self.text, self.limit, end=True)
         [start] = await model.encode([self.head], add_special_tokens=self.add_special_tokens) if self.head else [[]]
-        [ids] = await model.encode([text], add_special_tokens=self._adds)
+        [ids] = await model.encode([text], add_special_tokens=self._adds_special_tokens)
         if len(start) >= self.limit:
             raise InvalidRequest(
                 f"memory has {len(start)} tokens; with the prompt there may be {self.limit}", param="memory"
             )
-        whole = self._joined(start, ids, model.tokenizer)
+        whole = self._with_start(start, ids, model.tokenizer)
         if not whole:
             raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
         return Prompt(compact_ids(whole), self.head + self.text, replace(self, text=text))
 
     @property
-    def _adds(self) -> bool:
+    def _adds_special_tokens(self) -> bool:
         """True if the text itself, after its head, gets special tokens."""
         return self.add_special_tokens and not self.head
 
-    def _joined(self, start: list[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    def _with_start(self, start: list[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
         if not start and ids[:1] == [tokenizer.bos_token_id]:
             start, ids = ids[:1], ids[1:]
         return [*start, *ids[-max(1, self.limit - len(start)) :]]
@@ -211,11 +213,11 @@ class LiveGenerations:
         model = await context.served_model(request, body)
         params, prompt = await body.params(model), await body.prompt_for(model)
         async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
-            with self._added(request, key, generation) as live:
+            with self._register(request, key, generation) as live:
                 yield live
 
     @contextmanager
-    def _added(self, request: web.Request, key: str, generation: Generation) -> Iterator[LiveGeneration]:
+    def _register(self, request: web.Request, key: str, generation: Generation) -> Iterator[LiveGeneration]:
         """List a generation while it runs."""
         live, place = LiveGeneration(generation, _program_of(request)), (client_of(request), key)
         here = self._live.setdefault(place, [])
