@@ -1,7 +1,8 @@
 """HubClient: the hub's HTTP interface. What a hub answers is foreign: it is bounded, checked, and then used.
 
 huggingface_hub gives the session (proxies, certificates) and the token. Its own downloads are not used: they name files
-after what the server says, decompress without a bound, and check no content.
+after what the server says, and check no content. Measured with version 2.4: a file with one byte changed is taken for
+whole, and a compressed answer of 64 KiB is written out as 64 MiB before its size is looked at.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from console.text import class_title
 from console.tui.commands import entries
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 _TERM = 14
 _MEANING = 52
@@ -63,7 +63,7 @@ class HelpScreen(ModalScreen[None]):
             page.border_title = "Keys and numbers"
             page.border_subtitle = "a click does it, esc closes"
             lines = [*self._keys(), Content(""), *_numbers()]
-            yield Static(fitted(self.app, Content("\n").join(lines)))
+            yield Static(for_terminal(self.app, Content("\n").join(lines)))
 
     def action_take(self, at: int) -> None:
         """Close, and do what was clicked."""

@@ -19,7 +19,7 @@ from textual.screen import Screen
 from textual.style import Style
 from textual.widget import Widget
 
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 LASTING = ("app.help", "app.quit")
 _SIGNS = {"minus": "-", "plus": "+", "slash": "/", "backslash": "\\", "underscore": "_", "at": "@"}
@@ -85,7 +85,7 @@ class KeyRow(Widget):
                 break
             parts.pop(next((at for at in reversed(spare) if parts[at][0].is_everywhere), spare[-1]))
         keys = Content("").join(content for _, content in parts)
-        return fitted(self.app, Content.assemble(keys, " " * max(0, room - keys.cell_length), palette))
+        return for_terminal(self.app, Content.assemble(keys, " " * max(0, room - keys.cell_length), palette))
 
     def on_click(self, event: events.Click) -> None:
         """Do what was clicked. A link would paint keys and words alike."""

@@ -90,7 +90,8 @@ def to_ascii(text: str) -> str:
 
 
 def escape_unsafe(content: Content) -> Content:
-    """`content` with what a terminal would obey as visible escapes; colours and links stay, newlines and tabs too."""
+    """Return `content` with what a terminal would obey as visible escapes; colours, links, newlines and tabs
+    stay."""
     if content.plain.isprintable() or UNSAFE_IN_LINES.search(content.plain) is None:
         return content
     parts, at = list[Content](), 0
@@ -100,9 +101,9 @@ def escape_unsafe(content: Content) -> Content:
     return Content("").join([*parts, content[at:]])
 
 
-def fitted(app: App[object], content: Content) -> Content:
-    """`content` in characters that the terminal has: ours are replaced one by one, so colours and links stay; foreign
-    ones that it would obey are escapes."""
+def for_terminal(app: App[object], content: Content) -> Content:
+    """Return `content` in characters that the terminal has: ours are replaced one by one, so colours and links stay;
+    foreign ones that it would obey are escapes."""
     content = escape_unsafe(content)
     if not is_ascii(app):
         return content

@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.visual import Visual
 from textual.widget import Widget
 
-from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
+from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.plot import Cell, Ink, column_of, columns, draw, missed_columns, nice_bound
 from engine.snapshot import Mark, Second
 
@@ -125,12 +125,12 @@ class Graph(Plot):
     def line(self, y: int) -> Content:
         """Title first, then the plot from its upper edge down."""
         if y == 0 or y > len(self._plot):
-            return fitted(self.app, self._title if y == 0 else Content(""))
+            return for_terminal(self.app, self._title if y == 0 else Content(""))
         label = self._top_label if y == 1 else "0" if y == len(self._plot) else ""
         parts: list[Content | str | tuple[str, str]] = [(f"{label:>{GUTTER - 1}}▕", "$graph-axis")]
         runs = groupby(self._plot[y - 1], lambda cell: cell.ink)
         parts.extend(("".join(cell.char for cell in run), self._inks[ink]) for ink, run in runs)
-        return fitted(self.app, Content.assemble(*parts))
+        return for_terminal(self.app, Content.assemble(*parts))
 
 
 def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
@@ -199,15 +199,15 @@ class Scatter(Plot):
         width = max(0, self.size.width - GUTTER)
         if y == 0 or not points or not width or rows < 1:
             line = title if y == 0 else Content.styled(empty if y == 1 else "", "$muted")
-            return fitted(self.app, line.truncate(self.size.width, ellipsis=True))
+            return for_terminal(self.app, line.truncate(self.size.width, ellipsis=True))
         top, right = bounds(points)
         if y > rows:
             axis = f"{self._label(right):>{self.size.width}}"
-            return fitted(self.app, Content.styled(axis, "$graph-axis"))
+            return for_terminal(self.app, Content.styled(axis, "$graph-axis"))
         label = f"{top:.0f}" if y == 1 else "0" if y == rows else ""
         runs = groupby(place(points, width, rows)[y - 1], lambda cell: cell.style)
         cells = [("".join(cell.char for cell in run), style) for style, run in runs]
-        return fitted(self.app, Content.assemble((f"{label:>{GUTTER - 1}}▕", "$graph-axis"), *cells))
+        return for_terminal(self.app, Content.assemble((f"{label:>{GUTTER - 1}}▕", "$graph-axis"), *cells))
 
 
 def bounds(points: Sequence[Point]) -> tuple[float, float]:

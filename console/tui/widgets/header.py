@@ -15,7 +15,7 @@ from console.link.status import LinkStatus
 from console.text import has_simulated_devices, local_time
 from console.tui.modes import MODES
 from console.tui.view import prompts_limit, workers_now
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import model_state
 from engine.snapshot import Snapshot
 
@@ -75,8 +75,8 @@ class TabRow(Widget):
             for brevity in range(BREVITIES):
                 knobs = knob_row(self._knobs, brevity, turns=not self._read_only)
                 if (room := width - tabs.cell_length - knobs.cell_length) > 0:
-                    return fitted(self.app, Content.assemble(tabs, " " * room, knobs))
-        return fitted(self.app, tabs)
+                    return for_terminal(self.app, Content.assemble(tabs, " " * room, knobs))
+        return for_terminal(self.app, tabs)
 
 
 BREVITIES = 4
@@ -168,7 +168,9 @@ class StatusLine(Widget):
         """The widest form that fits."""
         if self._view is None:
             return Content("")
-        return fitted(self.app, status_line(self._view.snapshot, self._view.api, self.size.width, self._view.standing))
+        return for_terminal(
+            self.app, status_line(self._view.snapshot, self._view.api, self.size.width, self._view.standing)
+        )
 
 
 def status_line(snapshot: Snapshot, api: ApiStatus, width: int, standing: LinkStatus = HERE) -> Content:

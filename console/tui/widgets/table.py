@@ -22,7 +22,7 @@ from textual.style import Style
 from textual.widget import Widget
 
 from console.tui.printable_filter import MAX_CHARACTERS
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import ANY_UNSAFE, printable
 
 # How a part of a widget looks.
@@ -348,7 +348,9 @@ class Table(ScrollView, can_focus=True):
         if len(placed) < len(shown):
             last, room = placed[-1]
             placed[-1] = last, room + sum(widths[len(placed) :]) + gap * (len(shown) - len(placed))
-        return fitted(self.app, side_by_side([(cells[at], room, self._columns[at].align) for at, room in placed], gap))
+        return for_terminal(
+            self.app, side_by_side([(cells[at], room, self._columns[at].align) for at, room in placed], gap)
+        )
 
     def _strip(self, content: Content, *components: str) -> Strip:
         """The line in the table's colours: its spans, which never overlap, each with its style."""

@@ -39,7 +39,7 @@ from console.tui.screens.api.tables import (
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.glyphs import for_terminal, is_ascii
 from console.tui.widgets.plot import draw
 from console.tui.widgets.table import Row, Table
 from engine.errors import EngineError
@@ -93,7 +93,7 @@ class ApiHead(Widget):
             traffic_line(report, width, ascii_only=is_ascii(self.app)),
             curl_row(self._view.curl),
         )
-        return fitted(self.app, Content("\n").join(lines))
+        return for_terminal(self.app, Content("\n").join(lines))
 
 
 def place_line(status: ApiStatus, width: int) -> Content:

@@ -16,7 +16,7 @@ from console import text
 from console.link.status import LinkStatus
 from console.tui.screens.base import ConsolePage, ConsoleRow
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import State, model_state
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.snapshot import Snapshot
@@ -88,7 +88,7 @@ class InstanceRow(ConsoleRow):
         return self._content
 
     def _row(self) -> Content:
-        return fitted(self.app, instance_row(self._app.readings, self.size.width))
+        return for_terminal(self.app, instance_row(self._app.readings, self.size.width))
 
 
 def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:

@@ -16,7 +16,7 @@ from textual.widgets import Input, Label
 
 from console.text import local_time
 from console.tui.screens.base import ConsoleRow
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 if TYPE_CHECKING:
     from console.tui.replay_app import ReplayApp
@@ -113,7 +113,7 @@ class ReplayBar(ConsoleRow):
             self._replay.go_to(reading.begins + share * (reading.ends - reading.begins))
 
     def _drawn(self) -> Content:
-        return fitted(self.app, replay_bar(self._replay.reading, self.size.width))
+        return for_terminal(self.app, replay_bar(self._replay.reading, self.size.width))
 
 
 def replay_bar(reading: PlayReading, width: int) -> Content:

@@ -13,7 +13,7 @@ from textual.widgets import Static, TextArea
 
 from console.chats import Turn
 from console.link.chat import DraftCount
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 # The line between transcript and box: what the draft takes of the context, and what else can be done, to click.
 
@@ -64,7 +64,7 @@ class ChatLine(Horizontal):
         """None: no model can count."""
         line, warning = count_line(count, max_tokens) if count is not None else ("", False)
         self.set_class(warning, "-warning")
-        count_now = fitted(self.app, Content(("▲ " if warning else "") + line))
+        count_now = for_terminal(self.app, Content(("▲ " if warning else "") + line))
         self.query_one("#count", Static).update(count_now, layout=False)
 
 

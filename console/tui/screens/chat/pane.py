@@ -16,7 +16,7 @@ from console.link.chat import ChatMessage, DraftCount
 from console.tui.screens.chat.settings import sampling
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.chat.turn import BranchPosition
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.config import SamplingParams
 from engine.snapshot import Snapshot
 
@@ -74,7 +74,7 @@ class Pane:
         titles = (named, model) if named else (f"{model} · {describe_settings(self.branch.settings)}", "")
         if titles != self._titles:
             self._titles = titles
-            shown = [fitted(self.transcript.app, Content(title)) for title in titles]
+            shown = [for_terminal(self.transcript.app, Content(title)) for title in titles]
             self.transcript.border_title, self.transcript.border_subtitle = shown
 
     def turn(self, role: str) -> Turn | None:

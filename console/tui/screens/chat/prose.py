@@ -23,7 +23,7 @@ from textual.visual import Visual
 from textual.widget import Widget
 
 from console.tui.screens.chat.markdown import Block, Code, blocks, lay_out
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import printable_lines
 
 # Code in the colours of its language, at a cost that is bounded: a model says what the code is, and what language.
@@ -197,7 +197,7 @@ class Prose(Widget):
 
     def _lay_out(self, block: Block) -> list[Content]:
         return [
-            fitted(self.app, line) if not isinstance(piece, Code) else line
+            for_terminal(self.app, line) if not isinstance(piece, Code) else line
             for piece in block.pieces
             for line in lay_out(piece, self._width, self._highlight)
         ]

@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from console.chats import ChatSettings, ChatStore, Preset
 from console.chats.presets import all_presets, apply_preset, describe_settings
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.config import PARAMETERS, Parameter, SamplingParams
 from engine.errors import InvalidRequest
 
@@ -106,7 +106,7 @@ class PresetsScreen(ModalScreen[Preset | None]):
 
     def _line(self, preset: Preset) -> Content:
         name = f"{preset.name:<{_NAME_WIDTH}} "
-        return fitted(self.app, Content.assemble(name, (describe_settings(preset.settings), "$muted")))
+        return for_terminal(self.app, Content.assemble(name, (describe_settings(preset.settings), "$muted")))
 
 
 _ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if name in PARAMETERS)

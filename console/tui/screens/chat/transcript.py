@@ -19,7 +19,7 @@ from textual.widgets import Static
 from console.chats import Turn
 from console.text import plural
 from console.tui.screens.chat.turn import Answer, BranchPosition, Question, TurnWidget
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 # Which turns of a long conversation are mounted: a bounded number, by turns and by length. Pure.
 
@@ -118,7 +118,7 @@ class More(Static):
         if turns != self._turns:
             self._turns = turns
             words = f"↑ {plural(turns, 'earlier turn')}" if self.earlier else f"↓ {plural(turns, 'later turn')}"
-            self.update(fitted(self.app, Content(words if turns else "")))
+            self.update(for_terminal(self.app, Content(words if turns else "")))
 
     def on_click(self) -> None:
         """Go there."""

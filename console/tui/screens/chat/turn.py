@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from console.chats import Turn, TurnNote
 from console.tui.screens.chat.prose import Prose
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import printable_lines
 
 MIN_INTERVAL_S = 0.1
@@ -100,7 +100,7 @@ class Foot(Static):
         self.set_class(failed, "-failed")
         self.set_class(not lines, "-empty")
         taller, self._rows = len(lines) != self._rows, len(lines)
-        self.update(fitted(self.app, Content("\n").join(lines)), layout=taller)
+        self.update(for_terminal(self.app, Content("\n").join(lines)), layout=taller)
 
     def action_press(self, action: str) -> None:
         """A click on one of them."""

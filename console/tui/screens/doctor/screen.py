@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.link.protocol import EngineLink
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from engine.doctor.report import Finding, Report, State
 from engine.errors import EngineError
 
@@ -54,9 +54,9 @@ class Findings(Vertical):
         with Grid():
             for finding in self._findings:
                 glyph, style = MARKS[finding.state]
-                yield Static(fitted(self.app, Content.styled(glyph, style)))
+                yield Static(for_terminal(self.app, Content.styled(glyph, style)))
                 yield Static(finding.name, classes="name", markup=False)
-                yield Static(fitted(self.app, _described(finding, style)))
+                yield Static(for_terminal(self.app, _described(finding, style)))
 
 
 def _described(finding: Finding, style: str) -> Content:
@@ -113,7 +113,7 @@ class DoctorScreen(ModalScreen[None]):
 
     def _say(self, glyph: str, sentence: str, style: str) -> None:
         line = Content.assemble((f"{glyph} ", f"bold {style}"), (sentence, style))
-        self.query_one("#verdict", Static).update(fitted(self.app, line))
+        self.query_one("#verdict", Static).update(for_terminal(self.app, line))
 
     async def _show(self, report: Report) -> None:
         findings = self.query_one("#findings", Vertical)

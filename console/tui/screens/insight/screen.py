@@ -18,7 +18,7 @@ from console.tui.screens.insight import text as words
 from console.tui.screens.insight.text import Room
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
-from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
+from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from engine.snapshot import Snapshot
 
 # InsightPanel: a titled panel as high as what it says.
@@ -44,7 +44,7 @@ class InsightPanel(Static):
         """Draw the lines again, where anything changed."""
         self._snapshot = snapshot
         room = Room(max(_MIN_CELLS, self.content_size.width), is_ascii(self.app), is_lettered(self.app))
-        shown = fitted(self.app, Content("\n").join(self._words(snapshot, room)))
+        shown = for_terminal(self.app, Content("\n").join(self._words(snapshot, room)))
         if not shown.is_same(self._shown):
             higher = shown.plain.count("\n") != self._shown.plain.count("\n")
             self._shown = shown

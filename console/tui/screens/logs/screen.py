@@ -19,7 +19,7 @@ from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.logs.log_lines import LEVEL_NAMES, LEVELS, LogLines, line_text
 from console.tui.screens.logs.view import LogView
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.system.files import private_opener
 
@@ -119,7 +119,7 @@ class LogsScreen(ConsoleScreen):
         state = state_line(view.lines, follows=view.follows, unseen=view.unseen)
         if not state.is_same(self._state):
             self._state = state
-            self.query_one("#log-state", Static).update(fitted(self.app, state))
+            self.query_one("#log-state", Static).update(for_terminal(self.app, state))
 
     def _filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
         self._view.filter(level=level, source=source, word=word)

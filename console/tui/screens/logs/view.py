@@ -19,7 +19,7 @@ from textual.visual import Visual
 from console import text
 from console.text import local_time
 from console.tui.screens.logs.log_lines import LEVEL_NAMES, Line, LogLines, level_of
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import component_style
 from engine.snapshot import LogEntry
 
@@ -197,7 +197,7 @@ class LogView(ScrollView, can_focus=True):
         return self._strip(row_content(line, part), *(("log--cursor",) if line is self._chosen else ()))
 
     def _strip(self, content: Content, *components: str) -> Strip:
-        content = fitted(self.app, content)
+        content = for_terminal(self.app, content)
         return Visual.to_strips(
             self, content, self.size.width, 1, component_style(self, *components), pad=True, apply_selection=False
         )[0]

@@ -15,7 +15,7 @@ from console.text import clip
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.models.load_form import Field, LoadForm
 from console.tui.widgets.clickable import clickable
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 _TITLE, _VALUE = 12, 9
 
@@ -200,7 +200,7 @@ class LoadFormView(Static, can_focus=True):
         lines = [
             _line(form, field, row, chosen=self.has_focus and row == self._row) for row, field in enumerate(form.fields)
         ]
-        self.update(fitted(self.app, Content("\n").join(lines)))
+        self.update(for_terminal(self.app, Content("\n").join(lines)))
 
 
 def _line(form: LoadForm, field: Field, row: int, *, chosen: bool) -> Content:

@@ -13,7 +13,7 @@ from console.text import device_name, devices_name, places_name
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.view import default_model
 from console.tui.widgets.clickable import clickable
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import model_state, worker_state
 from console.tui.widgets.worker_text import current_phase, device_bytes, devices_of, difference, pace_text, phase_lines
 from engine.backends.base import LoadedModel, LoadProgress
@@ -48,7 +48,7 @@ class ModelLoad(Static):
     def show(self, snapshot: Snapshot, fetching: Fetching | None = None) -> None:
         """Redraw what has changed. fetching: a download under way."""
         paces = self._paces.observe(snapshot.at, _under_way(snapshot, fetching))
-        shown = fitted(self.app, loaded_models_text(snapshot, fetching, paces))
+        shown = for_terminal(self.app, loaded_models_text(snapshot, fetching, paces))
         if not shown.is_same(self._shown):
             self._shown = shown
             self.update(shown)

@@ -22,7 +22,7 @@ from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.table import family, parameters, quantization
 from console.tui.view import default_model
 from console.tui.widgets.clickable import clickable
-from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.glyphs import for_terminal, is_ascii
 from console.tui.widgets.plot import BarSegment, stack
 from engine.errors import EngineError
 from engine.models.catalog import HUB_CACHE, ModelEntry
@@ -148,7 +148,7 @@ class ModelDetails(Static):
         lines = list(_about(self._entry))
         if self.screen.has_class("-medium"):  # where the table above has room for the rest
             lines = [Content.assemble(lines[0], ("  " + _folder(self._entry), "$muted"))]
-        self.update(fitted(self.app, Content("\n").join(lines)))
+        self.update(for_terminal(self.app, Content("\n").join(lines)))
 
 
 class FitPreview(Static):
@@ -178,7 +178,7 @@ class FitPreview(Static):
         lines = list(_fit(entry, fit, self.content_size.width, ascii_only=is_ascii(self.app)))
         if stale and isinstance(fit, Estimate):
             lines = [_WAITING, Content.styled(Content("\n").join(lines[1:]).plain, "$muted")]
-        self.update(fitted(self.app, Content("\n").join(lines)))
+        self.update(for_terminal(self.app, Content("\n").join(lines)))
 
 
 _WAITING = Content.styled("◌ Estimating…", "$muted")
@@ -343,7 +343,7 @@ class ModelPanel(Vertical):
         """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for again."""
         if not hint.is_same(self._hint):
             self._hint = hint
-            self.query_one("#hint", Static).update(fitted(self.app, hint))
+            self.query_one("#hint", Static).update(for_terminal(self.app, hint))
         if (entry, moment) == (self._entry, self._moment):
             return
         if entry != self._entry:
@@ -399,4 +399,4 @@ class ModelPanel(Vertical):
     def _describe(self) -> None:
         if self._entry is not None:
             self.query_one(FitPreview).show(self._entry, self._fit, stale=self._stale)
-            self.query_one("#brief", Static).update(fitted(self.app, brief(self._entry, self._fit)))
+            self.query_one("#brief", Static).update(for_terminal(self.app, brief(self._entry, self._fit)))

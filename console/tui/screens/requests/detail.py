@@ -19,7 +19,7 @@ from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsolePage
 from console.tui.screens.requests.table import clock
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.glyphs import for_terminal, is_ascii
 from console.tui.widgets.plot import draw
 from console.tui.widgets.states import request_state
 from engine.errors import EngineError
@@ -329,7 +329,7 @@ class RequestScreen(ConsolePage[None]):
         for at, name in enumerate(("#request-card", "#request-text")):
             if before is None or not shown[at].is_same(before[at]):
                 margin = Content("\n") if at else Content("")
-                self.query_one(name, Static).update(fitted(self.app, margin + shown[at]))
+                self.query_one(name, Static).update(for_terminal(self.app, margin + shown[at]))
 
     def action_cancel(self) -> None:
         """End it, after a question."""

@@ -17,7 +17,7 @@ from console.tui.screens.requests.detail import RequestScreen
 from console.tui.screens.requests.request_list import SHOWS, RequestList
 from console.tui.screens.requests.table import COLUMN_NAMES, RequestTable, count_text, empty_text
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
 
@@ -83,7 +83,7 @@ class RequestsScreen(ConsoleScreen):
         empty = _nothing(requests, view)
         self.table.show_requests(empty)
         set_title(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
-        set_subtitle(panel, fitted(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
+        set_subtitle(panel, for_terminal(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
 
     def _rearranged(self) -> None:
         self._show(self.console.view)

@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.widgets import Input, Static
 
 from console.link.settings import SettingRow, When
-from console.tui.widgets.glyphs import fitted, is_ascii
+from console.tui.widgets.glyphs import for_terminal, is_ascii
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
 
@@ -153,7 +153,9 @@ class SettingPanel(VerticalScroll, can_focus=False):
         self._shown = row, brief
         set_title(self, row.name)
         self.border_subtitle = f"used {USED[row.when]}"
-        self.query_one("#description", Static).update(fitted(self.app, Content("\n").join(_about(row, brief=brief))))
+        self.query_one("#description", Static).update(
+            for_terminal(self.app, Content("\n").join(_about(row, brief=brief)))
+        )
 
     def edit(self) -> None:
         """Let the value be changed: in a box, or in a list where there are few."""
@@ -187,7 +189,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
     def complain(self, sentence: str) -> None:
         """Say what is wrong with the value; what was typed stays."""
         content = Content.styled(f"✖ {sentence}", "$error") if sentence else Content("")
-        self.query_one("#problem", Static).update(fitted(self.app, content))
+        self.query_one("#problem", Static).update(for_terminal(self.app, content))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter in the box."""

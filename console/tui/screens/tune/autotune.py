@@ -18,7 +18,7 @@ from console.link.tuning import Tried, TuneOrder, TuningReport
 from console.tui.screens.benches.bench_draft import TRACE
 from console.tui.screens.tune.autotune_draft import FORM, KNOBS, RELOADING, TuneDraft
 from console.tui.widgets.bench import BenchFields
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.graph import Point
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
 from console.tuning.autotune.space import KnobName, Setting
@@ -50,7 +50,7 @@ class TuningPanel(Vertical):
     def show(self, report: TuningReport) -> None:
         """How it stands."""
         lines = [_state(report), _asked(report), *_remark(report)]
-        head = fitted(self.app, Content("\n").join(lines))
+        head = for_terminal(self.app, Content("\n").join(lines))
         self.query_one("#tuning-head", Static).update(head)
         table = self.query_one(Table)
         table.show([_row(each, report) for each in report.tried], empty=NOTHING_YET, columns=_columns(report))
@@ -207,7 +207,7 @@ class TuneFormScreen(ModalScreen[bool | None]):
 
     def _complain(self, sentence: str) -> None:
         shown = f"✖ {sentence[:1].upper()}{sentence[1:]}" if sentence else ""
-        self.query_one("#tune-problem", Static).update(fitted(self.app, Content.styled(shown, "$error")))
+        self.query_one("#tune-problem", Static).update(for_terminal(self.app, Content.styled(shown, "$error")))
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 

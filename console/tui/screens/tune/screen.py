@@ -20,7 +20,7 @@ from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_o
 from console.tui.screens.tune.changes import EffectTable, effect_details
 from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, Span
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.table import Table
@@ -58,7 +58,7 @@ class KnobPanel(Widget):
 
     def render(self) -> Content:
         """Three lines."""
-        return fitted(self.app, self._shown)
+        return for_terminal(self.app, self._shown)
 
 
 def knob_lines(snapshot: Snapshot, model: ModelReading | None) -> Content:
@@ -251,7 +251,7 @@ class TuneScreen(ConsoleScreen):
         effect = self.query_one(EffectTable).chosen(self.console.effects.found)
         several = len(self.console.view.published.models) > 1
         label = effect_details(effect, named=several) if effect is not None else Content("")
-        self.query_one("#change", Static).update(fitted(self.app, label))
+        self.query_one("#change", Static).update(for_terminal(self.app, label))
 
     def on_table_moved(self, event: Table.Moved) -> None:
         """Say more of another change."""

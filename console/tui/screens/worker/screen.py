@@ -21,7 +21,7 @@ from console.tui.screens.base import ConsolePage
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.clickable import key_hint
-from console.tui.widgets.glyphs import fitted, is_lettered
+from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.states import worker_state
 from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map
@@ -225,7 +225,7 @@ class WorkerScreen(ConsolePage[None]):
         )
         if self._shown is None or not shown.is_same(self._shown):
             self._shown = shown
-            self.query_one("#card", Static).update(fitted(self.app, shown))
+            self.query_one("#card", Static).update(for_terminal(self.app, shown))
 
     def _hints(self, *actions: tuple[str, str]) -> Content:
         return Content("  ").join(key_hint(self, f"worker.{name}", name, action) for name, action in actions)

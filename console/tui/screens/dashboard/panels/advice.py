@@ -11,7 +11,7 @@ from console.tui.screens.base import AppScreen
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.clickable import clickable, key_of
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 
 _ROWS_A_LINE = 14
 
@@ -57,7 +57,7 @@ class AdvicePanel(DashboardPanel):
         for index, advice in enumerate(shown):
             more = len(self.advice) - len(shown) if index == len(shown) - 1 else 0
             lines.append(advice_line(advice, index, self.size.width, key=key if index == keyed else "", more=more))
-        return fitted(self.app, Content("\n").join(lines))
+        return for_terminal(self.app, Content("\n").join(lines))
 
 
 def first_actionable(advice: tuple[Advice, ...]) -> int | None:

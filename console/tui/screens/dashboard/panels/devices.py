@@ -15,7 +15,7 @@ from console.adviser.thresholds import HOT_C
 from console.text import device_label
 from console.tui.screens.dashboard.panels import DashboardPanel, Place
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted, is_ascii, is_lettered
+from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.panel import refresh_rows, set_title
 from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
 from engine.snapshot import DeviceReading, ProcessMemory, Second
@@ -404,7 +404,9 @@ class DevicesPanel(DashboardPanel):
         name = Content(title(self._devices))
         if not self._is_headed(self.size.width):
             return name
-        return fitted(self.app, Content.assemble(name, "  ", legend(self.size.width, letters=is_lettered(self.app))))
+        return for_terminal(
+            self.app, Content.assemble(name, "  ", legend(self.size.width, letters=is_lettered(self.app)))
+        )
 
     def _is_headed(self, width: int) -> bool:
         if width >= _TABLE_WIDTH:
@@ -420,7 +422,7 @@ class DevicesPanel(DashboardPanel):
         lines = self._form(panel, short=short)
         if not short:
             lines += other_processes(self._devices, width)
-        return [fitted(self.app, line) for line in lines]
+        return [for_terminal(self.app, line) for line in lines]
 
     def _form(self, panel: Panel, *, short: bool) -> list[Content]:
         width = panel.width

@@ -9,7 +9,7 @@ from textual.content import Content
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import refresh_rows
 from engine.snapshot import Snapshot, Totals
 
@@ -34,7 +34,7 @@ class SessionPanel(DashboardPanel):
         """Draw the lines that changed."""
         before = self._lines
         self._lines = [
-            fitted(self.app, Content.assemble((f"{name:<10}", "$muted"), value))
+            for_terminal(self.app, Content.assemble((f"{name:<10}", "$muted"), value))
             for name, value in session_facts(view.snapshot)
         ]
         refresh_rows(self, before, self._lines)

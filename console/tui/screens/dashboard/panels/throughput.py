@@ -14,7 +14,7 @@ from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.clickable import key_hint
-from console.tui.widgets.glyphs import fitted
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.graph import ZOOMS, Curve, Graph, Scale, Span
 from console.tui.widgets.panel import set_subtitle
 from engine.snapshot import Snapshot
@@ -46,7 +46,7 @@ class Stat(Vertical):
         self._shown = (caption, value, detail.plain)
         self.query_one(".caption", Static).update(Content.styled(caption, "$muted"), layout=False)
         self.query_one(Digits).update(value)
-        self.query_one(".detail", Static).update(fitted(self.app, detail), layout=False)
+        self.query_one(".detail", Static).update(for_terminal(self.app, detail), layout=False)
 
 
 class ThroughputPanel(DashboardPanel):
@@ -115,7 +115,7 @@ class ThroughputPanel(DashboardPanel):
         """Show the numbers and the graphs."""
         snapshot = view.snapshot
         self._show_numbers(snapshot)
-        numbers = fitted(self.app, number_lines(snapshot, self.scrollable_content_region.width))
+        numbers = for_terminal(self.app, number_lines(snapshot, self.scrollable_content_region.width))
         if not numbers.is_same(self._line):
             self._line = numbers
             self.query_one("#line", Static).update(numbers, layout=False)
