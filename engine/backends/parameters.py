@@ -58,7 +58,7 @@ def bounds(name: str) -> str:
     return f"more than 0, up to {high:g}" if low == TINY else f"{_number(low)} to {_number(high)}"
 
 
-def differing() -> str:
+def support_differences() -> str:
     """Return the part of `table` that not every backend supports."""
     return "\n".join(_lines([name for name in PARAMETERS if lacking(name)]))
 

@@ -206,7 +206,7 @@ class SnapshotPublisher:
         self.publish()
         self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
 
-    def _prove(self) -> None:
+    def _check_accounts(self) -> None:
         """Prove the accounts while nothing runs: a defect is logged before a request meets it."""
         try:
             self._models.check()
@@ -228,7 +228,7 @@ class SnapshotPublisher:
             device_memory=tuple(map(memory_usage, self.snapshot.devices)),
         )
         if not self._tracker.live:
-            self._prove()
+            self._check_accounts()
         self._insight.tick(now, time.time(), replicas)
         self._models.tick(now)
         self._sampler.poll(self._models.pids())

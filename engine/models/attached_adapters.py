@@ -53,7 +53,7 @@ class ModelAdapters:
         """Return a reading of each."""
         return tuple(self._reading(spec, replicas) for spec in self._specs.values())
 
-    def give(self, workers: AdapterHost | None) -> None:
+    def set_workers(self, workers: AdapterHost | None) -> None:
         """The model was loaded on these workers: they get every adapter. None: it was unloaded."""
         self._workers = workers
         if workers is not None:

@@ -253,7 +253,7 @@ class Deployment:
                     await self._next_signal()
             except Exception as error:
                 _log.exception("%s: the model's state could not be changed", self.spec.name)
-                await self._collapse(error)
+                await self._fail_owner(error)
         self._on_load_result(self._load_error or self._cancelled())
         self.ended.set()
         self.models.apply_changes()
@@ -370,7 +370,7 @@ class Deployment:
             await self.models.sample_devices()
             placements = await self._find_places()
             self.pool = Pool(self, msgspec.structs.replace(self.spec, prefix_salt=self._salt))
-            self.adapters.give(self.pool)
+            self.adapters.set_workers(self.pool)
             self.pool.grow(placements)
             return await self.pool.first_ready()
 
@@ -407,11 +407,11 @@ class Deployment:
         if self.pool is not None:
             await self.pool.stop()
         self.pool = None
-        self.adapters.give(None)
+        self.adapters.set_workers(None)
         if self.tokenizer is not None:
             await self.tokenizer.close()
 
-    async def _collapse(self, error: Exception) -> None:
+    async def _fail_owner(self, error: Exception) -> None:
         """The owner itself failed: nothing runs on, and what waits learns why."""
         failure = _as_load_error(self.spec.name, error)
         self._load_error = failure
@@ -459,7 +459,7 @@ class Deployment:
         _log.error("%s: failed: %s", self.spec.name, error.message)
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
-            handover.rescue()
+            handover.on_old_failed()
         self.models.tracker.end(self.model_queue.live, error)
         self.models.apply_changes()
 

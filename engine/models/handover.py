@@ -43,12 +43,12 @@ class Handover:
         return [request for request in self._waiting if request.finish is None]
 
     @property
-    def heir(self) -> Deployment:
+    def final_successor(self) -> Deployment:
         """The new model, or the one that has replaced it since."""
-        heir = self.new
-        while heir.successor is not None and heir.state != "ready":
-            heir = heir.successor
-        return heir
+        successor = self.new
+        while successor.successor is not None and successor.state != "ready":
+            successor = successor.successor
+        return successor
 
     def make_room(self) -> None:
         """Have the old model leave before the new one loads; what waits and can move is held back."""
@@ -88,7 +88,7 @@ class Handover:
         else:
             self._tracker.end(self.old.model_queue.live, self._unloaded().info)
 
-    def rescue(self) -> None:
+    def on_old_failed(self) -> None:
         """The old model cannot answer any more: what it had and can move waits for the new one."""
         self._hold()
         if self.old.successor is not None:
@@ -130,9 +130,9 @@ class Handover:
         self.old.dispatch()
 
     def _deliver(self) -> None:
-        """Give what is held to the heir. An answer that has no room there beyond what it has is complete."""
-        heir, coming = self.heir, self.heir.handover
-        if coming is not None and coming.old is heir and heir.state not in ("ready", "draining"):
+        """Give what is held to the final successor; an answer that has no room there beyond what it has is complete."""
+        successor, coming = self.final_successor, self.final_successor.handover
+        if coming is not None and coming.old is successor and successor.state not in ("ready", "draining"):
             waiting, self._waiting = self.waiting, []
             coming.take(waiting, self)
             return
@@ -140,20 +140,20 @@ class Handover:
         while self._waiting:  # what is still held keeps its adapters at the old model, also where one before it ends
             request = self._waiting.pop(0)
             try:
-                if heir.ended.is_set() or not self._may_move(request, heir):
+                if successor.ended.is_set() or not self._may_move(request, successor):
                     raise self._unloaded()
-                model, tokenizer = heir.require_ready()
-                if request.prompt_of == heir.spec.path:
-                    fit_request(request, heir.spec, model, tokenizer)
+                model, tokenizer = successor.require_ready()
+                if request.prompt_of == successor.spec.path:
+                    fit_request(request, successor.spec, model, tokenizer)
                 if request.adapter_key:
-                    heir.adapters.keep(request.adapter_key, self.old.adapters)
+                    successor.adapters.keep(request.adapter_key, self.old.adapters)
             except ContextLengthExceeded as error:
                 self._tracker.cut(request, error.info)
             except EngineError as error:
                 self._tracker.end((request,), error.info)
             else:
-                heir.take(request)
-        heir.dispatch()
+                successor.take(request)
+        successor.dispatch()
 
     def _may_move(self, request: Request, to: Deployment) -> bool:
         anywhere = not request.model and not request.adapter and request.encode is not None

@@ -397,11 +397,11 @@ class ModelManager:
         attached = await target.adapters.attach(adapter, target.adapter_users())
         _log.info("%s: adapter %s attached", target.spec.name, adapter.name)
         self.apply_changes()
-        heirs = self._heirs(target)
-        if target.desired == "gone" and not heirs:
+        successors = self._same_model_successors(target)
+        if target.desired == "gone" and not successors:
             raise NoModelLoaded(f"{target.spec.name} is being unloaded", state=target.state)
-        for heir in heirs:
-            heir.adapters.adopt(attached)
+        for successor in successors:
+            successor.adapters.adopt(attached)
 
     def detach(self, adapter: str, name: str) -> None:
         """Forget a LoRA adapter of a model, and of the one that is being loaded in its place."""
@@ -414,17 +414,17 @@ class ModelManager:
                 _log.info("%s: adapter %s detached", each.spec.name, adapter)
         self.apply_changes()
 
-    def _heirs(self, target: Deployment) -> list[Deployment]:
+    def _same_model_successors(self, target: Deployment) -> list[Deployment]:
         """Those of the same model that have taken, or are to take, the place of a deployment."""
-        heirs: list[Deployment] = []
-        heir: Deployment | None = target
-        while heir is not None:
-            replaced = heir.handover is not None and heir.handover.old is heir
-            heir = heir.handover.new if heir.handover is not None and replaced else heir.successor
-            if heir is None or heir.spec.path != target.spec.path:
+        successors: list[Deployment] = []
+        current: Deployment | None = target
+        while current is not None:
+            replaced = current.handover is not None and current.handover.old is current
+            current = current.handover.new if current.handover is not None and replaced else current.successor
+            if current is None or current.spec.path != target.spec.path:
                 break
-            heirs.append(heir)
-        return heirs
+            successors.append(current)
+        return successors
 
     def _with_successor(self, target: Deployment | None, name: str) -> list[Deployment]:
         """The deployments that a change is for: also the one that is being loaded in the target's place, unless another
@@ -446,10 +446,10 @@ class ModelManager:
                 self.meter.settle(deployment.spec.name, time.time())
         if any(deployment.arriving for deployment in self):
             return
-        heirs = {handover.heir for handover in self._handovers() if handover.same_model}
+        successors = {handover.final_successor for handover in self._handovers() if handover.same_model}
         for deployment in self:
             limit_s = deployment.config.idle_unload_s
-            may_sleep = deployment.state == "ready" and deployment not in heirs
+            may_sleep = deployment.state == "ready" and deployment not in successors
             if limit_s and may_sleep and deployment.idle_s(now) >= limit_s:
                 deployment.sleep()
 

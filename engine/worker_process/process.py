@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Collection
 
-from engine.backends.common.native_kernels import kernels_at_hand
+from engine.backends.common.native_kernels import kernels_available
 from engine.system.child_process import block_stop_signals, child_environment, python_command
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
@@ -46,7 +46,7 @@ def worker_environment(keep: Collection[str] = ()) -> dict[str, str]:
     quiet machine needs and no longer: a thread that spins takes the core from the one it waits for as soon as anything
     else runs. Measured in docs/performance.md.
     """
-    turns = SPIN_TURNS if kernels_at_hand() else SPIN_TURNS_BETWEEN_OPERATIONS
+    turns = SPIN_TURNS if kernels_available() else SPIN_TURNS_BETWEEN_OPERATIONS
     env = {"GOMP_SPINCOUNT": str(turns), **child_environment(keep)}
     return {**env, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 

@@ -280,8 +280,8 @@ async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
         await engine.load(named(tmp_path, "a"))
         model_queue = next(iter(engine._models)).model_queue
         model_queue._live["x"] = None  # type: ignore[assignment]
-        engine._publisher._prove()
-        engine._publisher._prove()
+        engine._publisher._check_accounts()
+        engine._publisher._check_accounts()
         del model_queue._live["x"]
         assert caplog.text.count("accounts do not agree") == 1
 

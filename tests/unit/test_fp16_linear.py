@@ -142,7 +142,7 @@ def test_threads_spin_longer_where_torchs_own_operations_let_them_wait(
     monkeypatch: pytest.MonkeyPatch, kernels: bool, turns: str
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setattr(process, "kernels_at_hand", lambda: kernels)
+    monkeypatch.setattr(process, "kernels_available", lambda: kernels)
     assert process.worker_environment()["GOMP_SPINCOUNT"] == turns
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert process.worker_environment()["GOMP_SPINCOUNT"] == "7"

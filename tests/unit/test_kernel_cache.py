@@ -15,8 +15,8 @@ from engine.backends.common.native_build import (
     CannotBuild,
     build_library,
     cache_folder,
+    cached_library,
     folder_problem,
-    kept_library,
     library_key,
 )
 from engine.backends.exllamav2.library import KernelBuild
@@ -81,9 +81,9 @@ def test_a_folder_where_nothing_can_be_kept_is_known_before_anything_is_compiled
 @pytest.mark.parametrize("above", [0, 1, 2])
 def test_a_library_in_a_folder_that_others_may_write_to_is_not_loaded(cache: Path, mode: int, above: int) -> None:
     forge(cache)
-    assert kept_library("avx2", cache) is not None
+    assert cached_library("avx2", cache) is not None
     (cache, *cache.parents)[above].chmod(mode)
-    assert kept_library("avx2", cache) is None
+    assert cached_library("avx2", cache) is None
 
 
 def test_a_library_that_others_may_write_to_or_that_is_anothers_is_not_loaded(
@@ -91,10 +91,10 @@ def test_a_library_that_others_may_write_to_or_that_is_anothers_is_not_loaded(
 ) -> None:
     forged = forge(cache)
     forged.chmod(0o775)
-    assert kept_library("avx2", cache) is None
+    assert cached_library("avx2", cache) is None
     forged.chmod(0o755)
     belongs_to_another(forged, monkeypatch)
-    assert kept_library("avx2", cache) is None
+    assert cached_library("avx2", cache) is None
 
 
 def test_what_lies_in_a_folder_that_others_could_write_to_is_thrown_away_and_compiled(
@@ -108,7 +108,7 @@ def test_what_lies_in_a_folder_that_others_could_write_to_is_thrown_away_and_com
     made = build_library("avx2", cache)
     assert made.read_bytes().startswith(MADE)
     assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
-    assert kept_library("avx2", cache) == made
+    assert cached_library("avx2", cache) == made
     assert mine.read_text() == "keep this"
 
 
@@ -125,9 +125,9 @@ def test_a_folder_of_ours_that_another_users_link_leads_to_is_not_taken(
         (cloned / cache.name).mkdir(mode=0o755)
     link.symlink_to(cloned)
     forge(cache)
-    assert kept_library("avx2", cache) is not None  # a link of one's own
+    assert cached_library("avx2", cache) is not None  # a link of one's own
     belongs_to_another(link, monkeypatch)
-    assert kept_library("avx2", cache) is None
+    assert cached_library("avx2", cache) is None
     with pytest.raises(CannotBuild, match="belongs to another user"):
         build_library("avx2", cache)
 
@@ -164,7 +164,7 @@ def test_a_loose_mask_of_modes_makes_no_library_that_is_not_trusted(tmp_path: Pa
         made = build_library("avx2", folder)
     finally:
         os.umask(before)
-    assert kept_library("avx2", folder) == made
+    assert cached_library("avx2", folder) == made
 
 
 def test_compilers_are_given_no_secrets_and_a_folder_of_ours(

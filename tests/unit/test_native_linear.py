@@ -24,8 +24,8 @@ from engine.backends.common.native_build import (
     InstructionSet,
     build_library,
     cache_folder,
+    cached_library,
     find_compiler,
-    kept_library,
 )
 from engine.backends.torch.model.linear import LinearFactory, PackedLinear, PlainLinear, linear_kind
 from engine.backends.torch.native import library as kernels
@@ -187,9 +187,9 @@ def test_a_damaged_library_is_not_loaded_but_made_anew(tmp_path: Path, monkeypat
     whole = path.read_bytes()
     for damaged in (b"", whole[:-1], whole[:20], b"x" + whole[1:]):
         path.write_bytes(damaged)
-        assert kept_library("avx2", tmp_path) is None
+        assert cached_library("avx2", tmp_path) is None
         assert build_library("avx2", tmp_path).read_bytes() == whole
-    assert kept_library("avx2", tmp_path) == path
+    assert cached_library("avx2", tmp_path) == path
 
 
 def test_a_change_of_the_source_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_change_of_the_source_makes_another_library(tmp_path: Path, monkeypatc
     source = tmp_path / "changed.h"
     source.write_text(native_build.HEADERS[0].read_text() + "\n")
     monkeypatch.setattr(native_build, "HEADERS", (source, *native_build.HEADERS[1:]))
-    assert kept_library("avx2", tmp_path) is None
+    assert cached_library("avx2", tmp_path) is None
     assert build_library("avx2", tmp_path) != before
 
 
@@ -400,7 +400,7 @@ def test_a_file_system_without_locks_does_not_keep_the_kernels_off(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", lockless)
-    assert build_library("avx2", tmp_path) == kept_library("avx2", tmp_path)
+    assert build_library("avx2", tmp_path) == cached_library("avx2", tmp_path)
 
 
 @needs_compiler
@@ -515,7 +515,7 @@ def test_a_library_that_ends_its_trial_is_not_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(native_build, "trial_command", lambda library, isa: ["/bin/sh", "-c", "kill -ILL $$"])
     with pytest.raises(CannotBuild, match="kernels for avx2 do not work on this machine: /bin/sh ended with -4"):
         build_library("avx2", tmp_path)
-    assert kept_library("avx2", tmp_path) is None
+    assert cached_library("avx2", tmp_path) is None
 
 
 @needs_compiler

@@ -21,7 +21,7 @@ from console.api.requests.parameters import SAMPLING_REFUSED, Refusal
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import JsonSchema, ShapedAs, endpoint_specs
 from console.api.settings import ApiSettings
-from engine.backends.parameters import bounds, differing
+from engine.backends.parameters import bounds, support_differences
 from engine.config import EngineConfig
 from engine.engine import Engine
 
@@ -213,7 +213,7 @@ class _Page:
 
     def lines(self) -> Iterator[str]:
         """Its lines, from the first to the last."""
-        yield from (_INTRO, "", _BACKENDS, "", differing(), "", _SAMPLING, "", HEAD)
+        yield from (_INTRO, "", _BACKENDS, "", support_differences(), "", _SAMPLING, "", HEAD)
         yield from (row.line for row in self._sampling.values())
         yield from ("", "Refused with them, but where an endpoint honours one:", "", REFUSED_HEAD)
         yield from refused_lines(

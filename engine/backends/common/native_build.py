@@ -120,7 +120,7 @@ def library_key(isa: InstructionSet) -> str:
     return f"{isa}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
-def kept_library(isa: InstructionSet, folder: Path) -> Path | None:
+def cached_library(isa: InstructionSet, folder: Path) -> Path | None:
     """Return the library in `folder`, if a whole one is there that only we and root could have written."""
     path = _path(isa, folder)
     return None if why_untrusted(path, _LEVELS + 1) else _whole(path)
@@ -168,14 +168,14 @@ def build_library(
     processes at once, one makes it and the others wait; they take its failure for theirs. Raises CannotBuild, and
     whatever `watch` raises."""
     from_wheel = shipped_library(isa, shipped)
-    found = kept_library(isa, folder) or (None if isa in _TRIED_FIRST else from_wheel)
+    found = cached_library(isa, folder) or (None if isa in _TRIED_FIRST else from_wheel)
     if found is not None:
         return found
     build = _Build(isa, folder, watch)
     try:
         claim_folder(folder, _LEVELS)
         with build.locked() as lock:
-            return kept_library(isa, folder) or build.make(from_wheel, lock)
+            return cached_library(isa, folder) or build.make(from_wheel, lock)
     except OSError as error:
         if from_wheel is None:
             raise CannotBuild(f"{folder} cannot be used: {error}") from error

@@ -15,9 +15,9 @@ from engine.backends.common.native_build import (
     SWITCH,
     InstructionSet,
     cache_folder,
+    cached_library,
     find_compiler,
     folder_problem,
-    kept_library,
     shipped_library,
 )
 from engine.system.processor import cpu_flags, native_bfloat16
@@ -40,7 +40,7 @@ def read_native() -> Native:
     """Look for native kernels that were compiled here or came compiled, and what would compile them."""
     return Native(
         compiler=find_compiler(),
-        compiled=tuple(filter(_is_kept, ISA_FLAGS)),
+        compiled=tuple(filter(_is_compiled, ISA_FLAGS)),
         off=_is_off(),
         folder_problem=folder_problem(cache_folder()),
     )
@@ -85,18 +85,18 @@ def instruction_set_here() -> InstructionSet | None:
 def prefers_bfloat16() -> bool:
     """Return whether models compute in bfloat16 here by default: where the CPU multiplies it, or the kernels do,
     which read half as much of it as of float32 and multiply it about as fast."""
-    return native_bfloat16() or kernels_at_hand()
+    return native_bfloat16() or kernels_available()
 
 
-def kernels_at_hand() -> bool:
+def kernels_available() -> bool:
     """Return whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can
     be."""
     kernels = instruction_set_here()
-    return kernels is not None and (bool(find_compiler()) or _is_kept(kernels))
+    return kernels is not None and (bool(find_compiler()) or _is_compiled(kernels))
 
 
-def _is_kept(isa: InstructionSet) -> bool:
-    return bool(kept_library(isa, cache_folder()) or shipped_library(isa, SHIPPED))
+def _is_compiled(isa: InstructionSet) -> bool:
+    return bool(cached_library(isa, cache_folder()) or shipped_library(isa, SHIPPED))
 
 
 def _is_off() -> bool:

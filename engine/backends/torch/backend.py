@@ -22,7 +22,7 @@ from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler, refuse_unknown_tokens
 from engine.backends.scheduler.sequences import BatchPlan
-from engine.backends.torch.determinism import adapters_refused
+from engine.backends.torch.determinism import adapters_refusal
 from engine.backends.torch.device_memory import StepOutOfMemory
 from engine.backends.torch.pipeline import NOT_FINITE, ActiveRequest, Pipeline, StepResult
 from engine.backends.torch.runner import ModelRunner
@@ -297,7 +297,7 @@ class TorchBackend:
         """Load an adapter for the next steps, in place of another with its key; return its bytes."""
         runner = self._loaded()[0]
         if runner.deterministic:
-            raise adapters_refused()
+            raise adapters_refusal()
         return runner.adapters.attach(adapter).size_bytes
 
     def detach(self, key: str) -> None:

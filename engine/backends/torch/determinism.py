@@ -25,7 +25,7 @@ def refuse_nondeterministic(decoder: Decoder, attention: Choice) -> None:
         raise InvalidRequest(f"{PARAM} cannot be honoured: {reason}", param=PARAM)
 
 
-def adapters_refused() -> InvalidRequest:
+def adapters_refusal() -> InvalidRequest:
     """Return the error for adapters of a deterministic model."""
     return InvalidRequest(
         f"adapters cannot be attached where {PARAM} is set, as torch computes them depending on the batch size; "

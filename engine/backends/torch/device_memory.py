@@ -109,7 +109,7 @@ class SimulatedMemory(DeviceMemory):
         super().begin_step(needed_bytes)
 
 
-class GuestMemory(DeviceMemory):
+class DraftModelMemory(DeviceMemory):
     """Memory of a second model of the worker on a device. It is counted for the first model's DeviceMemory too, which
     alone knows what is free and the peak of steps."""
 

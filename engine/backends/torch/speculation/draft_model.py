@@ -14,7 +14,7 @@ from engine.backends.common.torch_load_settings import draft_spec
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import Sequence
-from engine.backends.torch.device_memory import GuestMemory
+from engine.backends.torch.device_memory import DraftModelMemory
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.sampler import SampleRow, choose
 from engine.backends.torch.speculation.draft_planner import MAX_LAG_TOKENS, DraftTask
@@ -49,7 +49,7 @@ class DraftModel:
         """
         assert spec.draft_model is not None
         refuse_other_vocabulary(spec.path, spec.draft_model)
-        guest = GuestMemory(main.first_memory)
+        guest = DraftModelMemory(main.first_memory)
         draft_settings = msgspec.structs.replace(draft_spec(spec), native=main.native)
         runner = ModelRunner.load(
             spec.draft_model, draft_settings, report=report, cancelled=cancelled, devices=(guest,)
