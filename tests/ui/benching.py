@@ -21,7 +21,7 @@ SIZES = [(80, 24), (120, 40), (160, 50)]
 def app_with(report: BenchReport | None = None, *, results: bool = True, **how: Any) -> EricApp:
     """The console at the Tune screen, over a link with results of benches."""
     link = FakeLink(tune_scenes.tuned())
-    link.benches.current = report or BenchReport()
+    link.script["benches.report"] = report or BenchReport()
     link.benches.results = bench_scenes.results() if results else {}
     return EricApp(link, start="tune", **how)
 

@@ -23,8 +23,8 @@ from console.tui.widgets.header import status_line
 from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from tests.fakes import scenes
-from tests.fakes.link import FakeLink
-from tests.fakes.link_api import KEY, REPORT
+from tests.fakes.link import KEY, FakeLink
+from tests.fakes.link_answers import REPORT
 from tests.ui.seen import screen_text, shows, until
 
 SERVED = ApiStatus(running=True, clients=3, connections=5, requests=4120, key_required=True)
@@ -36,7 +36,7 @@ TEXT = msgspec.structs.replace(OFF, on=True)
 def link_of(served: ApiStatus = SERVED, report: ApiReport = REPORT) -> FakeLink:
     """A link whose server is so."""
     link = FakeLink(scenes.busy(), api=served)
-    link.api.seen = report
+    link.script["api.report"] = report
     return link
 
 

@@ -83,7 +83,7 @@ async def test_another_instance_comes_into_view_with_screens_of_its_own() -> Non
         assert "queued 41" in screen_text(app)
         await pilot.press("right_square_bracket")
         await until(pilot, lambda: bool(second.commands))
-        assert (first.names(), second.names()) == (["list_models"], ["reconfigure"])
+        assert (first.names(), second.names()) == ([], ["reconfigure"])
         await pilot.press("I")
         await until(pilot, lambda: "10.0.0.7:8000" in rows(app)[0])
         assert app.current_mode == "models"

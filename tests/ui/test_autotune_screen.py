@@ -26,7 +26,7 @@ SIZES = [(80, 24), (120, 40), (160, 50)]
 
 def _app(report: TuningReport | None = None, **how: Any) -> EricApp:
     link = FakeLink(tune_scenes.tuned())
-    link.tuning.current = report or TuningReport()
+    link.script["tuning.report"] = report or TuningReport()
     return EricApp(link, start="tune", **how)
 
 
@@ -54,7 +54,7 @@ async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_th
         await _shown(pilot, "Effect of changes")
         await pilot.press("v")
         await _shown(pilot, "No settings were tried yet. Press f to do so.")
-        _link(app).tuning.current = tune_scenes.found()
+        _link(app).script["tuning.report"] = tune_scenes.found()
         app.refresh_screen()
         await _shown(pilot, "8 of 540 tried")
         assert "Effect of changes" not in screen_text(app)
@@ -82,7 +82,7 @@ async def test_f_asks_with_what_before_it_begins() -> None:
         assert _link(app).names() == []
         await _formed(pilot)
         await pilot.press("enter")
-        await until(pilot, lambda: _link(app).commands == [("tune", {"order": TuneOrder()})])
+        await until(pilot, lambda: _link(app).commands == [("start", {"order": TuneOrder()})])
         await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
 
 
@@ -99,7 +99,7 @@ async def test_knobs_and_settings_are_chosen_and_stay_as_they_were(size: tuple[i
         await _shown(pilot, "400ms")
         await pilot.press("tab", "enter")
         order = TuneOrder(minutes=5, slo_ttft_s=0.4, users=8, fixed=("max_prompts", "cache_bits"))
-        await until(pilot, lambda: _link(app).commands == [("tune", {"order": order})])
+        await until(pilot, lambda: _link(app).commands == [("start", {"order": order})])
 
 
 async def test_a_bad_setting_is_told_at_its_field() -> None:
@@ -132,7 +132,7 @@ async def test_the_palette_has_it_on_every_screen_and_goes_to_the_tune_screen_on
         await _shown(pilot, "minutes 10")
         await pilot.press("enter")
         await until(pilot, lambda: app.current_mode == "tune" and not isinstance(app.screen, TuneFormScreen))
-        assert link.names() == ["tune"]
+        assert link.names() == ["start"]
 
 
 async def test_f_stops_what_goes_on() -> None:
@@ -141,7 +141,7 @@ async def test_f_stops_what_goes_on() -> None:
         await _shown(pilot, "trying settings")
         await pilot.press("f")
         await _shown(pilot, "○ cancelled")
-        assert _link(app).names() == ["cancel_tuning"]
+        assert _link(app).names() == ["cancel"]
 
 
 async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
@@ -150,7 +150,7 @@ async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
         await _shown(pilot, "trying settings")
         await pilot.press("w")
         await _shown(pilot, "Nothing was found yet.")
-        _link(app).tuning.current = tune_scenes.found("done")
+        _link(app).script["tuning.report"] = tune_scenes.found("done")
         app.refresh_screen()
         await _shown(pilot, "it keeps what is asked of latency")
         await pilot.press("w")
@@ -159,7 +159,7 @@ async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
 
 async def test_a_refusal_is_said_and_the_form_stays() -> None:
     app = _app()
-    _link(app).failures["tune"] = EngineBusy("settings are being tried already; cancel that first")
+    _link(app).failures["start"] = EngineBusy("settings are being tried already; cancel that first")
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _formed(pilot)
         await pilot.press("enter")

@@ -24,7 +24,7 @@ TO_SERVE = ["down"] * 4
 
 
 def orders(app: EricApp) -> list[BenchOrder]:
-    return [named["order"] for name, named in link_of(app).commands if name == "bench"]
+    return [named["order"] for name, named in link_of(app).commands if name == "start"]
 
 
 async def _server(pilot: Pilot[None], *keys: str) -> None:
@@ -92,7 +92,7 @@ async def test_a_bench_of_the_engine_alone_is_not_asked_of_a_server() -> None:
 @pytest.mark.parametrize(("param", "box"), [("url", "place-url"), ("key", "place-key"), ("dialect", "place-dialect")])
 async def test_a_server_that_refuses_is_told_at_the_field_and_nothing_typed_is_lost(param: str, box: str) -> None:
     app = app_with()
-    link_of(app).failures["bench"] = TargetFailed(f"{URL}/v1/completions answered 401: no such key", param=param)
+    link_of(app).failures["start"] = TargetFailed(f"{URL}/v1/completions answered 401: no such key", param=param)
     async with app.run_test(size=(80, 24)) as pilot:
         await _server(pilot, "down", "tab", *"7,8")
         await pilot.press("enter")
@@ -110,14 +110,14 @@ async def test_a_server_that_refuses_is_told_at_the_field_and_nothing_typed_is_l
 
 async def test_who_leaves_while_a_server_is_awaited_measures_nothing() -> None:
     app = app_with()
-    link_of(app).hold("bench")
+    link_of(app).hold("start")
     async with app.run_test(size=(80, 24)) as pilot:
         await _server(pilot)
         await pilot.press("enter")
         await shown(pilot, f"◔ Asking {URL}")
         await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
-        link_of(app).release("bench")
+        link_of(app).release("start")
         await until(pilot, lambda: not any(worker.is_running for worker in app.workers if worker.group == "default"))
         assert not link_of(app).benches.report().under_way
 
@@ -154,7 +154,7 @@ async def test_a_trace_gives_the_lengths_that_nobody_typed() -> None:
 
 async def test_a_trace_that_cannot_be_read_is_told_at_its_field() -> None:
     app = app_with()
-    link_of(app).failures["bench"] = InvalidRequest("talks.json cannot be read: No such file", param="trace")
+    link_of(app).failures["start"] = InvalidRequest("talks.json cannot be read: No such file", param="trace")
     async with app.run_test(size=(80, 24)) as pilot:
         await _serve(pilot)
         await pilot.press("tab", "tab", "tab", "tab", *"talks.json", "tab", "enter")
@@ -208,7 +208,7 @@ def test_the_form_fits_a_small_terminal() -> None:
 @pytest.mark.parametrize("size", SIZES, ids=["small", "wide"])
 def test_a_server_that_refuses_is_told_above_the_buttons(size: tuple[int, int]) -> None:
     app = app_with()
-    app.link.failures["bench"] = TargetFailed(f"{URL}/v1/completions answered 401: no such key", param="key")  # type: ignore[attr-defined]
+    app.link.failures["start"] = TargetFailed(f"{URL}/v1/completions answered 401: no such key", param="key")  # type: ignore[attr-defined]
 
     async def form(pilot: Pilot[None]) -> None:
         await opened(pilot)

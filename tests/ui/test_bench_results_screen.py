@@ -207,19 +207,19 @@ async def test_a_result_is_forgotten_after_a_question() -> None:
         await pilot.press("d")
         await shown(pilot, "Forget result 4?")
         await pilot.press("y")
-        await until(pilot, lambda: link_of(app).commands == [("forget_bench", {"number": 4})])
+        await until(pilot, lambda: link_of(app).commands == [("forget", {"number": 4})])
         await until(pilot, lambda: "3 results" in screen_text(app))
 
 
 async def test_a_history_that_is_slow_to_read_keeps_no_key_waiting() -> None:
     app = app_with()
-    link_of(app).hold("bench_history")
+    link_of(app).hold("history")
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("b")
         await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, BenchesScreen))
-        link_of(app).release("bench_history")
+        link_of(app).release("history")
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ async def test_enter_runs_the_bench_with_what_was_typed() -> None:
         await pilot.press("tab", *"1,8", "enter")
         settings = {"users": "1,8", "requests": "4", "repeats": "1"}
         order = BenchOrder(bench="users", settings=settings)
-        await until(pilot, lambda: link_of(app).commands == [("bench", {"order": order})])
+        await until(pilot, lambda: link_of(app).commands == [("start", {"order": order})])
         await shown(pilot, "measuring users")
 
 
@@ -69,7 +69,7 @@ async def test_ctrl_t_fills_in_the_bench_as_it_is_on_the_command_line() -> None:
 
 async def test_a_refusal_is_said_in_the_form_at_the_field() -> None:
     app = app_with()
-    link_of(app).failures["bench"] = InvalidRequest("users are numbers of at least 1", param="users")
+    link_of(app).failures["start"] = InvalidRequest("users are numbers of at least 1", param="users")
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot)
         await formed(pilot)
@@ -98,7 +98,7 @@ async def test_the_table_grows_while_it_runs(size: tuple[int, int]) -> None:
         await shown(pilot, "46% about 1 min 55 s left")
         table = app.screen.query_one("#bench-rows", Table)
         assert len(table.rows) == 1
-        link_of(app).benches.current = bench_scenes.running(rows=2)
+        link_of(app).script["benches.report"] = bench_scenes.running(rows=2)
         app.refresh_screen()
         await until(pilot, lambda: len(table.rows) == 2)
         await shown(pilot, "1.34 ±8%")
@@ -111,7 +111,7 @@ async def test_c_cancels_and_says_what_is_kept() -> None:
         await shown(pilot, "measuring users")
         await pilot.press("c")
         await shown(pilot, "users: Cancelled: what was measured by then is kept as number 3.")
-        assert link_of(app).names() == ["cancel_bench"]
+        assert link_of(app).names() == ["cancel"]
 
 
 async def test_a_bench_goes_on_while_others_screens_are_looked_at() -> None:
@@ -130,7 +130,7 @@ async def test_when_it_ends_its_result_is_selected() -> None:
         await shown(pilot, "measuring users")
         link_of(app).benches.results[5] = bench_scenes.grid()
         done = BenchReport(state="done", bench="grid", outcome="1,148.0 tok/s; kept as number 5.", number=5)
-        link_of(app).benches.current = done
+        link_of(app).script["benches.report"] = done
         app.refresh_screen()
         await shown(pilot, "✓ grid: 1,148.0 tok/s; kept as number 5.")
         await shown(pilot, "output (tok/s)")
@@ -166,7 +166,7 @@ async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench(
 
 async def test_another_that_goes_on_is_said() -> None:
     app = app_with()
-    link_of(app).failures["bench"] = EngineBusy("bench users goes on already; cancel that first")
+    link_of(app).failures["start"] = EngineBusy("bench users goes on already; cancel that first")
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await formed(pilot)

@@ -227,12 +227,12 @@ async def test_the_draft_is_counted_once_typing_rests_against_the_context(chats:
 
 async def test_counting_never_holds_the_keys() -> None:
     link = FakeLink()
-    link.hold("count")
+    link.hold("count_tokens")
     async with console(link).run_test() as pilot:
         await opened(pilot)
         await pilot.press(*"typing")
         assert pilot.app.screen.query_one(ChatInput).text == "typing"
-        link.release("count")
+        link.release("count_tokens")
         await until(pilot, lambda: "of 8,192 tokens" in count(pilot))
 
 

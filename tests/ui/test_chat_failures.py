@@ -72,10 +72,10 @@ async def test_enter_pressed_twice_sends_once_while_the_question_is_being_counte
     link = FakeLink(answer="once")
     async with console(link).run_test() as pilot:
         await opened(pilot)
-        link.hold("count")
+        link.hold("count_tokens")
         await ask(pilot, "Only once")
         await pilot.press("enter")
-        link.release("count")
+        link.release("count_tokens")
         await until(pilot, lambda: ended(pilot))
         await pilot.pause()
         assert questions(pilot) == ["Only once"]

@@ -23,7 +23,7 @@ BROKEN_FLASH = Package(installed=True, version="2.8.3", error="undefined symbol:
 
 def a_link_to(facts: Any, backend: Any = "exllamav2") -> FakeLink:
     link = FakeLink()
-    link.report = examine(facts, backend)
+    link.script["engine.diagnose"] = examine(facts, backend)
     return link
 
 
@@ -81,7 +81,7 @@ async def test_r_looks_again_with_the_last_findings_still_in_sight() -> None:
         await opened(pilot)
         await looked(pilot)
         link.hold("diagnose")
-        link.report = examine(machines.TURING, "torch")
+        link.script["engine.diagnose"] = examine(machines.TURING, "torch")
         await pilot.press("r")
         await pilot.pause()
         assert "Looking at the machine" in screen_text(pilot.app)
@@ -90,7 +90,7 @@ async def test_r_looks_again_with_the_last_findings_still_in_sight() -> None:
         await looked(pilot)
         assert "RTX 2080 Ti" in screen_text(pilot.app)
         assert "no NVIDIA card" not in screen_text(pilot.app)
-    assert link.names() == ["diagnose", "diagnose"]
+    assert len(link.asked_for("engine.diagnose")) == 2
 
 
 async def test_a_machine_that_cannot_be_asked_says_why() -> None:

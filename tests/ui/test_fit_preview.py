@@ -31,7 +31,7 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
 
 async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:
     link = FakeLink(scenes.busy())
-    link.expected = estimates.estimate_that_lacks()
+    link.script["models.estimate"] = estimates.estimate_that_lacks()
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: "✖ It does not fit" in selected(pilot))
@@ -101,7 +101,7 @@ def test_a_fit_on_simulated_devices_says_so_and_what_was_learned() -> None:
 
 def test_a_model_that_does_not_fit_shows_what_each_device_lacks() -> None:
     link = FakeLink(scenes.busy())
-    link.expected = estimates.estimate_that_lacks()
+    link.script["models.estimate"] = estimates.estimate_that_lacks()
     app = EricApp(link, start="models")
     words = (
         "✖ It does not fit",
@@ -119,7 +119,7 @@ def test_a_model_that_does_not_fit_shows_what_each_device_lacks() -> None:
 
 def test_a_preview_for_eight_cards_has_a_row_for_each() -> None:
     link = FakeLink(scenes.eight_gpus())
-    link.expected = estimates.estimate_for_eight()
+    link.script["models.estimate"] = estimates.estimate_for_eight()
     app = EricApp(link, start="models")
     devices = [f"GPU{number}      9.4     6.1" for number in range(8)]
     end = "✖ −2,310 MiB", "1 on each of 7 devices"

@@ -113,7 +113,7 @@ def parsed_markup(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def hostile_link() -> HostileLink:
     link = FakeLink(fleet_scenes.two_models())
     link.benches.results = bench_scenes.results()
-    link.tuning.current = tune_scenes.found("done")
+    link.script["tuning.report"] = tune_scenes.found("done")
     link.requests.details = {row.id: request_scenes.with_text() for row in link.current.requests}
     link.failures = {name: EngineError("it cannot be done") for name in ("reconfigure", "load", "download", "save")}
     return HostileLink(link)

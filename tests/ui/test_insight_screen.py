@@ -183,7 +183,7 @@ async def test_counting_anew_asks_once() -> None:
         assert link.commands == []
         await pilot.press("y")
         await settled(pilot)
-        assert link.names() == ["reset_session"]
+        assert link.names() == ["reset"]
         await until(pilot, lambda: "0 ended" in screen_text(app))
         assert "1.24 kWh" in screen_text(app)
 
@@ -208,12 +208,12 @@ async def test_the_processor_is_measured_on_demand() -> None:
         await opened(pilot)
         await pilot.press("l")
         await settled(pilot)
-        assert link.names() == ["measure_limits"]
+        assert link.names() == ["measure"]
 
 
 async def test_a_refusal_is_shown() -> None:
     link = FakeLink(insight_scenes.one_answer())
-    link.failures["measure_limits"] = EngineBusy("The processor can only be measured while no request is running")
+    link.failures["measure"] = EngineBusy("The processor can only be measured while no request is running")
     app = EricApp(link)
     async with app.run_test(size=WIDE) as pilot:
         await opened(pilot)

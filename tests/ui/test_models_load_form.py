@@ -87,7 +87,7 @@ async def test_while_values_move_the_old_price_is_not_taken_for_the_new_one() ->
         await listed(pilot)
         await priced(pilot, link, 1)
         link.hold("estimate")
-        link.expected = estimates.estimate_that_lacks()
+        link.script["models.estimate"] = estimates.estimate_that_lacks()
         await pilot.press("e", "right")
         await until(pilot, lambda: len(link.models.asked) == 2)
         assert "◌ Estimating" in selected(pilot)
@@ -119,16 +119,16 @@ async def test_edits_of_a_model_stay_while_others_are_looked_at() -> None:
 
 async def test_the_form_starts_with_what_the_model_was_last_loaded_with_and_r_resets_it() -> None:
     link = FakeLink(scenes.empty())
-    link.models.kept["demo"] = LoadOptions(max_model_len=512, cache_bits=8)
+    link.models.saved["demo"] = LoadOptions(max_model_len=512, cache_bits=8)
     app = EricApp(link, start="models")
     async with app.run_test(size=(140, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: ("demo", link.models.kept.get("demo")) in link.models.asked)
+        await until(pilot, lambda: ("demo", link.models.saved.get("demo")) in link.models.asked)
         assert "512" in str(app.screen.query_one(LoadFormView).content)
         await pilot.press("R")
         await until(pilot, lambda: link.models.asked[-1] == ("demo", NO_OPTIONS))
     assert ("forget", {"model": "demo"}) in link.commands
-    assert link.models.kept == {}
+    assert link.models.saved == {}
 
 
 async def test_where_it_is_narrow_the_form_has_a_page_of_its_own() -> None:
@@ -219,7 +219,7 @@ async def test_a_download_is_shown_with_its_pace_beside_a_model_that_serves() ->
 
         def at(second: int, done_gib: int) -> None:
             progress = LoadProgress(phase="download", done=done_gib * scenes.GIB, total=8 * scenes.GIB)
-            link.models.download_now = Fetching(model="org/big", progress=progress)
+            link.script["models.fetching"] = Fetching(model="org/big", progress=progress)
             link.show(scenes.busy(at=scenes.NOW + second))
             app.screen.query_one(ModelLoad).show(link.snapshot(), link.models.fetching())
 

@@ -15,8 +15,7 @@ from console.tui.screens.requests.detail import NOT_ALLOWED, RequestScreen
 from console.tui.screens.requests.table import RequestTable
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
-from tests.fakes.link import FakeLink
-from tests.fakes.link_requests import story
+from tests.fakes.link import FakeLink, story
 from tests.ui.seen import rows, screen_text, shows, until
 
 

@@ -14,8 +14,7 @@ from console.tui.app import EricApp
 from console.tui.screens.settings.panel import SettingPanel, SettingTable
 from console.tui.widgets.table import Table
 from engine.errors import InsufficientMemory
-from tests.fakes.link import FakeLink
-from tests.fakes.link_settings import FILE, FakeSettings
+from tests.fakes.link import FILE, FakeLink, FakeSettings
 from tests.ui.seen import screen_text, shows, until
 
 PICTURED = (
@@ -111,7 +110,7 @@ async def test_a_bad_value_is_one_sentence_and_what_was_typed_stays() -> None:
 
 async def test_what_the_engine_refuses_is_said_where_the_value_was_typed() -> None:
     link = FakeLink()
-    link.settings.failures["num_workers"] = InsufficientMemory("another worker does not fit")
+    link.failures["save"] = InsufficientMemory("another worker does not fit")
     async with an_app(link).run_test(size=(120, 40)) as pilot:
         await at(pilot, "num_workers")
         await pilot.press("enter", *"9", "enter")
@@ -235,7 +234,7 @@ async def test_the_file_is_named() -> None:
 
 async def test_markup_in_a_value_is_text() -> None:
     link = FakeLink()
-    link.settings = FakeSettings(Sources(saved={"model": "[red]x[/]"}, file=FILE))
+    link.settings = FakeSettings(link, Sources(saved={"model": "[red]x[/]"}, file=FILE))
     async with an_app(link, theme="ericllm-dark").run_test(size=(120, 40)) as pilot:
         await at(pilot, "model")
         assert screen_text(pilot.app).count("[red]x[/]") == 2
@@ -244,7 +243,7 @@ async def test_markup_in_a_value_is_text() -> None:
 def pictured() -> EricApp:
     link = FakeLink()
     saved = {**link.settings.sources.saved, "theme": "ericllm-dark"}
-    link.settings = FakeSettings(link.settings.sources.saving(saved), names=PICTURED)
+    link.settings = FakeSettings(link, link.settings.sources.saving(saved), names=PICTURED)
     return an_app(link, theme="ericllm-dark")
 
 

@@ -19,8 +19,7 @@ from console.tui.app import EricApp
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from tests.fakes.link import FakeLink
-from tests.fakes.link_settings import FakeSettings
+from tests.fakes.link import FakeLink, FakeSettings
 from tests.ui.seen import rows
 from tools.docs_pages.settings import page
 
@@ -64,7 +63,7 @@ async def test_it_is_a_line_of_the_settings_screen_that_can_be_saved(tmp_path: P
     assert (await live.save("greetings", "7")).value == "7"
     assert (tmp_path / "config.toml").read_text().strip() == "greetings = 7"
     link = FakeLink()
-    link.settings = FakeSettings(Sources(saved={"greetings": 7}), names=("greetings",))
+    link.settings = FakeSettings(link, Sources(saved={"greetings": 7}), names=("greetings",))
     async with EricApp(link, start="settings").run_test(size=(120, 30)) as pilot:
         await pilot.pause()
         assert any("greetings" in row and "7" in row for row in rows(pilot.app))
