@@ -30,8 +30,8 @@ _ANSWER_BYTES = 1 << 20
 
 _SHOWN = 300
 _GREETING_TOKENS = 4
-_PATIENCE_S = 15.0
-_FAREWELL_S = 1.0
+_TIMEOUT_S = 15.0
+_CLOSE_TIMEOUT_S = 1.0
 """What a server has to answer the end of a websocket."""
 
 
@@ -111,9 +111,9 @@ class HttpTarget:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TargetFailed(f"{self._url} cannot be asked: {connect_error_reason(error)}", param="url") from error
         except HttpProcessingError as error:
-            raise TargetFailed(f"{self._where} answered a line without an end", param="dialect") from error
+            raise TargetFailed(f"{self._endpoint} answered a line without an end", param="dialect") from error
         except UNREADABLE as error:
-            raise TargetFailed(f"{self._where} answered what cannot be read: {error}", param="dialect") from error
+            raise TargetFailed(f"{self._endpoint} answered what cannot be read: {error}", param="dialect") from error
 
     async def greet(self) -> None:
         """Ask for one token, to find out whether it answers at all: one that takes its time may be loading a model.
@@ -122,17 +122,17 @@ class HttpTarget:
         """
         item = Item(number=0, prompt=self.material.prompt(_GREETING_TOKENS, random.Random(0)), output_tokens=1)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S), aclosing(self.send(item)) as answer:
+            async with asyncio.timeout(_TIMEOUT_S), aclosing(self.send(item)) as answer:
                 async for _ in answer:
                     pass
 
     async def _send(self, item: Item) -> AsyncGenerator[Chunk, None]:
         over_socket = self._dialect.over == "socket"
         if not (over_socket or self._plain or self._answered):
-            await self._settle(item)
+            await self._probe_extras(item)
         body = self._dialect.body(item, self._model, plain=self._plain)
         read, has_tokens, last = self._dialect.reader(), False, not over_socket
-        async with aclosing(self._spoken(body) if over_socket else self._posted(body)) as events:
+        async with aclosing(self._events_over_socket(body) if over_socket else self._events_over_post(body)) as events:
             async for event in events:
                 chunk = read(event)
                 if chunk is not None:
@@ -143,41 +143,41 @@ class HttpTarget:
                         last = True
                         break
         if not last:
-            raise TargetFailed(f"{self._where} closed the connection before the answer's end", param="url")
+            raise TargetFailed(f"{self._endpoint} closed the connection before the answer's end", param="url")
         if has_tokens and self._dialect.counted_by == "asked" and not self._plain:
             yield Chunk(output_tokens=item.output_tokens)
 
-    async def _posted(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _events_over_post(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The events of an answer in lines."""
         assert self._http is not None
-        async with self._http.post(self._where, json=body) as answer:
+        async with self._http.post(self._endpoint, json=body) as answer:
             if answer.status != 200:
-                raise await self._refusal(answer)
+                raise await self._error_of(answer)
             self._answered = True
             async for line in answer.content:
                 if payload := _payload(line):
                     yield payload
 
-    async def _spoken(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _events_over_socket(self, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The events of an answer over a websocket of its own."""
         assert self._http is not None
         try:
             async with self._http.ws_connect(
-                self._where, max_msg_size=_LINE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=_FAREWELL_S)
+                self._endpoint, max_msg_size=_LINE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_TIMEOUT_S)
             ) as socket:
                 await socket.send_json(body)
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.TEXT:
                         yield message.data.encode()
         except aiohttp.WSServerHandshakeError as error:
-            raise self._refused(error.status, error.message) from error
+            raise self._failure(error.status, error.message) from error
 
-    async def _settle(self, item: Item) -> None:
+    async def _probe_extras(self, item: Item) -> None:
         """Find out whether the server knows the fields that not every one of its kind does."""
         assert self._http is not None
         short = msgspec.structs.replace(item, output_tokens=1)
         body = self._dialect.body(short, self._model, plain=False)
-        async with self._http.post(self._where, json=body) as answer:
+        async with self._http.post(self._endpoint, json=body) as answer:
             await read_start(answer, _ANSWER_BYTES)
             self._answered = answer.status == 200
             self._plain = answer.status in (400, 422)
@@ -186,22 +186,22 @@ class HttpTarget:
         """The first that the server lists; "" where it lists none."""
         assert self._http is not None
         try:
-            timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+            timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
             async with self._http.get(self._url + self._dialect.models_path, timeout=timeout) as answer:
                 return first_model(await read_start(answer, _ANSWER_BYTES)) if answer.status == 200 else ""
         except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return ""
 
-    async def _refusal(self, answer: aiohttp.ClientResponse) -> TargetFailed:
+    async def _error_of(self, answer: aiohttp.ClientResponse) -> TargetFailed:
         text = " ".join(_error_text(await read_start(answer, _ANSWER_BYTES)).split())[:_SHOWN] or answer.reason
-        return self._refused(answer.status, text)
+        return self._failure(answer.status, text)
 
-    def _refused(self, status: int, text: str | None) -> TargetFailed:
+    def _failure(self, status: int, text: str | None) -> TargetFailed:
         wrong = {401: "key", 403: "key", 404: "model" if self._named else "dialect", 405: "dialect"}
-        return TargetFailed(f"{self._where} answered {status}: {text}", param=wrong.get(status, "url"))
+        return TargetFailed(f"{self._endpoint} answered {status}: {text}", param=wrong.get(status, "url"))
 
     @property
-    def _where(self) -> str:
+    def _endpoint(self) -> str:
         return self._url + self._dialect.path
 
 

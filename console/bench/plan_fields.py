@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from msgspec import UNSET, Meta
@@ -21,16 +22,16 @@ _TRACED = ("prompt_tokens", "output_tokens")
 def add_flags(parser: argparse._ArgumentGroup, plan: type[Plan]) -> None:
     """Add a flag for each field; a wrong value ends the program with one sentence."""
     defaults = plan()
-    for name, (kind, meta) in _fields(plan).items():
+    for name, field in _fields(plan).items():
         default = _text(getattr(defaults, name))
         names = (name, plan.synonyms[name]) if name in plan.synonyms else (name,)
         parser.add_argument(
             *(f"--{each.replace('_', '-')}" for each in names),
             dest=name,
-            type=_reader(kind, meta, traced=_has_trace(plan)),
+            type=field.read_flag,
             default=argparse.SUPPRESS,
-            metavar=_metavar(kind),
-            help=f"{meta.description}{f' (default {default})' if default else ''}".replace("%", "%%"),
+            metavar=field.metavar,
+            help=f"{field.meta.description}{f' (default {default})' if default else ''}".replace("%", "%%"),
         )
 
 
@@ -48,7 +49,7 @@ def plan_from(plan: type[Plan], texts: Mapping[str, str], *, quick: bool) -> Pla
         if name not in fields:
             raise InvalidRequest(f"bench {plan.name} has no {name}", param=name)
         try:
-            given[name] = _read(*fields[name], text.strip(), traced=_has_trace(plan))
+            given[name] = fields[name].read(text.strip())
         except InvalidRequest as error:
             raise InvalidRequest(f"{name.replace('_', ' ')}: {error.message}", param=name) from error
     return plan_of(plan, given, quick=quick)
@@ -63,11 +64,11 @@ def form_of(plan: type[Plan]) -> BenchForm:
         fields=tuple(
             BenchField(
                 name=name,
-                title=fields[name][1].title or name.replace("_", " "),
-                hint=fields[name][1].description or "",
+                title=fields[name].meta.title or name.replace("_", " "),
+                hint=fields[name].meta.description or "",
                 quick=_text(getattr(quick, name)),
                 full=_text(getattr(full, name)),
-                traced=str(TRACE) if _has_trace(plan) and name in _TRACED else "",
+                traced=str(TRACE) if fields[name].traced and name in _TRACED else "",
             )
             for name in plan.form
         ),
@@ -83,54 +84,63 @@ def _text(value: object) -> str:
     return "" if value is None or value is UNSET else str(value)
 
 
-def _fields(plan: type[Plan]) -> dict[str, tuple[Any, Meta]]:
-    """Type and annotation of each field."""
-    hints = get_type_hints(plan, include_extras=True)
-    return {
-        name: (get_args(hint)[0], next(each for each in get_args(hint)[1:] if isinstance(each, Meta)))
-        for name, hint in hints.items()
-        if name in plan.__struct_fields__
-    }
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a plan. kind: its type.  traced: whether the plan may take lengths from a trace."""
 
+    kind: Any
+    meta: Meta
+    traced: bool
 
-def _has_trace(plan: type[Plan]) -> bool:
-    return "trace" in plan.__struct_fields__
+    def read(self, text: str) -> Any:
+        """Return the value of a text. Raises InvalidRequest."""
+        kind = self.kind
+        if kind is str:
+            return text
+        if kind is Length:
+            return Length.parse(text, traced=self.traced)
+        number = _number_of(kind)
+        if get_origin(kind) is tuple:
+            return tuple(_bounded(number(part), self.meta, part) for part in text.split(","))
+        if not text and type(None) in get_args(kind):
+            return None
+        return _bounded(number(text), self.meta, text)
 
-
-def _reader(kind: Any, meta: Meta, *, traced: bool) -> Callable[[str], Any]:
-    """Parser of a value, for argparse."""
-
-    def read(text: str) -> Any:
+    def read_flag(self, text: str) -> Any:
+        """As `read`, with the error that argparse expects."""
         try:
-            return _read(kind, meta, text, traced=traced)
+            return self.read(text)
         except InvalidRequest as error:
             raise argparse.ArgumentTypeError(error.message) from error
 
-    return read
+    @property
+    def metavar(self) -> str:
+        """Stands for the value in the help."""
+        if get_origin(self.kind) is tuple:
+            return "N,..."
+        if type(None) in get_args(self.kind):
+            return "TIME"
+        return {Length: "TOKENS", str: "FILE"}.get(self.kind, "N")
 
 
-def _read(kind: Any, meta: Meta, text: str, *, traced: bool) -> Any:
-    if kind is str:
-        return text
-    if kind is Length:
-        return Length.parse(text, traced=traced)
-    number = _number_of(kind)
-    if get_origin(kind) is tuple:
-        return tuple(_bounded(number(part), meta, part) for part in text.split(","))
-    if not text and type(None) in get_args(kind):
-        return None
-    return _bounded(number(text), meta, text)
+def _fields(plan: type[Plan]) -> dict[str, _Field]:
+    hints, traced = get_type_hints(plan, include_extras=True), "trace" in plan.__struct_fields__
+    return {
+        name: _Field(get_args(hint)[0], next(each for each in get_args(hint)[1:] if isinstance(each, Meta)), traced)
+        for name, hint in hints.items()
+        if name in plan.__struct_fields__
+    }
 
 
 def _number_of(kind: Any) -> Callable[[str], float]:
     """int for int and tuple[int, ...]; seconds for what may be None; else float."""
     kinds = get_args(kind)
     if kind is int or kinds[:1] == (int,):
-        return _whole
+        return _integer
     return _seconds if type(None) in kinds else _real
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if not text.strip().removeprefix("-").isdecimal() or len(text) > 20:
         raise InvalidRequest(f"{text or 'an empty value'} is not a whole number")
     return int(text)
@@ -165,13 +175,3 @@ def _bounded(value: float, meta: Meta, text: str) -> float:
     if above is not None and value <= above:
         raise InvalidRequest(f"{text} is not more than {above}")
     return value
-
-
-def _metavar(kind: Any) -> str:
-    if kind is Length:
-        return "TOKENS"
-    if get_origin(kind) is tuple:
-        return "N,..."
-    if type(None) in get_args(kind):
-        return "TIME"
-    return "FILE" if kind is str else "N"
