@@ -7,7 +7,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -38,6 +38,7 @@ from engine.simulation.what_if import (
     RunCases,
     alone_summary,
     front_door_limit,
+    near_full_window,
     node_death,
     workers_needed,
 )
@@ -100,7 +101,11 @@ def _add_loading(group: argparse._ArgumentGroup) -> None:
 def _add_demand(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--users", type=_count, metavar="N", help="who send one request at a time (default 100)")
     group.add_argument(
-        "--think", type=_span, default=10.0, metavar="S", help="a user's mean pause before a request (default 10)"
+        "--think",
+        type=_parsed(span_s),
+        default=10.0,
+        metavar="S",
+        help="a user's mean pause before a request (default 10)",
     )
     group.add_argument("--rate", type=_positive, metavar="R", help="requests a second, in place of users")
     group.add_argument(
@@ -116,7 +121,7 @@ def _add_demand(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefixes", type=_count, default=16, metavar="N", help="how many there are (default 16)")
     group.add_argument(
         "--duration",
-        type=_span,
+        type=_parsed(span_s),
         metavar="S",
         help="for how long requests come, as 90s, 10m or 2h (default 120, 60 for many requests; a trace: all of it)",
     )
@@ -134,29 +139,41 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--step-tokens", type=_count, metavar="N", help="of a step (default: as measured)")
     group.add_argument("--kv-tokens", type=_count, metavar="N", help="of a worker's KV pages (default: as measured)")
     group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (default 1024)")
-    group.add_argument("--timeout", type=_span, metavar="S", help="of a request (default 600; 0: none)")
-    group.add_argument("--hop", type=_seconds, default=0.0, metavar="S", help="from the engine to a worker, one way")
-    group.add_argument("--front-request", type=_seconds, metavar="S", help="front door's CPU per request")
-    group.add_argument("--front-token", type=_seconds, metavar="S", help="front door's CPU per event of a stream")
-    group.add_argument("--front-slot", type=_seconds, metavar="S", help="front door's CPU per worker and request")
+    group.add_argument("--timeout", type=_parsed(span_s), metavar="S", help="of a request (default 600; 0: none)")
+    group.add_argument(
+        "--hop", type=_parsed(duration_s), default=0.0, metavar="S", help="from the engine to a worker, one way"
+    )
+    group.add_argument("--front-request", type=_parsed(duration_s), metavar="S", help="front door's CPU per request")
+    group.add_argument(
+        "--front-token", type=_parsed(duration_s), metavar="S", help="front door's CPU per event of a stream"
+    )
+    group.add_argument(
+        "--front-slot", type=_parsed(duration_s), metavar="S", help="front door's CPU per worker and request"
+    )
 
 
 def _add_questions(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--slo-ttft", type=_seconds, metavar="S", help="first token within, as 500ms")
-    group.add_argument("--slo-itl", type=_seconds, metavar="S", help="mean time between an answer's tokens, as 50ms")
+    group.add_argument("--slo-ttft", type=_parsed(duration_s), metavar="S", help="first token within, as 500ms")
+    group.add_argument(
+        "--slo-itl", type=_parsed(duration_s), metavar="S", help="mean time between an answer's tokens, as 50ms"
+    )
     group.add_argument("--share", type=_positive, default=0.95, metavar="X", help="within the SLO (default 0.95)")
     group.add_argument(
         "--ask", action="append", choices=ASKED, help="one of the questions; may be given again (default: all)"
     )
-    group.add_argument("--die-at", type=_span, metavar="S", help="a node dies then (default: half the duration)")
+    group.add_argument(
+        "--die-at", type=_parsed(span_s), metavar="S", help="a node dies then (default: half the duration)"
+    )
     group.add_argument(
         "--detect",
-        type=_span,
+        type=_parsed(span_s),
         default=float(SILENCE_S),
         metavar="S",
         help=f"until that is known (default {SILENCE_S}, of a machine without power; 0 where its system says goodbye)",
     )
-    group.add_argument("--restart", type=_span, default=60.0, metavar="S", help="until it is back (default 60)")
+    group.add_argument(
+        "--restart", type=_parsed(span_s), default=60.0, metavar="S", help="until it is back (default 60)"
+    )
 
 
 def _count(text: str) -> int:
@@ -165,20 +182,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        found = duration_s(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    assert isinstance(found, float)
-    return found
+def _parsed(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """The type of a flag: as a setting is parsed, whose complaint ends the program."""
 
+    def parsed(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-def _span(text: str) -> float:
-    try:
-        return span_s(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return parsed
 
 
 def _not_negative(text: str) -> float:
@@ -248,8 +261,8 @@ def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
 
 _CROWD = 2.5
 """Times the CPU time of a request alone that one takes among others, whose steps differ more."""
-_SEARCHES = 5
-"""Times the demand that a search simulates in all: it doubles, then bisects."""
+_SEARCHES = 2
+"""How often a search simulates two numbers of workers at once."""
 _SETTLING = 0.5
 """Of the duration: for how long requests go on to come after a dead node is back."""
 
@@ -273,16 +286,17 @@ def expected_s(
 ) -> float:
     """Return about how many seconds the simulations take here. alone_s: the time that those of `alone` took."""
     request_s = _CROWD * alone_s / max(1, alone.requests)
-    requests = asking.requests(alone.e2e_s.mean)
-    offered_per_s = requests / max(asking.duration_s, 1.0)
+    offered_per_s = asking.demand(1.0).offered_per_s(alone.e2e_s.mean)
     output_tokens = alone.output_tokens_per_s / max(alone.requests_per_s, 1e-9)
     front_s = cluster.front.request_s + output_tokens * cluster.front.output_s
+    times = 1 / max(offered_per_s * front_s, 1e-6)
+    full_s = near_full_window(asking.window, asking.duration_s - asking.window.since_s, times).until_s
     repeats = {
-        "cards": _SEARCHES + _at_once(MARGINS),
+        "cards": _SEARCHES * _at_once((1.0, 1.0)) + _at_once(MARGINS[:2]),
         "death": _at_once((2.0, 2.0)),
-        "front": 1 + _at_once(FRONT_LOADS) / max(offered_per_s * front_s, 1e-6),
+        "front": ("cards" not in asked) + times * full_s / max(asking.duration_s, 1e-3) * _at_once(FRONT_LOADS),
     }
-    return request_s * requests * sum(repeats[each] for each in asked)
+    return request_s * offered_per_s * asking.duration_s * sum(repeats[each] for each in asked)
 
 
 def _at_once(demands: Sequence[float]) -> float:

@@ -30,14 +30,12 @@ class RequestedDemand:
     """Who asks.
 
     of: the demand, multiplied by a factor, with requests for a number of seconds.  duration_s: for how long they come.
-    window: which of them count.  requests: about how many they are if each takes that many seconds.
-    traced: they are as they came once, neither more nor for longer.
+    window: which of them count.  traced: they are as they came once, neither more nor for longer.
     """
 
     of: Callable[[float, float], Demand]
     duration_s: float
     window: Window
-    requests: Callable[[float], float]
     words: str
     traced: bool = False
 
@@ -66,30 +64,23 @@ def demand_from_flags(given: argparse.Namespace) -> RequestedDemand:
         raise InvalidRequest("--duration is 0 s; it must be above 0", param="duration")
     if given.trace is not None:
         return _by_trace(given)
-    duration_s = _duration_s(given)
-    window = Window(since_s=_warm_up_s(given), until_s=duration_s)
     mix = _mix(given)
+    found = _demand_of(given, mix)
+    many = _SHORT_DURATION_S * found(1.0, _SHORT_DURATION_S).offered_per_s(0.0) >= _MANY
+    duration_s = given.duration or (_SHORT_DURATION_S if many else _DURATION_S)
+    window = Window(since_s=_warm_up_s(given), until_s=duration_s)
+    if given.rate is not None and all(ask.at_s < window.since_s for ask in found(1.0, duration_s).first()):
+        raise InvalidRequest(
+            f"at {given.rate:g} requests/s none comes between {window.since_s:g} and {window.until_s:g} s, which alone "
+            "count: give a longer --duration",
+            param="duration",
+        )
     tokens = f"prompts of {mix.prompt.expected:g} and answers of {mix.output.expected:g} tokens{_prefixed(mix)}"
-    found = _by_users(given, mix) if given.rate is None else _by_rate(given, mix, window)
-    asking = RequestedDemand(found, duration_s, window, _expected(given, duration_s), f"{_whom(given)}, {tokens}")
-    asking.demand(1.0)  # what is wrong with it is said before anything is measured
-    return asking
-
-
-def _duration_s(given: argparse.Namespace) -> float:
-    if given.duration is not None:
-        return float(given.duration)
-    return _SHORT_DURATION_S if _expected(given, _SHORT_DURATION_S)(0.0) >= _MANY else _DURATION_S
+    return RequestedDemand(found, duration_s, window, f"{_whom(given)}, {tokens}")
 
 
 def _warm_up_s(given: argparse.Namespace) -> float:
     return _DEFAULT_WARM_UP_S if given.duration is None else _WARM_UP * given.duration
-
-
-def _expected(given: argparse.Namespace, duration_s: float) -> Callable[[float], float]:
-    if given.rate is not None:
-        return lambda request_s: given.rate * duration_s
-    return lambda request_s: (given.users or _USERS) * duration_s / max(given.think + request_s, 1e-3)
 
 
 def _whom(given: argparse.Namespace) -> str:
@@ -116,32 +107,16 @@ def _mix(given: argparse.Namespace) -> Mix:
     )
 
 
-def _by_rate(given: argparse.Namespace, mix: Mix, window: Window) -> Callable[[float, float], Demand]:
-    def demand(strength: float, duration_s: float) -> Demand:
-        return OpenDemand(
-            mix, rate_per_s=strength * given.rate, duration_s=duration_s, cv=given.burstiness, seed=given.seed
-        )
-
-    if all(ask.at_s < window.since_s for ask in demand(1.0, window.until_s).first()):
-        raise InvalidRequest(
-            f"at {given.rate:g} requests/s none comes between {window.since_s:g} and {window.until_s:g} s, which alone "
-            "count: give a longer --duration",
-            param="duration",
-        )
-    return demand
-
-
-def _by_users(given: argparse.Namespace, mix: Mix) -> Callable[[float, float], Demand]:
+def _demand_of(given: argparse.Namespace, mix: Mix) -> Callable[[float, float], Demand]:
     users, ramp_s = given.users or _USERS, _RAMP * _warm_up_s(given)
 
     def demand(strength: float, duration_s: float) -> Demand:
+        if given.rate is not None:
+            rate_per_s = strength * given.rate
+            return OpenDemand(mix, rate_per_s=rate_per_s, duration_s=duration_s, cv=given.burstiness, seed=given.seed)
+        count = max(1, round(strength * users))
         return ClosedDemand(
-            mix,
-            users=max(1, round(strength * users)),
-            think_s=given.think,
-            duration_s=duration_s,
-            ramp_s=ramp_s,
-            seed=given.seed,
+            mix, users=count, think_s=given.think, duration_s=duration_s, ramp_s=ramp_s, seed=given.seed
         )
 
     return demand
@@ -157,6 +132,4 @@ def _by_trace(given: argparse.Namespace) -> RequestedDemand:
             f"the first {given.duration:g} s of {given.trace}, {len(trace)} of its {len(whole)} requests: "
             f"--duration leaves out the others, until {whole.last_s:g} s"
         )
-    return RequestedDemand(
-        lambda strength, duration_s: trace, trace.last_s, WHOLE, lambda request_s: len(trace), words, traced=True
-    )
+    return RequestedDemand(lambda strength, duration_s: trace, trace.last_s, WHOLE, words, traced=True)

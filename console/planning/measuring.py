@@ -1,23 +1,31 @@
-"""The worker whose steps are measured, from outside; and from its steps to costs that can be kept."""
+"""The steps of a model on this machine, measured in a process of its own, and the costs that are fitted to them.
+
+Run as a program, with a MeterOrder as JSON, it is that process: it loads the model, says what it is, and then answers
+each line, the seconds that it may take, with the steps that it measured, as JSON.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 import msgspec
 
 from console.bench.progress import Show
-from console.planning.child import Child
-from console.planning.local_model import LocalModel, local_model
+from console.planning.child import Child, say
 from console.runtime.estimate import estimate_for
+from console.runtime.loading import local_folder, model_spec
 from console.settings.sources import load_settings
 from engine.backends.base import BackendRequest, SequenceStats
-from engine.config import EngineConfig, SamplingParams
-from engine.devices import cpu_name
+from engine.config import EngineConfig, ModelSpec, SamplingParams
+from engine.devices import cpu_name, usable_cores
+from engine.errors import EngineError, UnsupportedModel
+from engine.models.files import read_json_object
 from engine.simulation.fit import fit_steps
 from engine.simulation.step_costs import MeasuredModel, StepSample, StepShape
 from engine.worker_process.factory import create_backend
@@ -26,7 +34,35 @@ from engine.worker_process.outbox import Outbox
 from engine.worker_process.protocol import Codec, Load, StepBatch
 from engine.worker_process.requests import Requests
 
-# Measures steps of a backend, as the loop of a worker does them. See console.planning.step_timer for the process.
+# The model, as measurements load it: its configuration and the CPU threads it gets.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """name: as the user wrote it.  spec: without threads and KV pages.  threads: of all workers together."""
+
+    name: str
+    spec: ModelSpec
+    vocab_size: int
+    threads: int
+
+
+def local_model(name: str, *, threads: int | None, changes: Mapping[str, Any] = MappingProxyType({})) -> LocalModel:
+    """Find a model. threads: the machine's cores where None.  changes: settings of its load, which override environment
+    variables and config.toml.
+
+    Raises ModelNotFound, UnsupportedModel or another EngineError.
+    """
+    settings = load_settings({"model": name, **changes})
+    path = local_folder(settings)
+    spec = model_spec(settings, name, path)
+    vocab_size = read_json_object(path / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise UnsupportedModel(f"config.json of {spec.name} does not give the model's vocab_size")
+    return LocalModel(name, spec, vocab_size, threads or usable_cores())
+
+
+# The steps of a backend, as the loop of a worker does them.
 
 _DECODE_STEPS = 6
 _BETWEEN_STEPS = 2
@@ -148,18 +184,6 @@ def _chunks(before: Mapping[str, SequenceStats], after: Mapping[str, SequenceSta
             yield start, sequence.computed_tokens - start
 
 
-def loaded(local: LocalModel, design: Design) -> Replica:
-    """The model as a worker loads it. Raises EngineError."""
-    load = Load(
-        spec=msgspec.structs.replace(local.spec, threads=local.threads, kv_cache_tokens=design.kv_tokens),
-        max_prompts=design.max_prompts + 1,
-        step_tokens=design.step_tokens,
-        page_tokens=design.page_tokens,
-        threads=local.threads,
-    )
-    return load_replica(load, create_backend, report=lambda progress: None, cancelled=lambda: False)
-
-
 _ROUNDS = 3
 MAX_CONTEXT_TOKENS = 3072
 WITHOUT_GUESSES = MappingProxyType({"draft_model": None, "ngram_draft": False, "draft_tokens": None})
@@ -191,7 +215,7 @@ class MeasuredWorker:
 
     async def __aenter__(self) -> MeasuredWorker:
         """Start it and load the model."""
-        self._child = await Child.start("the measured worker", "console.planning.step_timer", self._order)
+        self._child = await Child.start("the measured worker", "console.planning.measuring", self._order)
         try:
             self.loaded = msgspec.json.decode(await self._child.line(), type=Loaded)
         except BaseException:
@@ -263,3 +287,37 @@ def _kv_tokens(model: str, design: Design, changes: Mapping[str, object]) -> int
     asked = {"max_prompts": design.max_prompts, "step_tokens": design.step_tokens, "num_workers": 1}
     found = estimate_for(load_settings({"model": model, **asked, **changes, **WITHOUT_GUESSES}))
     return found.placements[0].kv_tokens if found.fits else design.kv_tokens
+
+
+# The process that measures.
+
+
+def _serve(order: MeterOrder) -> int:
+    try:
+        local = local_model(order.model, threads=order.threads, changes=order.changes)
+        replica = _loaded(local, order.design)
+        meter, model = StepMeter(replica, order.design, seed=0), replica.model
+        here = Loaded(device=model.devices[0], dtype=model.dtype, max_model_len=model.max_model_len)
+        say(msgspec.json.encode(here))
+        for line in sys.stdin:
+            say(msgspec.json.encode(meter.measure(float(line))))
+    except EngineError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 1
+    return 0
+
+
+def _loaded(local: LocalModel, design: Design) -> Replica:
+    """The model as a worker loads it. Raises EngineError."""
+    load = Load(
+        spec=msgspec.structs.replace(local.spec, threads=local.threads, kv_cache_tokens=design.kv_tokens),
+        max_prompts=design.max_prompts + 1,
+        step_tokens=design.step_tokens,
+        page_tokens=design.page_tokens,
+        threads=local.threads,
+    )
+    return load_replica(load, create_backend, report=lambda progress: None, cancelled=lambda: False)
+
+
+if __name__ == "__main__":
+    sys.exit(_serve(msgspec.json.decode(sys.argv[1], type=MeterOrder)))

@@ -6,7 +6,7 @@ import csv
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -75,6 +75,9 @@ class Demand(Protocol):
     def answered(self, ask: Ask, now: float) -> Ask | None:
         """Return the next request of its client, now that `ask` has ended."""
 
+    def offered_per_s(self, request_s: float) -> float:
+        """Return how many requests come a second, on average, where each takes `request_s` seconds."""
+
 
 class OpenDemand:
     """Requests that come whether or not others are answered. cv: of the time between two of them: 1 is Poisson, more is
@@ -100,6 +103,10 @@ class OpenDemand:
     def answered(self, ask: Ask, now: float) -> Ask | None:
         """Demand: nothing."""
         return None
+
+    def offered_per_s(self, request_s: float) -> float:
+        """Demand: the rate."""
+        return self._rate
 
     def _gap(self, source: random.Random) -> float:
         return gap_s(source, self._rate, 1 / self._cv**2) if self._cv else 1 / self._rate
@@ -132,6 +139,10 @@ class ClosedDemand:
         at_s = max(now + self._think(), ask.at_s + _SHORTEST_S)
         return self._mix.ask(at_s, self._source, ask.client) if at_s < self._duration_s else None
 
+    def offered_per_s(self, request_s: float) -> float:
+        """Demand: one of each user, whenever that has thought and been answered."""
+        return self._users / max(self._think_s + request_s, _SHORTEST_S)
+
     def _think(self) -> float:
         return self._source.expovariate(1 / self._think_s) if self._think_s else 0.0
 
@@ -151,6 +162,30 @@ class SeriesDemand:
         """Demand: the next."""
         following = next(self._asks, None)
         return None if following is None else msgspec.structs.replace(following, at_s=now)
+
+    def offered_per_s(self, request_s: float) -> float:
+        """Demand: one at a time."""
+        return 1 / max(request_s, _SHORTEST_S)
+
+
+class ShorterDemand:
+    """The requests of another demand that come before `until_s`."""
+
+    def __init__(self, demand: Demand, until_s: float) -> None:
+        self._demand, self._until_s = demand, until_s
+
+    def first(self) -> Iterator[Ask]:
+        """Demand: the first of them."""
+        return takewhile(lambda ask: ask.at_s < self._until_s, self._demand.first())
+
+    def answered(self, ask: Ask, now: float) -> Ask | None:
+        """Demand: the next, unless time is over."""
+        following = self._demand.answered(ask, now)
+        return following if following is not None and following.at_s < self._until_s else None
+
+    def offered_per_s(self, request_s: float) -> float:
+        """Demand: as the other one."""
+        return self._demand.offered_per_s(request_s)
 
 
 class TraceDemand:
@@ -196,6 +231,10 @@ class TraceDemand:
     def answered(self, ask: Ask, now: float) -> Ask | None:
         """Demand: nothing."""
         return None
+
+    def offered_per_s(self, request_s: float) -> float:
+        """Demand: the mean rate."""
+        return len(self._asks) / max(self.last_s, 1.0)
 
 
 def _traced(path: Path, number: int, row: dict[str, str]) -> Ask:

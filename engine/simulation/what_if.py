@@ -12,7 +12,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death
-from engine.simulation.demand import Demand, SeriesDemand
+from engine.simulation.demand import Demand, SeriesDemand, ShorterDemand
 from engine.simulation.outcome import Outcome, Served, Summary, Window
 from engine.simulation.simulation import simulate
 
@@ -70,15 +70,18 @@ Show = Callable[[str], None]
 
 MAX_WORKERS = 100_000
 MARGINS = (1.1, 1.25, 1.5, 2.0)
-"""Times the demand that are tried on the workers that were found."""
+"""Times the demand that are tried on the workers that were found, as far as they meet the goal."""
 FRONT_LOADS = (0.9, 1.1)
 """Loads of the front door that are simulated, as shares of what it can do."""
+_MIN_NEAR_FULL_S = 10.0
 _ALONE = 300
 """Requests that are looked at one by one, and up to twice as many."""
 _DEVIATIONS = 3.0
 _FULL = 0.99
 """A front door that is busy for such a share of the time is full."""
 _MAX_GROWTH = 64
+_FIRST_STEP = 16
+"""A search begins with two sizes that are a sixteenth of the estimate apart."""
 
 Why = Literal["requests", "front", "most"]
 """Why no number of workers meets a goal: requests miss it even alone, the front door is full, all were tried."""
@@ -185,9 +188,10 @@ def workers_needed(
     run: RunCases = in_turn,
     alone: Summary | None = None,
 ) -> WorkersAnswer:
-    """The fewest workers that meet the goal: doubled from an estimate until they do, then by bisection, as more
-    workers never serve worse. The search ends early where more of them cannot help. alone: its `alone_summary`, if that
-    was made already. Raises InvalidRequest."""
+    """The fewest workers that meet the goal, as more workers never serve worse. One worker says how many it takes
+    about; from there two sizes at a time are simulated, further away until the answer is between them, then closer. The
+    search ends early where more workers cannot help. alone: its `alone_summary`, if that was made already. Raises
+    InvalidRequest."""
     trials: list[Trial] = []
     if alone is None:
         show("simulating requests one by one")
@@ -196,42 +200,59 @@ def workers_needed(
     def none(why: Why) -> WorkersAnswer:
         return WorkersAnswer(workers=None, most=most, margin=None, trials=_sorted(trials), why=why, alone=alone)
 
-    def tried(workers: int, *strengths: float) -> list[Trial]:
-        sized = msgspec.structs.replace(cluster, workers=workers)
-        outcomes = run([(sized, demand(strength), goal.window) for strength in strengths])
+    def tried(sizes: Sequence[int], strengths: Sequence[float]) -> list[Trial]:
+        pairs = [(workers, strength) for workers in sizes for strength in strengths]
+        outcomes = run(
+            [
+                (msgspec.structs.replace(cluster, workers=workers), demand(times), goal.window)
+                for workers, times in pairs
+            ]
+        )
         found = [
-            Trial(workers=workers, demand=strength, summary=_counted(outcome, goal))
-            for strength, outcome in zip(strengths, outcomes, strict=True)
+            Trial(workers=workers, demand=times, summary=_counted(outcome, goal))
+            for (workers, times), outcome in zip(pairs, outcomes, strict=True)
         ]
         trials.extend(found)
         return found
 
-    def meets_goal(workers: int) -> bool:
-        show(f"simulating {_counting(workers)}")
-        return goal.is_met(tried(workers, 1.0)[0].summary)
-
     if _surely_below(goal.share, alone):
         return none("requests")
-    enough, short = min(most, 1), 0
-    while not meets_goal(enough):
-        short = enough
-        if trials[-1].summary.front_busy >= _FULL:
-            return none("front")
-        if enough >= most:
-            return none("most")
-        enough = min(most, max(2 * enough, _estimate(trials[-1])))
+    short, enough = 0, most + 1
+    guess, step = 1, 0
     while enough - short > 1:
-        middle = (enough + short) // 2
-        enough, short = (middle, short) if meets_goal(middle) else (enough, middle)
+        sizes = sorted({min(max(size, short + 1), enough - 1) for size in (guess - step, guess)})
+        show(f"simulating {_counting(*sizes)}")
+        found = tried(sizes, (1.0,))
+        passing = [each.workers for each in found if goal.is_met(each.summary)]
+        enough = min(passing, default=enough)
+        short = max((size for size in sizes if size < enough), default=short)
+        if not passing and found[-1].summary.front_busy >= _FULL:
+            return none("front")
+        if not step:
+            guess = _estimate(found[0], alone, demand(1.0))
+            step = max(1, guess // _FIRST_STEP)
+        elif passing and short in sizes:
+            step = max(1, (enough - short) // 3)
+            guess = short + 2 * step
+        else:
+            guess = enough - step if passing else max(short + 2 * step, _estimate(found[-1], alone, demand(1.0)))
+            step *= 2
+    if enough > most:
+        return none("most")
     carried = None
     if margin:
-        show(f"simulating {_counting(enough)} under {MARGINS[0]:g} to {MARGINS[-1]:g} times the demand")
-        carried = max((each.demand - 1 for each in tried(enough, *MARGINS) if goal.is_met(each.summary)), default=0.0)
+        carried = 0.0
+        for strengths in (MARGINS[:2], MARGINS[2:]):
+            show(f"simulating {_counting(enough)} under {strengths[0]:g} and {strengths[-1]:g} times the demand")
+            carried_demands = [each.demand for each in tried((enough,), strengths) if goal.is_met(each.summary)]
+            carried = max((each - 1 for each in carried_demands), default=carried)
+            if len(carried_demands) < len(strengths):
+                break
     return WorkersAnswer(workers=enough, most=most, margin=carried, trials=_sorted(trials), alone=alone)
 
 
-def _counting(workers: int) -> str:
-    return f"{workers} worker{'s' if workers > 1 else ''}"
+def _counting(*sizes: int) -> str:
+    return f"{' and '.join(map(str, sizes))} worker{'s' if sizes[-1] > 1 else ''}"
 
 
 def alone_summary(cluster: Cluster, demand: Demand, goal: Goal) -> Summary:
@@ -272,12 +293,12 @@ def _counted(outcome: Outcome, goal: Goal) -> Summary:
     return summary
 
 
-def _estimate(trial: Trial) -> int:
-    """Workers that the demand takes if each answers as many requests per second as in a trial that was too small; a
-    little less, as a search that begins too high costs more than one that begins too low."""
-    summary = trial.summary
-    growth = 0.8 * summary.offered_per_s / max(summary.requests_per_s, 1e-9)
-    return math.floor(trial.workers * min(growth, _MAX_GROWTH))
+def _estimate(trial: Trial, alone: Summary, demand: Demand) -> int:
+    """Workers that the demand takes if each answers as many requests per second as in a trial that was too small, and
+    answers grow as slowly as there."""
+    slower = trial.summary.tpot_s.mean / alone.tpot_s.mean if alone.tpot_s.mean else 1.0
+    growth = demand.offered_per_s(slower * alone.e2e_s.mean) / max(trial.summary.requests_per_s, 1e-9)
+    return round(trial.workers * min(growth, _MAX_GROWTH))
 
 
 def _sorted(trials: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -322,11 +343,18 @@ def front_door_limit(
     times = _strength_of_a_full_loop(request_s * offered, cluster.front.slot_s * cluster.workers * offered)
     sizes = [max(1, min(MAX_WORKERS, math.ceil(cluster.workers * times * load))) for load in FRONT_LOADS]
     show(f"simulating the front door close to full, with {sizes[0]} and {sizes[-1]} workers")
-    grown = [msgspec.structs.replace(cluster, workers=size, max_queue=10**6, deaths=()) for size in sizes]
-    outcomes = run([(sized, demand(times * load), goal.window) for sized, load in zip(grown, FRONT_LOADS, strict=True)])
+    window = near_full_window(goal.window, today.seconds, times)
+    cases = [
+        (
+            msgspec.structs.replace(cluster, workers=size, max_queue=10**6, deaths=()),
+            ShorterDemand(demand(times * load), window.until_s),
+            window,
+        )
+        for size, load in zip(sizes, FRONT_LOADS, strict=True)
+    ]
     trials = [
         Trial(workers=size, demand=times * load, summary=outcome.summary(goal.slo))
-        for size, load, outcome in zip(sizes, FRONT_LOADS, outcomes, strict=True)
+        for size, load, outcome in zip(sizes, FRONT_LOADS, run(cases), strict=True)
     ]
     return FrontAnswer(
         request_s=1 / (times * offered),
@@ -335,6 +363,13 @@ def front_door_limit(
         workers=math.ceil(cluster.workers * times),
         trials=tuple(trials),
     )
+
+
+def near_full_window(window: Window, seconds: float, times: float) -> Window:
+    """Return what counts of `times` the demand: as many requests as in `seconds` of the window today, or
+    _MIN_NEAR_FULL_S of them."""
+    until_s = window.since_s + max(_MIN_NEAR_FULL_S, seconds / times)
+    return Window(since_s=window.since_s, until_s=min(window.until_s, until_s))
 
 
 def _strength_of_a_full_loop(busy: float, placing: float) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from console.planning.local_model import local_model
-from console.planning.measuring import WITHOUT_GUESSES, Design, MeasuredWorker, measure
+from console.planning.measuring import WITHOUT_GUESSES, Design, MeasuredWorker, local_model, measure
 from engine.errors import EngineError
 from engine.simulation.fit import fit_steps
 

@@ -38,7 +38,7 @@ PRINTS_ITSELF = {
     "runtime/headless.py": "its warning is red",
     "planning/child.py": "a child process, read by its parent",
     "planning/simulations.py": "likewise",
-    "planning/step_timer.py": "likewise",
+    "planning/measuring.py": "likewise",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,11 +16,11 @@ from engine.cluster.wire import SILENCE_S
 from engine.errors import InvalidRequest
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import ClosedDemand, Mix, OpenDemand
+from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand
 from engine.simulation.lengths import uniform
-from engine.simulation.outcome import Window
+from engine.simulation.outcome import Outcome, Served, Window
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
-from engine.simulation.what_if import Goal, front_door_limit, node_death, workers_needed
+from engine.simulation.what_if import Case, Goal, RunCases, front_door_limit, node_death, workers_needed
 
 pytestmark = pytest.mark.long
 
@@ -73,6 +74,49 @@ def test_the_answer_is_the_fewest_workers_that_meet_the_goal() -> None:
     assert all(met[workers] == (workers >= answer.workers) for workers in met)
     stronger = [trial for trial in answer.trials if trial.demand > 1]
     assert all(GOAL.is_met(trial.summary) == (trial.demand <= 1 + answer.margin) for trial in stronger)
+
+
+def served_by(needed: int, sizes: list[int]) -> RunCases:
+    """Simulates a cluster that answers as many requests as it has of the `needed` workers; `sizes` are those tried."""
+
+    def run(cases: Sequence[Case]) -> Sequence[Outcome]:
+        outcomes = []
+        for cluster, _, window in cases:
+            sizes.append(cluster.workers)
+            asks = [Ask(at_s=2 + number / 100, prompt_tokens=9, output_tokens=9) for number in range(600)]
+            outcomes.append(
+                Outcome(
+                    [
+                        Served(ask, "answered", 0.0, 0.0, ask.at_s, ask.at_s, ask.at_s, 9)
+                        if number % needed < cluster.workers
+                        else Served(ask, "refused", ended_s=ask.at_s)
+                        for number, ask in enumerate(asks)
+                    ],
+                    window=window,
+                    seconds=8.0,
+                )
+            )
+        return outcomes
+
+    return run
+
+
+@pytest.mark.parametrize("needed", [1, 2, 3, 7, 12, 40, 97, 200])
+@pytest.mark.parametrize("strength", [0.2, 0.8, 1.0, 1.3, 4.0])
+def test_the_search_ends_at_the_fewest_workers_however_far_off_its_estimate_is(needed: int, strength: float) -> None:
+    sizes: list[int] = []
+    whole = msgspec.structs.replace(GOAL, share=0.999, slo=Slo())
+    answer = workers_needed(
+        CLUSTER,
+        lambda times: OpenDemand(MIX, rate_per_s=100 * strength, duration_s=8),
+        whole,
+        most=1024,
+        margin=False,
+        show=quiet,
+        run=served_by(needed, sizes),
+    )
+    assert answer.workers == needed
+    assert len(sizes) == len(set(sizes)) <= (9 if strength == 1.0 else 30)
 
 
 def test_too_few_workers_to_try_is_told_as_such() -> None:

@@ -21,7 +21,7 @@ from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.bench.engine_target import all_ready
 from console.planning.child import Child, say
-from console.planning.local_model import LocalModel, local_model
+from console.planning.measuring import LocalModel, local_model
 from console.runtime.logs import logging_to
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from console.bench.engine_target import all_ready
-from console.planning.local_model import LocalModel, local_model
+from console.planning.measuring import LocalModel, local_model
 from engine.backends.base import BackendRequest
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest

@@ -19,8 +19,7 @@ import msgspec
 from console.bench.engine_target import all_ready
 from console.bench.progress import Progress, Show
 from console.bench.text import table
-from console.planning.local_model import LocalModel, local_model
-from console.planning.measuring import Design, MeasuredWorker
+from console.planning.measuring import Design, LocalModel, MeasuredWorker, local_model
 from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.errors import WorkerFailed
