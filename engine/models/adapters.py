@@ -1,4 +1,4 @@
-"""LoRA adapters on this machine: finding their folders, and reading what PEFT wrote into them. No torch here.
+"""LoRA adapters on this machine: reading what PEFT wrote into their folders. No torch here.
 
 A folder holds adapter_config.json and adapter_model.safetensors
 (https://huggingface.co/docs/peft, "Checkpoint format").
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Generic, Literal, TypeVar
@@ -18,7 +18,6 @@ import msgspec
 
 from engine.config import AdapterSpec, quote_value
 from engine.errors import UnsafeWeights, UnsupportedModel
-from engine.models.discover import find_folders
 from engine.models.files import open_file, problem_with, read_json_object
 from engine.models.headers import TensorHeader, read_header
 
@@ -204,14 +203,11 @@ class FactorHeaders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter folder. rank: the largest.  problem: why it cannot be used with any model, "" when it can.
+    """Description of an adapter folder. rank: the largest.  problem: why no model can use it, "" when one can.
 
     base_model: what it was trained on, as its author called it.  targets: last names of the modules that it adapts.
     """
 
-    name: str
-    path: Path
-    origin: str
     rank: int = 0
     base_model: str = ""
     targets: tuple[str, ...] = ()
@@ -219,18 +215,9 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def find_adapters(folders: Sequence[Path], *, hub_cache: bool = True) -> list[AdapterEntry]:
-    """Every adapter in `folders` (two levels deep: publisher/adapter too) and the hub cache, under unique names. Never
-    raises: what cannot be used is an entry with a problem."""
-    return [
-        msgspec.structs.replace(describe_adapter(found.path), name=found.name, origin=found.origin)
-        for found in find_folders(folders, CONFIG, hub_cache=hub_cache)
-    ]
-
-
 def describe_adapter(folder: Path) -> AdapterEntry:
     """Return the adapter in a folder; judged by headers alone, and never raises."""
-    entry = AdapterEntry(name=folder.name, path=folder, origin=str(folder.parent))
+    entry = AdapterEntry()
     try:
         config = read_adapter_config(folder)
         entry = msgspec.structs.replace(entry, rank=config.rank, base_model=quote_value(config.base_model or ""))

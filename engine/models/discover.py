@@ -65,7 +65,7 @@ def find_models(folders: Sequence[Path], *, hub_cache: bool = True) -> list[Foun
 
 
 def find_folders(folders: Sequence[Path], marker: str, *, hub_cache: bool = True) -> list[FoundModel]:
-    """Likewise, the folders that hold a file of the name `marker`."""
+    """Likewise, the folders that hold a file of the name `marker`, such as those of adapters."""
     return _name_each(_folders_with(folders, marker, hub_cache))
 
 

@@ -19,14 +19,15 @@ from engine.backends.torch.weights.adapters import locate_factors
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, UnsafeWeights, UnsupportedModel
 from engine.models.adapters import (
+    CONFIG,
     WEIGHTS,
     AdapterConfig,
     adapter_file,
     describe_adapter,
-    find_adapters,
     read_adapter_config,
     version_of,
 )
+from engine.models.discover import find_folders
 from tests.fakes.adapters import make_adapter, write_adapter_config
 from tests.fakes.tiny_models import make_tiny_model
 
@@ -181,7 +182,7 @@ def test_a_folder_is_described_by_what_it_holds(model: Path, tmp_path: Path) -> 
         base_model_name_or_path="org/base",
     ).folder
     found = describe_adapter(folder)
-    assert (found.name, found.rank, found.base_model, found.problem) == ("mine", 6, "org/base", "")
+    assert (found.rank, found.base_model, found.problem) == (6, "org/base", "")
     assert found.targets == ("q_proj", "up_proj")
     assert found.weights_bytes == (folder / "adapter_model.safetensors").stat().st_size
 
@@ -195,11 +196,11 @@ def test_adapters_are_found_as_models_are_under_unique_names(
     for folder in (tmp_path / "one" / "style", tmp_path / "one" / "org" / "tone", tmp_path / "two" / "style", snapshot):
         make_adapter(folder, model)
     make_tiny_model(tmp_path / "one" / "model", with_tokenizer=False)
-    found = find_adapters([tmp_path / "one", tmp_path / "two"])
+    found = find_folders([tmp_path / "one", tmp_path / "two"], CONFIG)
     assert [entry.name for entry in found] == ["org/tone", "style", "style (two)", "org/style"]
     assert found[-1].path == snapshot
-    assert all(entry.problem == "" for entry in found)
-    assert find_adapters([tmp_path / "nowhere"], hub_cache=False) == []
+    assert all(describe_adapter(entry.path).problem == "" for entry in found)
+    assert find_folders([tmp_path / "nowhere"], CONFIG, hub_cache=False) == []
 
 
 def test_other_weights_in_the_same_folder_are_another_version(model: Path, tmp_path: Path) -> None:

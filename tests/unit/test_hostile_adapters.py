@@ -15,17 +15,18 @@ from engine.backends.exllamav2.load_plan import read_adapter
 from engine.config import AdapterSpec
 from engine.errors import EngineError, UnsupportedModel
 from engine.models.adapters import (
+    CONFIG,
     MAX_CHARACTERS,
     MAX_EXPRESSIONS,
     MAX_TARGETS,
     AdapterConfig,
     ModulePatterns,
     describe_adapter,
-    find_adapters,
     read_adapter_config,
     read_factor_headers,
     version_of,
 )
+from engine.models.discover import find_folders
 from tests.fakes.adapters import write_adapter_config
 from tests.fakes.bounds import outcome, within_bounds
 from tests.fakes.model_folders import write_safetensors
@@ -196,7 +197,8 @@ def test_a_hostile_adapter_hides_no_other(tmp_path: Path) -> None:
     write(tmp_path / "good")
     (write(tmp_path / "bad") / "adapter_config.json").write_bytes(b'{"a":' * 40_000)
     (tmp_path / "loop").symlink_to("loop")
-    found = {entry.name: entry.problem for entry in find_adapters([tmp_path], hub_cache=False)}
+    folders = find_folders([tmp_path], CONFIG, hub_cache=False)
+    found = {each.name: describe_adapter(each.path).problem for each in folders}
     assert found["good"] == ""
     assert "nested too deeply" in found["bad"]
 
