@@ -68,7 +68,7 @@ def test_the_same_key_has_another_digest_in_another_file(tmp_path: Path, monkeyp
         opened(tmp_path / name).make("app", ("use",))
         records = KeyFile(tmp_path / name).read()
         assert records is not None
-        digests.update(part for kept in records.keys for part in kept.hashed)
+        digests.update(part for kept in records.keys for part in kept.key_hash)
     assert len(digests) == 6
 
 

@@ -128,7 +128,7 @@ def test_settings_keys_and_what_was_learned(tmp_path: Path) -> None:
     replace_settings(tmp_path / "config" / "ericllm" / "config.toml", 'api_key = "sesame"\n')
     replace_file(tmp_path / "state" / "ericllm" / "loads.json", b"{}")
     keys = KeyFile(tmp_path / "keys" / "ericllm")
-    with keys.locked():
+    with keys.lock():
         keys.write(KeyRecords(secret="00"))
     assert open_to_others(tmp_path) == []
 

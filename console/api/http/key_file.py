@@ -136,7 +136,7 @@ class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
     use: KeyUsage = KeyUsage()
 
     @property
-    def hashed(self) -> KeyHash:
+    def key_hash(self) -> KeyHash:
         """The hash that a presented key is compared with."""
         return KeyHash(self.tag, self.salt, self.hash)
 
@@ -149,7 +149,7 @@ class KeyRecords(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal[2] = 2
 
     def __post_init__(self) -> None:
-        for text in (self.secret, *(part for stored in self.keys for part in stored.hashed)):
+        for text in (self.secret, *(part for stored in self.keys for part in stored.key_hash)):
             bytes.fromhex(text)
 
 
@@ -162,7 +162,7 @@ class _OldKey(msgspec.Struct, frozen=True, kw_only=True):
     made_at: float | None = None
     use: KeyUsage = KeyUsage()
 
-    def upgraded(self, secret: str) -> StoredKey:
+    def upgrade(self, secret: str) -> StoredKey:
         """Return the record in the current version."""
         hashed = hash_digest(secret, bytes.fromhex(self.digest))
         return StoredKey(name=self.name, scopes=self.scopes, made_at=self.made_at, use=self.use, **hashed._asdict())
@@ -172,9 +172,9 @@ class _OldRecords(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     keys: tuple[_OldKey, ...] = ()
 
-    def upgraded(self) -> KeyRecords:
+    def upgrade(self) -> KeyRecords:
         """Return the records in the current version. Blocking: scrypt is slow."""
-        return KeyRecords(secret=self.secret, keys=tuple(key.upgraded(self.secret) for key in self.keys))
+        return KeyRecords(secret=self.secret, keys=tuple(key.upgrade(self.secret) for key in self.keys))
 
 
 class _VersionOnly(msgspec.Struct, frozen=True):
@@ -193,7 +193,7 @@ class KeyFile:
         self.is_old = False
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the file against other programs. Raises KeysUnavailable where the folder cannot be written."""
         if self._folder is None:
             yield
@@ -253,7 +253,7 @@ class KeyFile:
         """Decode any version. Raises ValueError."""
         self.is_old = msgspec.json.decode(content, type=_VersionOnly).version == 1
         if self.is_old:
-            return msgspec.json.decode(content, type=_OldRecords).upgraded()
+            return msgspec.json.decode(content, type=_OldRecords).upgrade()
         return msgspec.json.decode(content, type=KeyRecords)
 
     def _stamp(self) -> tuple[int, ...] | None:

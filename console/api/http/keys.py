@@ -199,7 +199,7 @@ class Keys:
     def _change(self, change: Callable[[KeyRecords], KeyRecords]) -> None:
         """Apply a change to the file's current contents, and load them. The memory is not locked while the disk
         works."""
-        with self._file_lock, self._file.locked():
+        with self._file_lock, self._file.lock():
             found = self._file.read()
             with self._lock:
                 saved = {stored: key.unsaved_usage for stored, key in self._by_hash.items()}
@@ -218,7 +218,7 @@ class Keys:
             self._reload_if_due()
             key_digest = digest(self._records.secret, presented)
             return key_digest, [
-                key.stored.hashed for key in self._by_hash.values() if key.stored.tag == tag(key_digest)
+                key.stored.key_hash for key in self._by_hash.values() if key.stored.tag == tag(key_digest)
             ]
 
     def _prove(self, presented: str, own: bytes) -> Key | None:
