@@ -32,20 +32,16 @@ class Outbox:
 
     The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
     one step share the time since those before.
+    done: work since the last batch.  has_delayed: True if outputs of earlier steps wait for more.
     """
 
     def __init__(self) -> None:
         self.done = StepResult()
         self._outputs: dict[str, RequestOutput] = {}
-        self._num_timed: dict[str, int] = {}
+        self._num_timed: dict[str, int] = {}  # tokens of each output whose step is over
         self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
-        self._delayed = False
-
-    @property
-    def has_delayed(self) -> bool:
-        """True if outputs of earlier steps wait for more."""
-        return self._delayed
+        self.has_delayed = False
 
     def output_of(self, request_id: str) -> RequestOutput:
         """Return the output of a request so far, to be added to."""
@@ -63,7 +59,7 @@ class Outbox:
     def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
         """Count a step from `began_s` to `ended_s`, on the worker's clock, that continued `answers` answers; return
         whether something is to be sent now."""
-        if not self._delayed:
+        if not self.has_delayed:
             self._since_s = ended_s
         step_s = ended_s - began_s
         self.done.steps += 1
@@ -78,21 +74,21 @@ class Outbox:
                 self._num_timed[request_id] = len(output.token_ids)
         waiting = len(self._outputs)
         until_s = self._since_s + min(MAX_DELAY_S, waiting / MESSAGES_PER_S)
-        self._delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
-        return not self._delayed or any(output.is_urgent for output in self._outputs.values())
+        self.has_delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
+        return not self.has_delayed or any(output.is_urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:
         """Take out the outputs to send, only the urgent ones of those that are delayed unless `everything`; start
         counting work again."""
         self.done = StepResult()
         outputs = self._outputs
-        if self._delayed and not everything:
+        if self.has_delayed and not everything:
             outputs = {request_id: output for request_id, output in outputs.items() if output.is_urgent}
             for request_id in outputs:
                 del self._outputs[request_id]
                 self._num_timed.pop(request_id, None)
         else:
-            self._outputs, self._num_timed, self._delayed = {}, {}, False
+            self._outputs, self._num_timed, self.has_delayed = {}, {}, False
         for request_id, output in outputs.items():
             if output.finish is not None:
                 self._last_token_s.pop(request_id, None)
