@@ -88,84 +88,84 @@ _MAX_DEPTH = 150
 class ServedSettings(BaseModel):
     """Part of `console.settings.schema.Settings`. Durations are seconds."""
 
-    api: Annotated[bool, Flag("API"), Field(description="Serve HTTP from the start")] = True
+    api: Annotated[bool, Flag("API"), Field(description="Start the HTTP API with the program")] = True
     host: Annotated[
         str,
         Flag("API", "ADDRESS"),
-        Field(min_length=1, description="Address to listen on; *: all, IPv6 too; unix:PATH: a socket in a folder"),
+        Field(min_length=1, description="Listen address; *: all interfaces, IPv4 and IPv6; unix:PATH: a Unix socket"),
         AfterValidator(checked_host),
     ] = "127.0.0.1"
-    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Port to listen on; 0: any free")] = (
-        8000
-    )
+    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Listen port; 0: any free port")] = 8000
     api_key: Annotated[
         SecretStr | None,
         Flag("API", "KEY", example="change-me"),
-        Field(min_length=1, description="Key that clients must send as a Bearer token"),
+        Field(min_length=1, description="API key that clients send as a Bearer token"),
     ] = None
     api_key_file: Annotated[
         Path | None,
         Flag("API", "FILE", example="~/.config/ericllm/api-key"),
-        Field(description="File with that key as its first line: flags are seen by every user of the machine"),
+        Field(description="File whose first line is the API key; flags are visible to other users of the machine"),
     ] = None
-    no_auth: Annotated[
-        bool, Flag("API"), Field(description="Listen beyond this machine even where no key is needed to ask")
-    ] = False
+    no_auth: Annotated[bool, Flag("API"), Field(description="Allow a non-local listen address without an API key")] = (
+        False
+    )
     admin_remote: Annotated[
-        bool, Flag("API"), Field(description="Take admin requests, with a key, from other machines too")
+        bool, Flag("API"), Field(description="Accept admin requests from other machines, with an API key")
     ] = False
     tls_cert: Annotated[
         Path | None,
         Flag("API", "FILE", example="~/tls/cert.pem"),
-        Field(description="Certificate (PEM, with its chain) to serve HTTPS with; reloaded when the file changes"),
+        Field(description="TLS certificate chain (PEM) for HTTPS; reloaded when the file changes"),
     ] = None
     tls_key: Annotated[
-        Path | None, Flag("API", "FILE", example="~/tls/key.pem"), Field(description="The certificate's key (PEM)")
+        Path | None, Flag("API", "FILE", example="~/tls/key.pem"), Field(description="TLS private key (PEM)")
     ] = None
     cors_origins: Annotated[
         Words,
         Flag("API", "ORIGIN,ORIGIN"),
-        Field(description="Origins whose pages may ask, for example https://chat.example; *: all"),
+        Field(description="Allowed CORS origins, for example https://chat.example; *: all"),
     ] = ()
     allowed_hosts: Annotated[
         Words,
         Flag("API", "NAME,NAME"),
-        Field(description="Names besides localhost that a server on loopback may be asked by; *: all"),
+        Field(description="Allowed Host names besides localhost for a server on loopback; *: all"),
     ] = ()
     dialects_off: Annotated[
         Words,
         Flag("API", "NAME,NAME"),
-        Field(description="Dialects that are not answered, for example tgi,kobold; the API screen can switch them too"),
+        Field(description="Disabled API dialects, for example tgi,kobold; also switched on the API screen"),
     ] = ()
     trusted_proxies: Annotated[
         Networks,
         Flag("API", "ADDRESS,NET", example="127.0.0.1,10.0.0.0/8"),
-        Field(description="Proxies whose X-Forwarded-For says who asks: for logs, limits and fairness"),
+        Field(description="Proxies whose X-Forwarded-For is trusted, for logs, limits and fair queueing"),
     ] = ()
     request_rate: Annotated[
         int,
         Flag("API", "N"),
-        Field(ge=0, le=10**9, description="Requests a minute of one address beyond this machine; 0: any"),
+        Field(ge=0, le=10**9, description="Max requests per minute from one remote address; 0: unlimited"),
     ] = 6000
     max_queue: Annotated[
-        int, Flag("API", "N"), Field(ge=0, le=10**6, description="Requests that may wait; more are a 429")
+        int,
+        Flag("API", "N"),
+        Field(ge=0, le=10**6, description="Max queued requests; further ones are refused with 429"),
     ] = 1024
-    max_body_kib: Annotated[
-        int, Flag("API", "KIB"), Field(ge=1, le=2**21, description="Longest request body, in KiB")
-    ] = 8192
+    max_body_kib: Annotated[int, Flag("API", "KIB"), Field(ge=1, le=2**21, description="Max request body, in KiB")] = (
+        8192
+    )
     max_header_bytes: Annotated[
-        int, Flag("API", "BYTES"), Field(ge=256, le=2**20, description="Longest line of a request's head")
+        int, Flag("API", "BYTES"), Field(ge=256, le=2**20, description="Max bytes of a request line or header line")
     ] = 8192
     max_json_depth: Annotated[
-        int, Flag("API", "N"), Field(ge=4, le=_MAX_DEPTH, description="How deep a request body may nest")
+        int, Flag("API", "N"), Field(ge=4, le=_MAX_DEPTH, description="Max nesting depth of a JSON request body")
     ] = 64
     max_schema_bytes: Annotated[
         int,
         Flag("API", "BYTES"),
-        Field(ge=1, le=2**20, description="Longest JSON schema, regex or grammar that an answer is held to"),
+        Field(ge=1, le=2**20, description="Max bytes of a JSON schema, regex or grammar for structured output"),
     ] = 65_536
     max_choices: Annotated[
-        int, Flag("API", "N"), Field(ge=1, le=2**16, description="Answers to one request: prompts times n")
+        int, Flag("API", "N"), Field(ge=1, le=2**16, description="Max answers per request: prompts times n")
     ] = 512
     max_output_len: Annotated[
         int | None,
@@ -173,37 +173,42 @@ class ServedSettings(BaseModel):
         Field(
             ge=1,
             le=MAX_OUTPUT_TOKENS,
-            description="Longest answer that may be asked for; what the context holds if not given",
+            description="Max tokens of an answer; the context length if not given",
         ),
     ] = None
     max_stops: Annotated[
-        int, Flag("API", "N"), Field(ge=0, le=MAX_STOP_STRINGS, description="Stop strings of a request")
+        int, Flag("API", "N"), Field(ge=0, le=MAX_STOP_STRINGS, description="Max stop strings per request")
     ] = MAX_STOP_STRINGS
     max_stop_length: Annotated[
-        int, Flag("API", "N"), Field(ge=1, le=2**20, description="Characters of a stop string")
+        int, Flag("API", "N"), Field(ge=1, le=2**20, description="Max characters of a stop string")
     ] = 1000
     idle_timeout: Annotated[
         Duration,
         Flag("API", "SECONDS"),
-        Field(ge=0.1, le=MAX_TIMEOUT_S, description="A connection without a request for so long is closed"),
+        Field(ge=0.1, le=MAX_TIMEOUT_S, description="Close idle connections after this time"),
     ] = 75.0
     body_timeout: Annotated[
-        Duration, Flag("API", "SECONDS"), Field(ge=0.1, le=MAX_TIMEOUT_S, description="Time a request's body may take")
+        Duration,
+        Flag("API", "SECONDS"),
+        Field(ge=0.1, le=MAX_TIMEOUT_S, description="Time limit for receiving a request body"),
     ] = 30.0
     write_timeout: Annotated[
         Duration,
         Flag("API", "SECONDS"),
-        Field(ge=0.1, le=MAX_TIMEOUT_S, description="A client that reads nothing for so long is cut off"),
+        Field(ge=0.1, le=MAX_TIMEOUT_S, description="Disconnect clients that stop reading for this time"),
     ] = 60.0
     access_log: Annotated[
         str | None,
         Flag("API", "FILE", example="~/ericllm-access.jsonl"),
-        Field(min_length=1, description="File for a line of JSON per request, without texts; -: stdout, if --headless"),
+        Field(
+            min_length=1,
+            description="Access log: one JSON line per request, without its texts; -: stdout, with --headless",
+        ),
     ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         Flag("API", "URL", example="http://127.0.0.1:4318"),
-        Field(min_length=1, description="Where OpenTelemetry traces of requests are sent, by OTLP over HTTP"),
+        Field(min_length=1, description="OTLP/HTTP endpoint for OpenTelemetry traces of requests"),
     ] = None
 
 
@@ -247,28 +252,28 @@ class Settings(ServedSettings):
     model: Annotated[
         str,
         Flag("Model", "NAME", when="start"),
-        Field(min_length=1, description="A folder, a name found in --models-dir, a hub id, or 'demo'"),
+        Field(min_length=1, description="Model to load: a folder, a name found in --models-dir, a hub id, or 'demo'"),
     ] = "demo"
     models_dir: Annotated[
         Folders,
         Flag("Model", "DIR", when="now"),
-        Field(description="Folder searched for models; may be given again. The hub cache is searched too"),
+        Field(description="Folder to search for models, besides the hub cache; can be repeated"),
     ] = ()
-    backend: Annotated[BackendName, Flag("Model"), Field(description="What computes the tokens")] = "auto"
+    backend: Annotated[BackendName, Flag("Model"), Field(description="Inference backend")] = "auto"
     dtype: Annotated[
         DtypeName,
         Flag("Model", backends=("torch",)),
-        Field(description="Type of weights and activations"),
+        Field(description="Data type of weights and activations"),
     ] = "auto"
     weights: Annotated[
         WeightsName,
         Flag("Model", backends=("torch",)),
-        Field(description="Quantize weights to int8 or int4 at load, on a CPU; auto keeps their dtype"),
+        Field(description="Quantize weights to int8 or int4 at load (CPU only); auto: as stored"),
     ] = "auto"
     deterministic: Annotated[
         bool,
         Flag("Model", backends=("torch",)),
-        Field(description="Only load what gives the same answer, bit for bit, whatever else is computed; on a CPU"),
+        Field(description="Refuse models whose seeded answers are not bit-identical for every batch (CPU only)"),
     ] = False
     lora: Annotated[
         AdapterFolder | None,
@@ -278,38 +283,40 @@ class Settings(ServedSettings):
     max_model_len: Annotated[
         int | None,
         Flag("Model", "TOKENS", example=8192),
-        Field(ge=1, le=MAX_TOKENS, description="Context length; the model's own if not given"),
+        Field(ge=1, le=MAX_TOKENS, description="Max context length; the model's own if not given"),
     ] = None
     max_input_len: Annotated[
         int | None,
         Flag("Model", "TOKENS", example=4096),
-        Field(ge=1, le=MAX_TOKENS, description="Longest prompt accepted"),
+        Field(ge=1, le=MAX_TOKENS, description="Max prompt length"),
     ] = None
     alpha_value: Annotated[
         float | None,
         Flag("Model", "X", example=2.5),
-        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by NTK alpha, for longer contexts"),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling factor (NTK alpha), for longer contexts"),
     ] = None
     compress_pos_emb: Annotated[
         float | None,
         Flag("Model", "X", example=2.0),
-        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling by linear compression of positions"),
+        Field(ge=1, le=MAX_STRETCH, description="RoPE scaling factor (linear position compression)"),
     ] = None
     num_experts: Annotated[
         int | None,
         Flag("Model", "N", example=2),
-        Field(ge=1, le=4096, description="Experts per token of a mixture-of-experts model"),
+        Field(ge=1, le=4096, description="Active experts per token of a mixture-of-experts model"),
     ] = None
 
     num_workers: Annotated[
         int,
         Flag("Engine", "N", when="now", knob="workers"),
-        Field(ge=NUM_WORKERS[0], le=NUM_WORKERS[1], description="Replicas of the model, each in its own process"),
+        Field(
+            ge=NUM_WORKERS[0], le=NUM_WORKERS[1], description="Workers: replicas of the model, each in its own process"
+        ),
     ] = 1
     max_prompts: Annotated[
         int,
         Flag("Engine", "N", when="now", knob="max_prompts"),
-        Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Requests that a worker works on at once"),
+        Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[
         int,
@@ -317,28 +324,28 @@ class Settings(ServedSettings):
         Field(
             ge=STEP_TOKENS[0],
             le=STEP_TOKENS[1],
-            description="Tokens that a step computes at most, of prompts and answers",
+            description="Max tokens per step, prefill and decode together",
         ),
     ] = 512
     threads: Annotated[
         int,
         Flag("Engine", "N", when="now", knob="threads"),
-        Field(ge=0, le=MAX_THREADS, description="CPU threads of each worker; 0: the cores, shared out"),
+        Field(ge=0, le=MAX_THREADS, description="CPU threads per worker; 0: cores divided by workers"),
     ] = 0
     timeout: Annotated[
         float,
         Flag("Engine", "SECONDS", engine="timeout_s"),
-        Field(ge=0, le=MAX_TIMEOUT_S, description="Time a request may take, waiting included; 0: any"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Request timeout, including time in the queue; 0: none"),
     ] = 600.0
     drain_seconds: Annotated[
         float,
         Flag("Engine", "SECONDS"),
-        Field(ge=0, le=MAX_TIMEOUT_S, description="Time that running requests get to end when the program is stopped"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Grace period for running requests at shutdown"),
     ] = 30.0
     hang_seconds: Annotated[
         float,
         Flag("Engine", "SECONDS", engine="hang_s"),
-        Field(ge=0, le=MAX_TIMEOUT_S, description="A worker that reports nothing for so long is replaced; 0: never"),
+        Field(ge=0, le=MAX_TIMEOUT_S, description="Replace a worker that does not report for this time; 0: never"),
     ] = 60.0
     idle_unload: Annotated[
         float,
@@ -346,133 +353,142 @@ class Settings(ServedSettings):
         Field(
             ge=0,
             le=MAX_TIMEOUT_S,
-            description="Unload a model after this many idle seconds, and reload it on demand; 0: never",
+            description="Unload after this many idle seconds; reload on demand; 0: never",
         ),
     ] = 0.0
     devices: Annotated[
         SimulatedDevices,
         Flag("Engine", "sim:GIB,GIB", example="sim:24,24"),
-        Field(description="Simulated cards with that many GiB, computed on the CPU; the machine's own if not given"),
+        Field(description="Simulated GPUs with this many GiB each, computed on the CPU; default: real devices"),
     ] = ""
     cluster: Annotated[
         str,
         Flag("Engine", "ADDRESS"),
-        Field(pattern=r"^(local|auto|ray://.+)$", description="Where workers run: local, auto or ray://HOST:PORT"),
+        Field(
+            pattern=r"^(local|auto|ray://.+)$",
+            description="Ray cluster for the workers: local (none), auto or ray://HOST:PORT",
+        ),
     ] = "local"
     gpu_split: Annotated[
         GigabyteList,
         Flag("Engine", "GB,GB", when="load"),
-        Field(description="GB of weights per GPU, for example 16,24"),
+        Field(description="GB of weights on each GPU, for example 16,24"),
     ] = ()
     gpu_reserve: Annotated[
         MegabyteList,
         Flag("Engine", "MIB,MIB", ("exllamav2",), when="load"),
-        Field(description="MiB to leave free on each GPU where the split is automatic, for example 512,256"),
+        Field(description="MiB to leave free on each GPU with an automatic split, for example 512,256"),
     ] = ()
     tensor_parallel: Annotated[
         bool,
         Flag("Engine", backends=("exllamav2",), when="load"),
-        Field(description="Split every layer over the GPUs instead of giving each some layers"),
+        Field(description="Tensor parallelism: split every layer over the GPUs"),
     ] = False
     gpu_balance: Annotated[
         bool,
         Flag("Engine", when="load"),
-        Field(description="Spread whole workers over the GPUs, round-robin"),
+        Field(description="Place whole workers on the GPUs, round-robin"),
     ] = False
     cache_8bit: Annotated[
         bool,
         Flag("Engine", when="load"),
-        Field(description="8-bit KV cache: the same as --cache-bits 8"),
+        Field(description="8-bit KV cache; same as --cache-bits 8"),
     ] = False
     cache_bits: Annotated[
         CacheBits,
         BeforeValidator(whole_number),
         Flag("Engine", when="load"),
-        Field(description="Bits per KV cache element; 6 with exllamav2 alone"),
+        Field(description="Bits per KV cache element; 6 only with exllamav2"),
     ] = 16
     draft_model: Annotated[
         Folder | None,
         Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
-        Field(description="Folder of a small model of the same vocabulary that guesses ahead, where that pays"),
+        Field(description="Draft model for speculative decoding (same tokenizer)"),
     ] = None
     ngram_draft: Annotated[
         bool,
         Flag("Engine", when="load"),
-        Field(description="Guess tokens ahead from the request's own text, where that is worth the time"),
+        Field(description="N-gram (prompt lookup) speculative decoding"),
     ] = False
     draft_tokens: Annotated[
         int | None,
         Flag("Engine", "N", example=4, when="load"),
-        Field(ge=1, le=8, description="Most tokens to guess ahead per step (ExLlamaV2 takes 7)"),
+        Field(ge=1, le=8, description="Max draft tokens per step (exllamav2: 7)"),
     ] = None
     attention: Annotated[
         AttentionName,
         Flag("Engine", when="load"),
-        Field(
-            description="Attention over KV pages: flash, triton, varlen on CUDA, native on a CPU; auto: what fits best"
-        ),
+        Field(description="Attention kernel: flash, triton, varlen (CUDA), native (CPU); auto: the fastest available"),
     ] = "auto"
     prefix_sharing: Annotated[
         PrefixSharing,
         Flag("Engine", when="now"),
-        Field(description="Share the prefix cache within an API key; system: system prompts among all; all: all of it"),
+        Field(
+            description="Share the prefix cache; key: per API key; system: system prompts across keys; all: across keys"
+        ),
     ] = "key"
     show_prompts: Annotated[
         bool,
         Flag("Engine"),
-        Field(description="Keep the texts of the last 200 requests in memory, for the operator to read"),
+        Field(description="Keep prompts and answers of the last 200 requests in memory, readable by the operator"),
     ] = False
     worker_host: Annotated[
         Literal["process", "thread"],
         Flag("Engine"),
-        Field(description="Where workers run: child processes, or threads of this one for debugging"),
+        Field(description="Run workers as child processes, or as threads for debugging"),
     ] = "process"
     slo_ttft: Annotated[
         Duration | None,
         Flag("Engine", "DURATION", example="500ms", when="now", engine="slo_ttft_s"),
-        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose first token came within this"),
+        Field(
+            gt=0, le=MAX_TIMEOUT_S, description="TTFT target: answers with a slower first token do not count as goodput"
+        ),
     ] = None
     slo_itl: Annotated[
         Duration | None,
         Flag("Engine", "DURATION", example="50ms", when="now", engine="slo_itl_s"),
-        Field(gt=0, le=MAX_TIMEOUT_S, description="Goodput counts answers whose tokens came this close, on average"),
+        Field(
+            gt=0,
+            le=MAX_TIMEOUT_S,
+            description="ITL target: answers with a slower average inter-token latency do not count as goodput",
+        ),
     ] = None
     energy_rate: Annotated[
         float | None,
         Flag("Engine", "PER_KWH", example=0.3, when="now"),
-        Field(ge=0, le=10**6, description="What a kWh costs, to say what the energy of today did"),
+        Field(ge=0, le=10**6, description="Price per kWh, for the energy cost on screen"),
     ] = None
     energy_currency: Annotated[
         str,
         Flag("Engine", "WORD", example="EUR", when="now"),
-        Field(max_length=8, pattern=r"^\S*$", description="What the energy rate is in"),
+        Field(max_length=8, pattern=r"^\S*$", description="Currency of the energy price"),
     ] = ""
 
-    headless: Annotated[bool, Flag("Console"), Field(description="Engine and API without a screen")] = False
+    headless: Annotated[bool, Flag("Console"), Field(description="Run the engine and the API without the console")] = (
+        False
+    )
     theme: Annotated[
         str,
         Flag("Console", "NAME", when="now"),
-        Field(min_length=1, description="Colour theme; auto: dark, or high contrast on a terminal of 16 colours"),
+        Field(min_length=1, description="Colour theme; auto: dark, or high contrast on a 16-colour terminal"),
     ] = "auto"
     refresh_hz: Annotated[
         int,
         Flag("Console", "N", when="now"),
-        Field(ge=1, le=10, description="Times a second that the screen shows new numbers"),
+        Field(ge=1, le=10, description="Screen updates per second"),
     ] = 2
-    read_only: Annotated[bool, Flag("Console"), Field(description="The screens show everything and change nothing")] = (
-        False
-    )
+    read_only: Annotated[bool, Flag("Console"), Field(description="Show everything, change nothing")] = False
     record: Annotated[
         Path | None,
         Flag("Console", "FILE", example="~/night.rec"),
-        Field(description="File that what the screens show is recorded into, for 'ericllm replay'"),
+        Field(description="Record what the screens show into this file, for 'ericllm replay'"),
     ] = None
     log_level: Annotated[
-        LogLevel, Flag("Console"), Field(description="Least that is logged; requests have a line at info")
+        LogLevel, Flag("Console"), Field(description="Lowest log level; requests are logged at info")
     ] = "info"
-    verbose: Annotated[bool, Flag("Console"), Field(description="Log everything: --log-level debug")] = False
+    verbose: Annotated[bool, Flag("Console"), Field(description="Same as --log-level debug")] = False
     quiet: Annotated[
-        bool, Flag("Console"), Field(description="Without a screen, no more on stderr than warnings and errors")
+        bool, Flag("Console"), Field(description="With --headless, print only warnings and errors on stderr")
     ] = False
 
     @property

@@ -17,49 +17,53 @@ from console.settings.schema import ENV_PREFIX, Flag, Group, When, fields, is_se
 
 _INTRO = """# Settings
 
-Made by `python -m tools.docs_pages.settings > docs/settings.md` of the schema that settings are read by; a test
-compares the two. Each is a flag, a variable and a line of `config.toml` of the same name; a flag wins over a variable,
-that over the file, the file over the default. Flags may be written with dashes or underscores, and `--no-NAME` switches
-off what is on. `ericllm config sample` prints a commented file, `ericllm config path` says where it belongs; the
-console's Settings screen shows what each is now and what set it. What other commands take besides:
-[commands](commands.md). [Variables that are no settings](#variables-that-are-no-settings) stand at the end."""
+Every setting is a flag, an environment variable and a line of `config.toml`. A flag overrides the variable, the
+variable overrides the file, the file overrides the default. Flags can be written with dashes or underscores;
+`--no-NAME` turns a switch off. `ericllm config sample` prints a commented `config.toml`, `ericllm config path` its
+path. The console's Settings screen shows the current value of each setting and its source. Flags of single commands:
+[commands](commands.md). Environment variables that are not settings: [below](#other-environment-variables).
 
-_BESIDE = """
-## Variables that are no settings
+Generated from the schema by `python -m tools.docs_pages.settings > docs/settings.md`; a test compares the two."""
 
-Read from the environment alone, when the program starts.
+_OTHER_VARIABLES = """
+## Other environment variables
+
+Read once, when the program starts. They have no flag and no line in `config.toml`.
 
 | variable | |
 |---|---|"""
 _VARIABLES = {
-    "`ERICLLM_HOME`": "a folder for all that is kept, in place of the four `XDG_*_HOME` below: "
-    "`config/ericllm/config.toml` in it is read, `data`, `state` and `cache` (with models of the hub) are written. "
-    "For a service, or a user without a home",
-    "`ERICLLM_CONFIG`": "the config.toml to read, in place of the one in the config folder",
-    "`ERICLLM_NATIVE`": "`0` keeps the native CPU kernels off, and torch computes; `ericllm doctor` says which do",
-    "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` bounds the instructions of torch's kernels, and of ours with them",
-    "`GOMP_SPINCOUNT`": "how long a worker's threads spin at a barrier before they sleep, in turns of a loop; workers "
-    "get 3000 where it is not set, 10000 without the native kernels ([why](performance.md#threads-that-wait))",
-    "`CUDA_VISIBLE_DEVICES`": "which GPUs there are for this program",
-    "`HF_HOME`, `HF_HUB_CACHE`": "where downloaded models are kept and looked for",
-    "`HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`": "who asks the hub, which hub, and `1` for never",
-    "`XDG_CONFIG_HOME`, `XDG_DATA_HOME`, `XDG_STATE_HOME`, `XDG_CACHE_HOME`": "where lie settings and themes; "
-    "conversations; logs, results and what was learned of loads; compiled kernels",
-    "`NO_COLOR`, `TEXTUAL_COLOR_SYSTEM`, `TEXTUAL_ANIMATIONS`": "what is drawn: [terminals](console.md#terminals)",
+    "`ERICLLM_HOME`": "one folder instead of the four `XDG_*_HOME` below, for a service or a user without a home: "
+    "holds `config/ericllm/config.toml`, `data`, `state` and `cache` (with models from the hub)",
+    "`ERICLLM_CONFIG`": "path of the config.toml to read instead of the one in the config folder",
+    "`ERICLLM_NATIVE`": "`0` disables the native CPU kernels and computes with torch; `ericllm doctor` shows which "
+    "are in use",
+    "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` limits the CPU instructions that torch's kernels and the native "
+    "kernels use",
+    "`GOMP_SPINCOUNT`": "how many iterations a worker's threads spin at a barrier before they sleep; default for "
+    "workers: 3000, or 10000 without the native kernels ([why](performance.md#threads-that-wait))",
+    "`CUDA_VISIBLE_DEVICES`": "GPUs visible to this program",
+    "`HF_HOME`, `HF_HUB_CACHE`": "folder of downloaded models",
+    "`HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`": "access token of the hub, URL of the hub, `1` for no network "
+    "access to it",
+    "`XDG_CONFIG_HOME`, `XDG_DATA_HOME`, `XDG_STATE_HOME`, `XDG_CACHE_HOME`": "base folders of: settings and "
+    "themes; conversations; logs, bench results and measured loads; compiled kernels",
+    "`NO_COLOR`, `TEXTUAL_COLOR_SYSTEM`, `TEXTUAL_ANIMATIONS`": "colours and animations: "
+    "[terminals](console.md#terminals)",
 }
 
 _USED: dict[When, str] = {
     "now": "at once",
-    "load": "by the next model that is loaded",
-    "start": "by the next start",
+    "load": "to the next model loaded",
+    "start": "at the next start",
 }
 _ABOUT: dict[Group, str] = {
-    "Model": "What is loaded, and how.",
-    "Engine": "Workers, queue, devices and machines.",
-    "API": "What is served over HTTP, and to whom.",
-    "Console": "The screen.",
+    "Model": "The model to load, and how to load it.",
+    "Engine": "Workers, limits, devices, KV cache and speculation.",
+    "API": "The HTTP API: address, access, limits, logs.",
+    "Console": "Screen and logging.",
 }
-_SIGNS = ((Ge, "ge", "at least {}"), (Gt, "gt", "more than {}"), (Le, "le", "at most {}"), (Lt, "lt", "less than {}"))
+_SIGNS = ((Ge, "ge", "min {}"), (Gt, "gt", "more than {}"), (Le, "le", "max {}"), (Lt, "lt", "less than {}"))
 
 
 def page() -> str:
@@ -74,7 +78,7 @@ def _lines() -> Iterator[str]:
         for name, field, flag in fields():
             if flag.group == group:
                 yield from ("", *_setting(name, field, flag))
-    yield _BESIDE
+    yield _OTHER_VARIABLES
     yield from (f"| {names} | {about} |" for names, about in _VARIABLES.items())
 
 
@@ -85,7 +89,7 @@ def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
     yield f"{field.description}. " + " ".join(_facts(name, field, flag))
     yield ""
     variable = f"{ENV_PREFIX}{name.upper()}"
-    used = f"a value that is saved while the program runs is used {_USED[flag.used]}"
+    used = f"a change while the program runs applies {_USED[flag.used]}"
     yield f"`{variable}`, `{name}` in config.toml; {used}."
 
 
@@ -95,7 +99,7 @@ def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
     if choices := choices_of(field):
         yield f"One of {', '.join(f'`{choice}`' for choice in choices)}."
     if limits := list(_limits(field)):
-        yield f"{' and '.join(limits).capitalize()}."
+        yield f"{', '.join(limits).capitalize()}."
     if flag.backends:
         yield f"Only with the {' and '.join(flag.backends)} backend."
 
@@ -104,7 +108,8 @@ def _limits(field: FieldInfo) -> Iterator[str]:
     for kind, attribute, words in _SIGNS:
         for each in field.metadata:
             if isinstance(each, kind):
-                yield words.format(f"{getattr(each, attribute):,}")
+                limit = getattr(each, attribute)
+                yield words.format(f"{int(limit) if limit == int(limit) else limit:,}")
 
 
 if __name__ == "__main__":
