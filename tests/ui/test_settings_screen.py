@@ -63,7 +63,7 @@ async def test_a_row_says_its_value_where_it_came_from_and_what_the_file_has_ins
         assert cells(table, "lora") == ["lora", "not set", "default", ""]
         seen = screen_text(pilot.app)
         assert "--port wins over what is saved" in seen
-        assert "Port to listen on" in seen
+        assert "Listen port" in seen
 
 
 async def test_a_secret_is_dots_wherever_it_stands() -> None:
@@ -185,7 +185,7 @@ async def test_there_is_nothing_to_take_out_of_a_file_that_does_not_say_it() -> 
 async def test_words_find_settings_by_name_group_and_help() -> None:
     async with an_app(FakeLink()).run_test(size=(120, 40)) as pilot:
         table = await at(pilot, "port")
-        await pilot.press("slash", *"worker at once")
+        await pilot.press("slash", *"concurrent worker")
         await until(pilot, lambda: [row.key for row in table.rows] == ["#Engine", "max_prompts"])
         await pilot.press("enter")
         assert table.has_focus
@@ -269,13 +269,13 @@ def test_the_settings_look_right(snap_compare: Any) -> None:
             (120, 40),
             "backend",
             ("enter",),
-            ("What computes the tokens.", "choose, enter saves", "● auto", "○ torch", "○ exllamav2"),
+            ("Inference backend.", "choose, enter saves", "● auto", "○ torch", "○ exllamav2"),
         ),
         (
             (140, 40),
             "max_prompts",
             (),
-            ("Requests that a worker works on", "value    8", "max_prompts       8", "file: 9000", "enter Edit"),
+            ("Max concurrent requests per worker", "value    8", "max_prompts       8", "file: 9000", "enter Edit"),
         ),
     ],
     ids=["small", "choices", "wide"],

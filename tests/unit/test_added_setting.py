@@ -70,7 +70,7 @@ async def test_it_is_a_line_of_the_settings_screen_that_can_be_saved(tmp_path: P
 
 
 def test_it_is_a_section_of_the_docs() -> None:
-    assert "### `--greetings N`\n\nGreetings to a client. Not set by default. At least 1 and at most 9." in page()
+    assert "### `--greetings N`\n\nGreetings to a client. Not set by default. Min 1, max 9." in page()
 
 
 def test_it_is_refused_by_a_backend_that_does_not_know_it() -> None:
