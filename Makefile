@@ -35,7 +35,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes the machine for itself, for most of an hour; ARGS as `python -m tools.benchmarks --help` tells. The docs are written where
+# Takes the machine for itself, for most of an hour; ARGS: see `python -m tools.benchmarks --help`. The docs are written where
 # nothing lacks: --quick, which takes minutes, leaves them as they are.
 bench-cpu bench-peers: $(VENV)/.dev
 	$(BIN)/python -m tools.benchmarks $@ $(ARGS)
