@@ -1,4 +1,4 @@
-"""Flags that the documents name are there, and README's table has the defaults of the schema."""
+"""Flags that the documents name are there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from console.settings.rows import as_text
-from console.settings.schema import Settings
 from tests.docs.test_documents import DOCUMENTS, ROOT, names, tokens
 from tools.docs_pages.commands import parsers
 
@@ -100,15 +98,3 @@ def test_a_flag_that_is_not_there_is_found(tmp_path: Path) -> None:
     assert found == {"--no-such", "--max-prompts", "--not-this"}
     (command,) = (command for line in code(file) for command in COMMAND.findall(line))
     assert flags_in(command) - ours()["ericllm top"] == {"--max-prompts"}
-
-
-def test_the_readme_has_the_defaults_of_the_schema() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`--[^|]+) \| ([^|]*?) ?\| [^|]+\|$", readme, re.MULTILINE)
-    shown = {cell: default.replace("`", "") for cell, default in rows}
-    assert len(shown) > 20
-    for cell, default in shown.items():
-        settings = [flag[2:].replace("-", "_") for flag in FLAG.findall(cell)]
-        fields = [Settings.model_fields[name] for name in settings if name.removeprefix("no_") == name]
-        values = [as_text(field.default) for field in fields if field.default is not False]
-        assert default == ", ".join(filter(None, values)), cell
