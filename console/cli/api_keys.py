@@ -51,23 +51,23 @@ def _line(key: KeyReading) -> str:
 
 
 def _parsed(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
-    parser.description = "Make, list and revoke keys for the HTTP API."
+    parser.description = "Create, list and revoke keys for the HTTP API."
     what = parser.add_subparsers(dest="what", metavar="make | list | revoke", required=True)
-    make = what.add_parser("make", help="make a key and print it, this once")
-    make.add_argument("name", metavar="NAME", help="what to call it")
+    make = what.add_parser("make", help="create a key and print it once")
+    make.add_argument("name", metavar="NAME", help="name of the key")
     make.add_argument(
-        "--scope", action="append", choices=SCOPES, help="what it may do; may be given again (default: use)"
+        "--scope", action="append", choices=SCOPES, help="permissions of the key; can be repeated (default: use)"
     )
     for flag, help in (
-        ("--rate", "requests to models in a minute"),
-        ("--tokens", "tokens of prompts and answers in a minute"),
-        ("--concurrent", "requests to models at once"),
+        ("--rate", "max model requests per minute"),
+        ("--tokens", "max tokens per minute, prompts and answers"),
+        ("--concurrent", "max concurrent model requests"),
     ):
-        make.add_argument(flag, metavar="N", type=_number, default=0, help=f"{help} (default: any)")
-    revoke = what.add_parser("revoke", help="refuse a key from now on")
-    revoke.add_argument("name", metavar="NAME", help="what it is called")
-    listed = what.add_parser("list", help="say which there are")
-    listed.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+        make.add_argument(flag, metavar="N", type=_number, default=0, help=f"{help} (default: unlimited)")
+    revoke = what.add_parser("revoke", help="revoke a key")
+    revoke.add_argument("name", metavar="NAME", help="name of the key")
+    listed = what.add_parser("list", help="list all keys")
+    listed.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     return parser.parse_args(argv)
 
 

@@ -19,7 +19,7 @@ def attach(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     add_key(parser)
     parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")
     parser.add_argument(
-        "--hz", metavar="N", type=number(0.1, 10), default=DEFAULT_HZ, help="snapshots a second (default 2)"
+        "--hz", metavar="N", type=number(0.1, 10), default=DEFAULT_HZ, help="snapshots per second (default 2)"
     )
     parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
     given = parser.parse_args(argv)

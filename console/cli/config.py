@@ -13,7 +13,7 @@ from console.settings.schema import config_path
 def config(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command."""
     parser.description = "Print a commented config.toml, or its path."
-    parser.add_argument("what", choices=("sample", "path"), help="which of them")
+    parser.add_argument("what", choices=("sample", "path"), help="what to print")
     what = parser.parse_args(argv).what
     write(sample().rstrip("\n") if what == "sample" else str(config_path()))
     return 0

@@ -12,10 +12,12 @@ from console.settings.sources import load_settings
 
 def estimate(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command; return 0 where the model could be loaded, else 1."""
-    add_every_setting(parser, "Say what a model would take of each device, and whether it fits.")
-    parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
-    parser.add_argument("--workers", dest="num_workers", metavar="N", default=argparse.SUPPRESS, help="--num-workers")
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print the estimate for programs")
+    add_every_setting(parser, "Estimate how much memory a model takes on each device, and whether it fits.")
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="same as --model")
+    parser.add_argument(
+        "--workers", dest="num_workers", metavar="N", default=argparse.SUPPRESS, help="same as --num-workers"
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     flags = parse(argv, parser)
     name, wanted_json = flags.pop("name"), flags.pop("as_json")
     settings = load_settings(flags | ({"model": name} if name is not None else {}))

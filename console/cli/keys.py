@@ -11,7 +11,7 @@ from console.runtime.output import write
 def keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command."""
     parser.description = "Print every key as a commented keys.toml, or its path."
-    parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample", help="which of them")
+    parser.add_argument("what", nargs="?", choices=("sample", "path"), default="sample", help="what to print")
     what = parser.parse_args(argv).what
     from console.tui.binding_index import all_bindings
     from console.tui.keys_file import keys_path, sample

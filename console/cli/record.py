@@ -25,15 +25,19 @@ _LOOK_S = 0.1
 def record(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Record an instance until ctrl+c; 1 with one sentence where it or the file cannot be used."""
     parser.description = (
-        "Record what the console shows of an instance, until ctrl+c. A recording that is there goes on."
+        "Record what the console shows of an instance, until Ctrl+C. An existing recording is continued."
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="the recording, made where it is not there")
+    parser.add_argument("file", metavar="FILE", type=Path, help="recording file")
     add_url(parser)
     add_key(parser)
-    parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 3600), default=INTERVAL_S, help="default 1")
     parser.add_argument(
-        "--seconds", metavar="N", type=number(0.1, 10**7), default=None, help="end by itself after so long"
+        "--interval",
+        metavar="SECONDS",
+        type=number(0.1, 3600),
+        default=INTERVAL_S,
+        help="time between snapshots (default 1)",
     )
+    parser.add_argument("--seconds", metavar="N", type=number(0.1, 10**7), default=None, help="stop after this time")
     given = parser.parse_args(argv)
     asked = threading.Event()
     endings = (signal.SIGINT, signal.SIGTERM)

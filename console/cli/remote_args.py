@@ -30,13 +30,13 @@ def add_key(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         default=None,
-        help=f"file with the key of the instance as its first line (or {FILE_VARIABLE})",
+        help=f"file whose first line is the API key of the instance (or {FILE_VARIABLE})",
     )
     key.add_argument(
         "--api-key",
         metavar="KEY",
         default=None,
-        help=f"the key itself, which every user of this machine sees then (or {KEY_VARIABLE}, which they do not)",
+        help=f"the API key; visible to other users of this machine, unlike {KEY_VARIABLE}",
     )
     parser.add_argument(
         "--ca", metavar="FILE", default=None, help="certificate (PEM) to trust besides the system's, for https:// URLs"

@@ -10,7 +10,7 @@ from pathlib import Path
 def replay(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command."""
     parser.description = "Show a recording in the console: space pauses, arrows seek, < and > change the speed."
-    parser.add_argument("file", metavar="FILE", type=Path, help="the recording")
+    parser.add_argument("file", metavar="FILE", type=Path, help="recording file")
     parser.add_argument("--theme", metavar="NAME", default=None, help="colour theme")
     given = parser.parse_args(argv)
     from console.link.recording.link import ReplayLink

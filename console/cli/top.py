@@ -25,7 +25,7 @@ _MAX_LINE = 10_000
 
 
 class DeviceLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One device. used_bytes: by whomever.  utilisation: 0..1, None where it is not known."""
+    """One device. used_bytes: by all processes.  utilisation: 0..1, None where it is not known."""
 
     id: str
     name: str
@@ -150,8 +150,10 @@ def _arguments(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse
     parser.description = "Print the state of an instance in one line, once or every few seconds."
     add_url(parser)
     add_key(parser)
-    parser.add_argument("--json", action="store_true", dest="as_json", help="a JSON object per line, for programs")
-    parser.add_argument("--interval", metavar="SECONDS", type=number(0.1, 86400), default=None, help="say it so often")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object per line")
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=number(0.1, 86400), default=None, help="repeat at this interval"
+    )
     parser.add_argument("--count", metavar="N", type=number(1, 10**9), default=None, help="number of lines (default 1)")
     given = parser.parse_args(argv)
     if given.count is None and given.interval is None:
