@@ -259,7 +259,7 @@ def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
         yield ("die_at", "detect", "restart", "workers_per_node"), "no node dies without --ask death"
 
 
-_CROWD = 2.5
+_CROWD = 3.0
 """Times the CPU time of a request alone that one takes among others, whose steps differ more."""
 _SEARCHES = 2
 """How often a search simulates two numbers of workers at once."""

@@ -20,7 +20,15 @@ from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand
 from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Outcome, Served, Window
 from engine.simulation.step_costs import MeasuredModel, StepCosts, StepFit
-from engine.simulation.what_if import Case, Goal, RunCases, front_door_limit, node_death, workers_needed
+from engine.simulation.what_if import (
+    Case,
+    Goal,
+    RunCases,
+    front_door_limit,
+    near_full_window,
+    node_death,
+    workers_needed,
+)
 
 pytestmark = pytest.mark.long
 
@@ -189,6 +197,13 @@ def test_the_front_door_is_full_where_the_answer_says() -> None:
     assert below.summary.front_busy == pytest.approx(0.9, abs=0.1)
     assert above.summary.front_busy == pytest.approx(1.0, abs=0.02)
     assert above.summary.front_behind_s > 5 * below.summary.front_behind_s
+
+
+def test_a_front_door_close_to_full_counts_as_many_requests_as_it_does_today() -> None:
+    def until_s(times: float) -> float:
+        return near_full_window(Window(since_s=30.0, until_s=120.0), 90.0, times).until_s
+
+    assert [until_s(times) for times in (0.5, 1.0, 3.0, 90.0)] == [120.0, 120.0, 60.0, 40.0]
 
 
 def test_users_that_come_within_a_ramp_are_all_there_after_it() -> None:

@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.metrics.distributions import QuantileSketch
 from engine.metrics.slo import Slo
 from engine.simulation.cluster import Cluster, Death, FrontDoor
-from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, SeriesDemand, TraceDemand
+from engine.simulation.demand import Ask, ClosedDemand, Mix, OpenDemand, SeriesDemand, ShorterDemand, TraceDemand
 from engine.simulation.lengths import Length, fixed, uniform
 from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate
@@ -28,6 +28,10 @@ CLUSTER = Cluster(costs=COSTS, workers=2, max_prompts=8, kv_tokens=4096, max_mod
 
 def poisson(rate_per_s: float, duration_s: float = 20.0, seed: int = 0, mix: Mix = MIX) -> OpenDemand:
     return OpenDemand(mix, rate_per_s=rate_per_s, duration_s=duration_s, seed=seed)
+
+
+def users(duration_s: float = 10.0) -> ClosedDemand:
+    return ClosedDemand(MIX, users=5, think_s=0.2, duration_s=duration_s)
 
 
 def check_books(outcome: Outcome) -> None:
@@ -151,7 +155,7 @@ def test_a_prompt_that_no_worker_can_hold_is_refused() -> None:
 
 
 def test_users_send_one_request_at_a_time() -> None:
-    outcome = simulate(CLUSTER, ClosedDemand(MIX, users=5, think_s=0.2, duration_s=10))
+    outcome = simulate(CLUSTER, users())
     check_books(outcome)
     assert max(each.queued + each.running for each in outcome.moments) <= 5
     for user in range(5):
@@ -239,6 +243,22 @@ def test_a_trace_is_cut_where_that_is_asked() -> None:
     assert (len(trace.before(7.0)), trace.before(7.0).last_s) == (2, 2.0)
 
 
+def test_a_demand_that_ends_sooner_is_the_same_until_then() -> None:
+    assert list(ShorterDemand(poisson(12), 5.0).first()) == [ask for ask in poisson(12).first() if ask.at_s < 5.0]
+    came = [each.ask.at_s for each in simulate(CLUSTER, ShorterDemand(users(), 5.0)).served]
+    longer = [each.ask.at_s for each in simulate(CLUSTER, users()).served]
+    assert came == [at_s for at_s in longer if at_s < 5.0] != longer
+
+
+def test_as_many_requests_come_as_is_expected_of_a_demand() -> None:
+    for demand in (poisson(10, 60.0), users(60.0), SeriesDemand(users().first())):
+        outcome = simulate(CLUSTER, demand)
+        mean_s = math.fsum(each.e2e_s for each in outcome.served) / len(outcome.served)
+        assert demand.offered_per_s(mean_s) == pytest.approx(len(outcome.served) / outcome.seconds, rel=0.15)
+    trace = TraceDemand([Ask(at_s=at, prompt_tokens=5, output_tokens=5) for at in (0.0, 2.0, 8.0, 8.0)])
+    assert trace.offered_per_s(1.0) == ShorterDemand(trace, 1.0).offered_per_s(1.0) == 0.5
+
+
 def test_requests_in_a_series_never_wait_for_each_other() -> None:
     asks = [Ask(at_s=1.0, prompt_tokens=100, output_tokens=10) for _ in range(5)]
     outcome = simulate(CLUSTER, SeriesDemand(asks))
@@ -248,8 +268,8 @@ def test_requests_in_a_series_never_wait_for_each_other() -> None:
 
 def test_a_user_who_is_refused_at_once_does_not_ask_again_in_the_same_moment() -> None:
     small = msgspec.structs.replace(CLUSTER, max_model_len=64, front=FrontDoor(request_s=0.0))
-    users = ClosedDemand(Mix(prompt=fixed(100), output=fixed(1)), users=1, think_s=0.0, duration_s=0.1)
-    assert len(simulate(small, users).served) <= 100
+    hasty = ClosedDemand(Mix(prompt=fixed(100), output=fixed(1)), users=1, think_s=0.0, duration_s=0.1)
+    assert len(simulate(small, hasty).served) <= 100
 
 
 def test_why_requests_miss_is_counted_by_the_first_reason() -> None:
