@@ -8,15 +8,13 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.backends.exllamav2 import attention, library, sampling
-from engine.backends.exllamav2.errors import VERSION
-from engine.backends.exllamav2.library_types import Library
+from engine.backends.exllamav2 import attention, library, load_plan, sampling
+from engine.backends.exllamav2.library import VERSION, Library
 from engine.config import SamplingParams
 from tests.fakes import exllama_generator, exllama_job
 from tests.fakes.exllamav2_wheel import wheel_folder
@@ -147,7 +145,7 @@ def test_variables_and_messages_that_the_backend_goes_by_are_the_packages() -> N
     source = "".join(file.read_text() for file in sorted((wheel_folder() / "exllamav2").rglob("*.py")))
     for name in library._NO_ATTENTION:
         assert f"'{name}'" in source
-    matched = Path(inspect.getfile(library)).with_name("errors.py").read_text()
+    matched = inspect.getsource(load_plan)
     for message in ("Insufficient VRAM", "Insufficient space in device allocation", "Could not find"):
         assert message in matched and message in source
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
 from engine.backends.exllamav2.backend import ExllamaBackend
-from engine.backends.exllamav2.library_types import Library, LoadedParts
+from engine.backends.exllamav2.library import Library
+from engine.backends.exllamav2.loading import LoadedParts
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits
@@ -97,7 +98,6 @@ class FakeExllama:
         return LoadedParts(
             library=library,
             config=None,
-            tokenizer=None,
             info=self._info(spec),
             pages=self.pages,
             draft_tokens=self.draft_tokens,

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.backends.exllamav2.library_types import Library
+from engine.backends.exllamav2.library import Library
+from engine.backends.exllamav2.loading import Gpus
 from engine.models.headers import read_header
 from tests.fakes.exllama_settings import FakeConfig
 
@@ -33,7 +34,7 @@ class OutOfMemoryError(RuntimeError):
     """What torch raises."""
 
 
-class FakeGpus:
+class FakeGpus(Gpus):
     """GPUs with so many bytes free. collected: how often freed memory was asked for."""
 
     def __init__(self, *free_bytes: int) -> None:

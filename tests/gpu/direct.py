@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import torch
 
-from engine.backends.exllamav2.library_types import Library
+from engine.backends.exllamav2.library import Library
 from tests.gpu.library import config_of, generator_over, imported, with_attention
 from tests.gpu.load import OUTPUT_TOKENS, prompt
 

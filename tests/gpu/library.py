@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.base import LoadProgress
-from engine.backends.exllamav2.library import import_library
-from engine.backends.exllamav2.library_types import Library
+from engine.backends.exllamav2.library import Library, import_library
 
 CHUNK_TOKENS = 2048
 ROWS_PER_SEQUENCE = 8

@@ -7,9 +7,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from engine.backends.base import (
     BackendRequest,
@@ -24,68 +22,12 @@ from engine.backends.base import (
 from engine.backends.common.exllamav2_memory import PAGE_TOKENS
 from engine.backends.common.page_keys import PageHash
 from engine.backends.exllamav2.jobs import Counters, Job, LiveRequest, RequestQueue
-from engine.backends.exllamav2.library_types import Library, LoadedParts
+from engine.backends.exllamav2.library import Library, Report, import_library
+from engine.backends.exllamav2.loading import LoadedParts, load_parts
 from engine.backends.exllamav2.sampling import refuse_unsupported
 from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
-
-# What the generator's page table and queues say, and whether they add up.
-
-
-@dataclass(frozen=True, slots=True)
-class PageGauges:
-    """Pages of the cache now. free: held by no job.  cached: those of them that hold a prefix which may be found."""
-
-    free: int = 0
-    cached: int = 0
-
-
-def page_gauges(generator: Any) -> PageGauges:
-    """The page table's."""
-    free = generator.unreferenced_pages.values()
-    return PageGauges(free=len(free), cached=sum(page.kv_position > 0 for page in free))
-
-
-def check_accounts(generator: Any, ours: Collection[str], pages: int) -> None:
-    """Prove that the generator has the jobs in `ours` and no others, and that all pages are free or held by one of
-    them; raises AssertionError with the numbers."""
-    active = {job.identifier for job in generator.active_jobs}
-    theirs = active | {job.identifier for job in generator.pending_jobs}
-    assert set(ours) == theirs, f"{len(ours)} requests run, the generator has {len(theirs)} jobs"
-    used, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
-    assert used + free == pages, f"{used} pages in use and {free} free are not {pages}"
-    assert active or not used, f"{used} pages are in use without a request"
-
-
-# How the exllamav2 backend is doing, in numbers.
-
-
-def backend_stats(line: RequestQueue, counters: Counters, generator: Any, parts: LoadedParts | None) -> BackendStats:
-    """Counters and gauges now. generator: None where there is none.  parts: None where nothing is loaded."""
-    running = line.running.values()
-    decoding = sum(live.job.started and live.job.decoding for live in running)
-    started = sum(live.job.started for live in running)
-    pages = page_gauges(generator) if generator is not None else PageGauges()
-    return BackendStats(
-        waiting=len(line.waiting) + len(running) - started,
-        prefilling=started - decoding,
-        decoding=decoding,
-        pages_total=parts.pages if parts is not None else 0,
-        pages_free=pages.free,
-        pages_cached=pages.cached,
-        prefix_query_tokens=counters.prefix_query_tokens,
-        prefix_hit_tokens=counters.prefix_hit_tokens,
-        prompt_tokens_computed=counters.prompt_tokens_computed,
-        steps=counters.steps,
-        weights_bytes=parts.info.weights_bytes if parts is not None else 0,
-        kv_bytes=parts.info.kv_bytes if parts is not None else 0,
-        draft_tokens=counters.draft_tokens,
-        draft_accepted=counters.draft_accepted,
-        drafts=counters.drafts,
-        sequences=tuple(line.sequences()),
-    )
-
 
 # What fits: lengths, pages and places of a request, checked before the library's assertions could be. Pure.
 
@@ -222,58 +164,6 @@ class Limits:
             )
 
 
-def limits_of(parts: LoadedParts, spec: ModelSpec, generator: Any) -> Limits:
-    """The limits of what was loaded. Guesses from a request's own text look at its last max_ngram - 1 tokens, and the
-    library takes it for granted that they are there."""
-    return Limits(
-        pages=parts.pages,
-        max_model_len=parts.info.max_model_len,
-        max_input_len=spec.max_input_len,
-        draft_tokens=parts.draft_tokens,
-        places=generator.max_batch_size,
-        vocab_size=parts.info.vocab_size,
-        min_prompt=generator.max_ngram - 1 if generator.use_ngram_draft else 1,
-    )
-
-
-# What imports the library and loads a model with it, imported themselves only when a model is loaded.
-
-Report = Callable[[LoadProgress], None]
-
-
-class ImportLibrary(Protocol):
-    """Imports the library for a model; raises ModelLoadFailed, or BackendUnavailable where it cannot run."""
-
-    def __call__(self, report: Report, *, spec: ModelSpec, cancelled: Callable[[], bool]) -> Library: ...
-
-
-class LoadParts(Protocol):
-    """Loads a model with the library; raises ModelLoadFailed and leaves nothing allocated then."""
-
-    def __call__(
-        self,
-        library: Library,
-        spec: ModelSpec,
-        *,
-        max_prompts: int,
-        report: Report,
-        cancelled: Callable[[], bool],
-    ) -> LoadedParts: ...
-
-
-def loaders(import_library: ImportLibrary | None, load_parts: LoadParts | None) -> tuple[ImportLibrary, LoadParts]:
-    """Those given, or the real ones."""
-    if import_library is None:
-        from engine.backends.exllamav2.library import import_library as real_import
-
-        import_library = real_import
-    if load_parts is None:
-        from engine.backends.exllamav2.loading import load_parts as real_load
-
-        load_parts = real_load
-    return import_library, load_parts
-
-
 _logger = logging.getLogger(__name__)
 
 
@@ -286,7 +176,11 @@ class ExllamaBackend:
     them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
     """
 
-    def __init__(self, import_library: ImportLibrary | None = None, load_parts: LoadParts | None = None) -> None:
+    def __init__(
+        self,
+        import_library: Callable[..., Library] = import_library,
+        load_parts: Callable[..., LoadedParts] = load_parts,
+    ) -> None:
         self._import_library = import_library
         self._load_parts = load_parts
         self._parts: LoadedParts | None = None
@@ -312,14 +206,24 @@ class ExllamaBackend:
     ) -> LoadedModel:
         """Load weights and cache and run one short request. Pages and prefill chunks have the library's sizes."""
         self.unload()
-        import_library, load_parts = loaders(self._import_library, self._load_parts)
-        library = import_library(report, spec=spec, cancelled=cancelled)
+        library = self._import_library(report, spec=spec, cancelled=cancelled)
         _raise_if(cancelled)
-        self._parts = parts = load_parts(library, spec, max_prompts=max_prompts, report=report, cancelled=cancelled)
+        self._parts = parts = self._load_parts(
+            library, spec, max_prompts=max_prompts, report=report, cancelled=cancelled
+        )
         try:
             _raise_if(cancelled)
-            self._generator = parts.make_generator()
-            self._limits = limits_of(parts, spec, self._generator)
+            self._generator = generator = parts.make_generator()
+            self._limits = Limits(
+                pages=parts.pages,
+                max_model_len=parts.info.max_model_len,
+                max_input_len=spec.max_input_len,
+                draft_tokens=parts.draft_tokens,
+                places=generator.max_batch_size,
+                vocab_size=parts.info.vocab_size,
+                # the library takes it for granted that the tokens are there which it looks for in the text before
+                min_prompt=generator.max_ngram - 1 if generator.use_ngram_draft else 1,
+            )
             self._max_prompts = max_prompts
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
             self._warm_up()
@@ -381,8 +285,30 @@ class ExllamaBackend:
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
-        stats = backend_stats(self._queue, self._counters, self._generator, self._parts)
-        return msgspec.structs.replace(stats, prompts_limit=self._prompts_limit)
+        queue, counters, parts = self._queue, self._counters, self._parts
+        running = queue.running.values()
+        decoding = sum(live.job.started and live.job.decoding for live in running)
+        started = sum(live.job.started for live in running)
+        free: Collection[Any] = () if self._generator is None else self._generator.unreferenced_pages.values()
+        return BackendStats(
+            waiting=len(queue.waiting) + len(running) - started,
+            prefilling=started - decoding,
+            decoding=decoding,
+            pages_total=parts.pages if parts is not None else 0,
+            pages_free=len(free),
+            pages_cached=sum(page.kv_position > 0 for page in free),
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            prompts_limit=self._prompts_limit,
+            steps=counters.steps,
+            weights_bytes=parts.info.weights_bytes if parts is not None else 0,
+            kv_bytes=parts.info.kv_bytes if parts is not None else 0,
+            draft_tokens=counters.draft_tokens,
+            draft_accepted=counters.draft_accepted,
+            drafts=counters.drafts,
+            sequences=tuple(queue.sequences()),
+        )
 
     def prefix_changes(self) -> PrefixChanges:
         """Nothing: the library keys its pages in a way of its own."""
@@ -400,11 +326,18 @@ class ExllamaBackend:
         """Nothing to forget."""
 
     def check(self) -> None:
-        """Prove that the generator has our jobs and no others, and that its pages add up; raises AssertionError."""
-        if self._generator is None or self._parts is None:
-            assert not self._queue, f"{len(self._queue.running)} requests without a generator"
-        else:
-            check_accounts(self._generator, self._queue.running.keys(), self._parts.pages)
+        """Prove that the generator has our jobs and no others, and that all pages are free or held by one of them;
+        raises AssertionError with the numbers."""
+        ours, generator, parts = self._queue.running.keys(), self._generator, self._parts
+        if generator is None or parts is None:
+            assert not self._queue, f"{len(ours)} requests without a generator"
+            return
+        active = {job.identifier for job in generator.active_jobs}
+        theirs = active | {job.identifier for job in generator.pending_jobs}
+        assert ours == theirs, f"{len(ours)} requests run, the generator has {len(theirs)} jobs"
+        used, free = len(generator.referenced_pages), len(generator.unreferenced_pages)
+        assert used + free == parts.pages, f"{used} pages in use and {free} free are not {parts.pages}"
+        assert active or not used, f"{used} pages are in use without a request"
 
     def unload(self) -> None:
         """Give all memory back and forget every request."""
@@ -475,7 +408,7 @@ class ExllamaBackend:
         assert self._limits is not None
         going_on: list[LiveRequest] = []
         for live in list(self._queue.running.values()):
-            request_id, failed, whole = live.request.id, live.job.failed, live.job.whole
+            request_id, failed, whole = live.request.id, live.job.sampler.failed, live.job.sampler.whole
             goes_on = not whole and (request_id not in over or (not failed and self._limits.wanted(live.rest()) > 0))
             live.count(self._counters)
             self._unsent += live.events(self._counters, ended=not goes_on and not failed)
@@ -485,7 +418,7 @@ class ExllamaBackend:
             elif request_id in over:
                 going_on.append(live)
             if failed:
-                self._end(request_id, "error", live.job.why_failed)
+                self._end(request_id, "error", live.job.sampler.why_failed)
             if (failed or whole) and request_id not in over:
                 self._release(live)
         self._queue.give_back(going_on)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.exllamav2.errors import VERSION, reinstall
+from engine.backends.exllamav2.library import EXTENSION, VERSION, planned_build, reinstall
 from engine.backends.paged_attention import doctor as attention
 from engine.doctor.examine import gpu_lacks, torch_lacks
 from engine.doctor.facts import Facts, Package, Version
@@ -60,8 +60,6 @@ def probe(*arguments: str) -> Exllama:
     os.environ["EXLLAMA_NO_FLASH_ATTN"] = "1"
     found = Exllama(installed=True)
     try:
-        from engine.backends.exllamav2.library import EXTENSION, planned_build
-
         kept_at = planned_build().workspace / f"{EXTENSION}.so"
         found = msgspec.structs.replace(found, kept_at=str(kept_at))
         if importlib.util.find_spec(EXTENSION) is not None:
@@ -159,7 +157,7 @@ def ways_to_kernels(facts: Facts) -> Iterator[Finding]:
     """The three ways, each with its command."""
     wheel = wheel_for(facts.python, facts.machine, facts.torch.version, facts.torch.cuda)
     if wheel:
-        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(wheel_url(wheel))}`.")
+        yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(f'{RELEASE}/{wheel}')}`.")
     else:
         yield Finding(_WAYS, "1 prebuilt", "note", _no_wheel(facts), f"Take a torch that has one: {torch_command()}.")
     lacking = toolchain_lacks(facts)
@@ -318,8 +316,3 @@ def wheel_for(python: Version, machine: str, torch: str, cuda: str) -> str:
         return ""
     tag = "cp" + "".join(map(str, python[:2]))
     return f"exllamav2-{VERSION}+{cuda_tag(cuda)}.torch{'.'.join(map(str, release))}.0-{tag}-{tag}-linux_x86_64.whl"
-
-
-def wheel_url(wheel: str) -> str:
-    """Where `wheel` is fetched."""
-    return f"{RELEASE}/{wheel}"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.backends.base import BackendRequest, DraftPosition, FinishReason, SequenceStats, TokenEvent, TokenMask
 from engine.backends.common.exllamav2_memory import PAGE_TOKENS
-from engine.backends.exllamav2.library_types import Library
-from engine.backends.exllamav2.sampling import ChosenToken, RandomDraws, TokenBias, TokenSampler, settings_of, uses_xtc
+from engine.backends.exllamav2.library import Library
+from engine.backends.exllamav2.sampling import RandomDraws, TokenBias, TokenSampler, settings_of, uses_xtc
 
 # The scope of a job in the library's prefix cache: whose pages it may find, and who may find its own.
 #
@@ -122,7 +122,7 @@ class Job:
     """A job that has been made, and how far it is. Text, stop strings and end tokens are not the library's here.
 
     root: as in CacheScope.
-    handle: the library's job.   identifier: what its results carry.
+    handle: the library's job.   identifier: what its results carry.   sampler: chooses its tokens.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Job:
         CacheScope(self.handle, library.page_hash, root)
         if mask is not None:
             mask.restart(request.generated)
-        self._choosing = TokenSampler(
+        self.sampler = TokenSampler(
             self.handle,
             params,
             _bias(request, vocab_size, masked=mask is not None),
@@ -161,25 +161,6 @@ class Job:
             vocab_size=vocab_size,
             mask=mask,
         )
-
-    @property
-    def failed(self) -> bool:
-        """True if there was nothing to choose from."""
-        return self._choosing.failed
-
-    @property
-    def why_failed(self) -> str:
-        """Why there was nothing to choose from."""
-        return self._choosing.why_failed
-
-    @property
-    def whole(self) -> bool:
-        """True if its mask allows nothing more after the chosen tokens."""
-        return self._choosing.whole
-
-    def take(self) -> list[ChosenToken]:
-        """The tokens since the last call."""
-        return self._choosing.take()
 
     def tokens(self) -> list[int]:
         """All tokens of its own sequence so far."""
@@ -288,8 +269,8 @@ class LiveRequest:
     def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
         """Events of the tokens since the last call; the last one ends the answer where it `ended`: whole, or at its
         length."""
-        chosen = self.job.take()
-        finish: FinishReason = "stop" if self.job.whole else "length"
+        chosen = self.job.sampler.take()
+        finish: FinishReason = "stop" if self.job.sampler.whole else "length"
         events = []
         for index, token in enumerate(chosen, start=1):
             events.append(

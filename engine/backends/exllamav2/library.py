@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import sys
 import sysconfig
 import threading
@@ -29,12 +30,46 @@ import psutil
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.exllamav2_checkpoint import read_folder
-from engine.backends.exllamav2.errors import VERSION, explain_import, not_installed, other_version
-from engine.backends.exllamav2.library_types import Library
 from engine.config import AttentionName, ModelSpec
 from engine.errors import BackendUnavailable, LoadCancelled
 from engine.system.files import claim_folder, make_private_folder
+from engine.system.install_command import pip_install
 from engine.system.memory import read_ram
+
+VERSION = "0.3.2"
+
+_DISTRIBUTIONS = {"PIL": "pillow"}
+_ENDS_OF_BUILDS = "; the other ways to its kernels are in `ericllm doctor`"
+
+MAX_Q_SIZE = 8
+"""Rows of the library's decode buffer per sequence: a step with drafts holds at most one less of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The library's classes, imported. The fields are named after what they are, not after the library's names.
+
+    page_hash: how pages of the cache are known (see `jobs.CacheScope`).
+    caches: by bits per element (16, 8, 6, 4).  cache_tp: wraps one of them for tensor parallelism.
+    attention, attention_reason: as in LoadedModel.
+    engage: (config, wanted attention, GPU numbers) -> this library, computing with the attention that fits them; None
+        where the attention is settled.
+    """
+
+    config: Any
+    model: Any
+    caches: dict[int, Any]
+    cache_tp: Any
+    tokenizer: Any
+    generator: Any
+    job: Any
+    page_hash: Any
+    settings: Any
+    lora: Any
+    attention: str
+    attention_reason: str
+    engage: Callable[[Any, AttentionName, Sequence[int]], Library] | None = None
+
 
 # Compiling the library's CUDA kernels, which its first import does: where, with which headers, and how far it is.
 #
@@ -49,7 +84,7 @@ _JOB_BYTES = 2_500_000_000
 """What compiling one file takes at most."""
 
 _LEVELS = 2
-"""Folders of ours above the one of a build: see `library._build`."""
+"""Folders of ours above the one of a build: see `_build`."""
 
 _HEADERS = ("cublas_v2.h", "cublasLt.h", "cusparse.h", "cusolverDn.h", "curand_kernel.h")
 
@@ -388,13 +423,15 @@ def _package_folder() -> Path:
     """Where the package lies. Raises BackendUnavailable where there is none, or another release than this is for."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise not_installed()
+        raise _not_installed()
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise not_installed() from None
+        raise _not_installed() from None
     if version.partition("+")[0] != VERSION:
-        raise other_version(version)
+        raise _unavailable(
+            f"exllamav2 {version} is installed, and this backend is written for {VERSION}: `{_install()}`"
+        )
     return Path(found.submodule_search_locations[0])
 
 
@@ -426,3 +463,69 @@ def _cuda_home() -> Path | None:
     from torch.utils.cpp_extension import CUDA_HOME
 
     return Path(CUDA_HOME) if CUDA_HOME else None
+
+
+# Why the library could not be imported, in one sentence that names what to do. Pure.
+
+
+def explain_import(error: BaseException, *, torch_version: str, cuda_version: str) -> BackendUnavailable:
+    """BackendUnavailable for what `import exllamav2` raised, under these versions of torch and of its CUDA."""
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or text).partition(".")[0]
+        if name == "exllamav2":
+            return _not_installed()
+        install = pip_install(_DISTRIBUTIONS.get(name, name))
+        return _unavailable(f"exllamav2 needs the Python package {name}, which is not installed: `{install}`")
+    if "undefined symbol" in text or isinstance(error, NameError):
+        return _unavailable(
+            f"the installed exllamav2_ext was built for another torch than {torch_version}; install the wheel of "
+            f"exllamav2 {VERSION} that was built for it, or `{reinstall()}` to have it compiled here"
+        )
+    if "CUDA_HOME" in text:
+        return _unavailable(
+            f"exllamav2's kernels must be compiled, and there is no nvcc: install the CUDA {cuda_version} toolkit and "
+            f"set CUDA_HOME to it, or install a wheel with kernels built for torch {torch_version}"
+        )
+    if "Ninja is required" in text:
+        return _unavailable(f"exllamav2's kernels must be compiled, and ninja is missing: `{pip_install('ninja')}`")
+    if versions := re.search(r"detected CUDA version \(([\d.]+)\).*?compile\s+PyTorch \(([\d.]+)\)", text, re.S):
+        return _unavailable(
+            f"nvcc is of CUDA {versions[1]} and torch of CUDA {versions[2]}: install the CUDA {versions[2]} toolkit "
+            "and set CUDA_HOME to it"
+        )
+    if "Error building extension" in text:
+        return _unavailable(f"exllamav2's kernels could not be compiled: {_compiler_error(text)}{_ENDS_OF_BUILDS}")
+    return _unavailable(f"exllamav2 could not be imported: {type(error).__name__}: {_first_line(text)}")
+
+
+def reinstall() -> str:
+    """The command that puts the package in place of what is installed of it, without kernels."""
+    return pip_install("--force-reinstall", "--no-deps", f"exllamav2=={VERSION}")
+
+
+def _not_installed() -> BackendUnavailable:
+    return _unavailable(f"exllamav2 is not installed: `{_install()}`")
+
+
+def _compiler_error(log: str) -> str:
+    """The first line of a build's output that is an error, or what says that a program is missing."""
+    lines = [line.strip() for line in log.splitlines()]
+    for sign in ("not found", "fatal error", "error:", "FAILED"):
+        for line in lines:
+            if sign in line and not line.startswith("Error building extension"):
+                return line[:300]
+    return _first_line(log)
+
+
+def _first_line(text: str) -> str:
+    """The first line with anything in it."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+
+
+def _install() -> str:
+    return pip_install(f"exllamav2=={VERSION}")
+
+
+def _unavailable(message: str) -> BackendUnavailable:
+    return BackendUnavailable(message, param="backend", value="exllamav2")

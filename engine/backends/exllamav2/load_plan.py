@@ -10,10 +10,18 @@ from typing import Any, Literal, cast
 from engine.backends.common.exllamav2_checkpoint import ModelFolder, read_folder
 from engine.backends.common.exllamav2_memory import PAGE_TOKENS, CacheShape, loaded_bytes, stored_bytes, work_bytes
 from engine.backends.common.model_config import context_length
-from engine.backends.exllamav2.errors import LoadNumbers, explain_load
-from engine.backends.exllamav2.library_types import MAX_Q_SIZE, Library
+from engine.backends.exllamav2.library import MAX_Q_SIZE, Library
 from engine.config import MAX_STRETCH, AttentionName, ModelSpec, quote_value
-from engine.errors import BackendUnavailable, InvalidRequest, UnsafeWeights, UnsupportedModel
+from engine.errors import (
+    BackendUnavailable,
+    EngineError,
+    InsufficientMemory,
+    InvalidRequest,
+    ModelLoadFailed,
+    UnsafeWeights,
+    UnsupportedModel,
+    from_info,
+)
 from engine.models.files import read_json_object, refuse_links
 from engine.models.headers import TensorHeader, read_header
 from engine.text.tokenizer_config import refuse_other_vocabulary as refuse_other_tokens
@@ -45,11 +53,6 @@ class Split:
     gigabytes: tuple[float, ...] | None
     reserve_bytes: tuple[int, ...]
     numbers: tuple[int, ...]
-
-    @property
-    def sizes_cache_first(self) -> bool:
-        """True if the cache's size has to be decided before the weights are loaded."""
-        return self.kind in ("automatic", "tensor_parallel")
 
     @property
     def names(self) -> str:
@@ -478,3 +481,67 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
 def _source(folder: ModelFolder, config: Any, spec: ModelSpec) -> ModelSource:
     shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, spec.cache_bits)
     return ModelSource(folder, config, shape)
+
+
+# What the library's exceptions during a load mean, as errors of ours. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadNumbers:
+    """Memory that a load needed, and memory that was free, for its error messages.
+
+    other_bytes: work buffers and reserves, estimated.  split: whether gpu_split was given.
+    """
+
+    name: str
+    devices: str
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+    other_bytes: int = 0
+    free_bytes: int = 0
+    split: bool = False
+
+
+def explain_load(error: Exception, numbers: LoadNumbers) -> EngineError:
+    """The error to raise for `error`: always a new one, so that no traceback keeps tensors alive."""
+    if isinstance(error, EngineError):
+        return from_info(error.info)
+    text = str(error).replace("##", "").strip()
+    reason = (text.splitlines() or ["no reason given"])[0].strip()
+    if _is_out_of_memory(error, text):
+        return _does_not_fit(numbers)
+    if text.startswith("Could not find"):
+        return UnsupportedModel(f"{numbers.name} is not complete: {reason[:1].lower()}{reason[1:]}")
+    if isinstance(error, AssertionError):
+        return ModelLoadFailed(f"exllamav2 refuses {numbers.name}: {reason}")
+    return ModelLoadFailed(f"exllamav2 could not load {numbers.name}: {type(error).__name__}: {reason}")
+
+
+def _is_out_of_memory(error: Exception, text: str) -> bool:
+    signs = (
+        "Insufficient VRAM",
+        "Insufficient space in device allocation",
+        "CUDA out of memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "HIP out of memory",
+    )
+    return type(error).__name__ == "OutOfMemoryError" or any(sign in text for sign in signs)
+
+
+def _does_not_fit(numbers: LoadNumbers) -> InsufficientMemory:
+    needed = numbers.weights_bytes + numbers.cache_bytes + numbers.other_bytes
+    advice = (
+        "gpu_split has to leave room for the cache and for work buffers"
+        if numbers.split
+        else "a smaller KV cache, one of fewer bits or a smaller max_model_len takes less"
+    )
+    return InsufficientMemory(
+        f"{numbers.name} does not fit on {numbers.devices}: weights {numbers.weights_bytes // _MIB} MiB, KV cache "
+        f"{numbers.cache_bytes // _MIB} MiB, work buffers and reserve about {numbers.other_bytes // _MIB} MiB, of "
+        f"{numbers.free_bytes // _MIB} MiB free; {advice}",
+        device=numbers.devices,
+        needed_bytes=needed,
+        free_bytes=numbers.free_bytes,
+        short_bytes=max(0, needed - numbers.free_bytes),
+    )

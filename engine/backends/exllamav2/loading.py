@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,22 @@ from engine.backends.common.exllamav2_memory import (
     parameters,
     stored_bytes,
 )
-from engine.backends.exllamav2.errors import LoadNumbers, explain_load
-from engine.backends.exllamav2.library_types import MAX_Q_SIZE, Library, LoadedParts
-from engine.backends.exllamav2.load_plan import LoadPlan, ModelSource, load_adapter, plan_load, whole
+from engine.backends.exllamav2.library import MAX_Q_SIZE, Library, Report
+from engine.backends.exllamav2.load_plan import (
+    LoadNumbers,
+    LoadPlan,
+    ModelSource,
+    explain_load,
+    load_adapter,
+    plan_load,
+    whole,
+)
 from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
 from engine.backends.torch_common.exl2 import PARTS as EXL2_PARTS
 from engine.backends.torch_common.exl2 import Exl2Linear
 from engine.backends.torch_common.gptq import PARTS as GPTQ_PARTS
 from engine.backends.torch_common.gptq import GptqLinear
+from engine.backends.torch_common.memory import clear_workspaces
 from engine.backends.torch_common.quantized_tensors import malformed_tensor
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed
@@ -42,41 +50,20 @@ from engine.models.headers import TensorHeader, read_header
 # The GPUs as a load sees them: how many there are and what each has left.
 
 
-class Gpus(Protocol):
+class Gpus:
     """The visible GPUs, numbered as torch numbers them."""
 
     def count(self) -> int:
         """How many there are."""
-
-    def free_bytes(self, number: int) -> int:
-        """Bytes that a GPU can still give."""
-
-    def give_back(self) -> None:
-        """Collect what nothing refers to any more, and return it to the driver."""
-
-
-class CudaGpus:
-    """The GPUs of torch.cuda."""
-
-    def count(self) -> int:
-        """How many there are."""
-        import torch
-
         return torch.cuda.device_count()
 
     def free_bytes(self, number: int) -> int:
-        """The driver's number, and what torch has cached and can use again."""
-        import torch
-
+        """Bytes that a GPU can still give: the driver's number, and what torch has cached and can use again."""
         cached = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
         return int(torch.cuda.mem_get_info(number)[0]) + int(cached)
 
     def give_back(self) -> None:
-        """Collect garbage, cycles too, and empty torch's cache."""
-        import torch
-
-        from engine.backends.torch_common.memory import clear_workspaces
-
+        """Collect what nothing refers to any more, cycles too, and return it to the driver."""
         gc.collect()
         if torch.cuda.is_initialized():
             clear_workspaces()
@@ -112,8 +99,6 @@ def device_shares(
 
 
 # How far the weights are, in bytes: the library counts modules, the files' headers know their sizes.
-
-Report = Callable[[LoadProgress], None]
 
 
 class WeightsProgress:
@@ -330,18 +315,35 @@ def _refuse_misfit(key: str, kind: str, shape: tuple[int, int], layer: Any) -> N
 _GIB = 1 << 30
 
 
+@dataclass(slots=True)
+class LoadedParts:
+    """A loaded model with its cache, ready to generate.
+
+    make_generator: a new generator over the same weights and an emptied page table; how a broken one is mended.
+    draft_tokens: tokens guessed ahead per step, 0 without speculation.  free: gives all memory back; idempotent.
+    """
+
+    library: Library
+    config: Any
+    info: LoadedModel
+    pages: int
+    draft_tokens: int
+    make_generator: Callable[[], Any]
+    free: Callable[[], None]
+
+
 def load_parts(
     library: Library,
     spec: ModelSpec,
     *,
     max_prompts: int,
-    report: Callable[[LoadProgress], None],
+    report: Report,
     cancelled: Callable[[], bool],
     gpus: Gpus | None = None,
 ) -> LoadedParts:
     """Load `spec`. Raises ModelLoadFailed or a child of it, InvalidRequest naming a setting that cannot be honoured;
     nothing is left allocated then."""
-    gpus = gpus or CudaGpus()
+    gpus = gpus or Gpus()
     plan = plan_load(library, spec, max_prompts=max_prompts, gpus=gpus.count())
     loader = _Loader(plan, gpus, WeightsProgress(report, cancelled, plan.file_bytes))
     try:
@@ -524,7 +526,6 @@ class _Loader:
         return LoadedParts(
             library=plan.library,
             config=config,
-            tokenizer=tokenizer,
             info=info,
             pages=self._pages,
             draft_tokens=plan.draft_tokens,
@@ -551,8 +552,6 @@ class _Loader:
 
 def _compute_chunk(part: ModelAndCache) -> None:
     """The largest step there is, so that memory which runs out does so now. Its keys are overwritten later."""
-    import torch
-
     tokens = torch.zeros((1, part.model.config.max_input_len), dtype=torch.long)
     part.model.forward(tokens, part.cache, preprocess_only=True)
     part.cache.current_seq_len = 0

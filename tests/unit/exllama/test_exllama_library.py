@@ -19,12 +19,13 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.exllamav2 import library
-from engine.backends.exllamav2.errors import VERSION, explain_import
 from engine.backends.exllamav2.library import (
+    VERSION,
     KernelBuild,
     build_variables,
     count_sources,
     environment,
+    explain_import,
     missing_headers,
 )
 from engine.config import ModelSpec

@@ -11,7 +11,8 @@ import pytest
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.exllamav2_memory import PAGE_TOKENS
-from engine.backends.exllamav2.library_types import Library
+from engine.backends.exllamav2.library import Library
+from engine.backends.exllamav2.load_plan import LoadNumbers, explain_load
 from engine.errors import (
     BackendUnavailable,
     InsufficientMemory,
@@ -234,8 +235,6 @@ def test_the_attention_is_chosen_for_the_model_and_has_to_do_for_its_draft(folde
 
 
 def test_torch_s_own_error_is_told_by_its_name() -> None:
-    from engine.backends.exllamav2.errors import LoadNumbers, explain_load
-
     for error in (
         OutOfMemoryError("?"),
         RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
