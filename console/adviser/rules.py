@@ -192,7 +192,7 @@ def queue(evidence: Evidence) -> Iterator[Advice]:
     """Requests wait, and not just for a moment."""
     history, places = evidence.last(at.QUEUE_S), evidence.places
     waiting = [second.queued for second in history]
-    now = _queued(evidence)
+    now = _num_queued(evidence)
     if not places or not waiting or min(waiting) == 0 or min(fmean(waiting), now) < max(2, at.QUEUE_SHARE * places):
         return
     half = len(waiting) // 2
@@ -206,7 +206,7 @@ def queue(evidence: Evidence) -> Iterator[Advice]:
     )
 
 
-def _queued(evidence: Evidence) -> int:
+def _num_queued(evidence: Evidence) -> int:
     """Of the model in view, which knobs are turned for."""
     snapshot = evidence.snapshot
     if not evidence.several or snapshot.status.spec is None:
@@ -228,7 +228,7 @@ def _more(evidence: Evidence) -> int:
     """How many more prompts each worker should take: up to half as many again, as far as requests wait for the places
     and KV pages would hold them, judging by those that are full now."""
     now, usage = evidence.snapshot.max_prompts, evidence.snapshot.kv_usage
-    waiting = math.ceil(_queued(evidence) / len(evidence.serving))
+    waiting = math.ceil(_num_queued(evidence) / len(evidence.serving))
     fitting = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
     return max(1, min(now // 2, waiting, fitting))
 

@@ -39,14 +39,14 @@ def decode_json(data: bytes) -> Any:
     """Decode JSON; raises ValueError for what is none, or too much."""
     if sum(map(data.count, _BEFORE_VALUES)) > MAX_JSON_MARKS:
         raise ValueError(f"it holds more than {MAX_JSON_MARKS:,} values")
-    return _counted(msgspec.json.decode, data)[0]
+    return _decode_and_count(msgspec.json.decode, data)[0]
 
 
 def decode_msgpack(data: bytes) -> tuple[Any, int]:
     """Decode msgpack, and return how many values it is; raises ValueError for what is none, or too much."""
     if len(data) > MAX_MSGPACK_BYTES or len(data) - len(data.translate(None, _CONTAINERS)) > MAX_MSGPACK_CONTAINERS:
         raise ValueError("it holds too many values")
-    return _counted(msgspec.msgpack.decode, data)
+    return _decode_and_count(msgspec.msgpack.decode, data)
 
 
 def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
@@ -76,7 +76,7 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
     return count
 
 
-def _counted(decode: Any, data: bytes) -> tuple[Any, int]:
+def _decode_and_count(decode: Any, data: bytes) -> tuple[Any, int]:
     try:
         value = decode(data)
     except RecursionError:

@@ -95,7 +95,7 @@ class PatchedValue:
         """
         self._max_copied, self._added = self.copied + MAX_COPIED, 0
         try:
-            value = self._patched(self.value, change)
+            value = self._patch(self.value, change)
         except RecursionError:
             raise ValueError("the change is nested too deeply") from None
         except (TypeError, KeyError, IndexError, AttributeError) as error:
@@ -105,7 +105,7 @@ class PatchedValue:
             self._max_values = num_values(value, MAX_TEXT)
         self.value = value
 
-    def _patched(self, old: Any, change: Change) -> Any:
+    def _patch(self, old: Any, change: Change) -> Any:
         if isinstance(change, dict):
             return self._patched_fields(old, change)
         return self._new(change[0]) if len(change) == 1 else self._patched_items(old, change[1])
@@ -117,7 +117,7 @@ class PatchedValue:
             if change is None:
                 del merged[name]
             elif name in merged:
-                merged[name] = self._patched(merged[name], change)
+                merged[name] = self._patch(merged[name], change)
             else:
                 merged[name] = self._new(change[0])
         return merged
@@ -139,7 +139,7 @@ class PatchedValue:
                 for item in old[start:stop]:
                     self._add(num_values(item))
             used[start:stop] = b"\1" * (stop - start)
-            items += old[start:stop] if is_copy else (self._patched(old[start], span[1]),)
+            items += old[start:stop] if is_copy else (self._patch(old[start], span[1]),)
         if len(items) > MAX_ITEMS:
             raise ValueError(f"the change makes a list of {len(items):,} items")
         return items

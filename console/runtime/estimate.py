@@ -80,7 +80,7 @@ def as_text(found: Estimate, width: int | None = None) -> str:
         f"A worker's weights take {_mib(found.weights_bytes)} MiB, a token of the {found.cache_bits}-bit KV cache "
         f"{found.kv_token_bytes / 1024:,.1f} KiB.",
     )
-    notes = [_learned(found)] if found.learned.loads else []
+    notes = [_calibration_text(found)] if found.learned.loads else []
     if found.simulated:
         notes.append("The devices are simulated: their workers would compute on the CPU.")
     if found.warning:
@@ -139,7 +139,7 @@ def _placements(found: Estimate) -> list[str]:
     return lines
 
 
-def _learned(found: Estimate) -> str:
+def _calibration_text(found: Estimate) -> str:
     by = found.learned
     loads = f"{by.loads} earlier load{'s' if by.loads > 1 else ''}"
     return (

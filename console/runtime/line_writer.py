@@ -47,7 +47,7 @@ class LineWriter:
 
     def open(self) -> None:
         """Begin. Raises OSError where the file cannot be written."""
-        self._file = self._opened()
+        self._file = self._open_file()
         self._thread.start()
 
     def put(self, line: object) -> None:
@@ -73,10 +73,10 @@ class LineWriter:
             lines = [self._lines.get()]
             while len(lines) < _LINES_AT_ONCE and not self._lines.empty():
                 lines.append(self._lines.get_nowait())
-            if encoded := [self._encoded(line) for line in lines if line is not _END]:
+            if encoded := [self._encode_line(line) for line in lines if line is not _END]:
                 self._write(b"".join(encoded), len(encoded))
 
-    def _encoded(self, line: object) -> bytes:
+    def _encode_line(self, line: object) -> bytes:
         """With its end; nothing where it cannot be: one bad line does not end the writing."""
         try:
             return self._encode(line) + b"\n"
@@ -100,7 +100,7 @@ class LineWriter:
     def _ready_for(self, size: int) -> FileIO:
         """Return the file, a new one where it was moved away or would grow too long."""
         if self._path is None:
-            return self._file or self._opened()
+            return self._file or self._open_file()
         if self._file is not None and not _is_at(self._file, self._path):
             self._file.close()
             self._file = None
@@ -109,12 +109,12 @@ class LineWriter:
             self._file.close()
             self._file = None
             _put_aside(self._path)
-            self._file = self._opened()
+            self._file = self._open_file()
             os.fchmod(self._file.fileno(), mode)
-        self._file = self._file or self._opened()
+        self._file = self._file or self._open_file()
         return self._file
 
-    def _opened(self) -> FileIO:
+    def _open_file(self) -> FileIO:
         if self._path is None:
             return open(_STDOUT, "wb", buffering=0, closefd=False)
         make_private_folder(self._path.parent)

@@ -54,7 +54,7 @@ class OpenFolders:
             case "options":
                 return await self._admit_options(value)
             case "model":
-                return await asyncio.to_thread(_looked_up, self._admitted, value, "model")
+                return await asyncio.to_thread(_looked_up, self._admit, value, "model")
 
     async def _admit_options(self, options: LoadOptions) -> LoadOptions:
         folders = {
@@ -68,18 +68,18 @@ class OpenFolders:
         """The folder of an adapter, or of a model."""
         if option == "lora":
             return str(self._adapter_folder(name, option))
-        found = resolve_local(self._admitted(name, option), self._settings().models_dir)
+        found = resolve_local(self._admit(name, option), self._settings().models_dir)
         if found is None:
             raise ModelNotFound(f"{option}: no model is called {name}", param=option)
         return str(found)
 
-    def _admitted(self, name: str, param: str = "model") -> str:
+    def _admit(self, name: str, param: str = "model") -> str:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
         Raises InvalidRequest for a folder that is none of ours."""
         folder = home_expanded(name)
         if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
             self._refuse_outside(folder, param)
-        loaded = self._loaded().get(name)
+        loaded = self._loaded_folders().get(name)
         if loaded is not None and resolve_local(name, self._settings().models_dir) is None:
             return str(loaded)
         return name
@@ -103,13 +103,13 @@ class OpenFolders:
     def _folders(self) -> Iterator[Path]:
         """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
         settings = self._settings()
-        yield from (hub_cache_folder(), *settings.models_dir, *self._loaded().values())
+        yield from (hub_cache_folder(), *settings.models_dir, *self._loaded_folders().values())
         if is_folder(first := home_expanded(settings.model)):
             yield first
         if settings.lora is not None:
             yield home_expanded(settings.lora)
 
-    def _loaded(self) -> dict[str, Path]:
+    def _loaded_folders(self) -> dict[str, Path]:
         models = self._engine.models()
         return {model.name: model.status.spec.path for model in models if model.status.spec is not None}
 

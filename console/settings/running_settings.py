@@ -48,7 +48,7 @@ class LiveSettings:
         """Every setting, in the order of the schema; a file that changed is read again."""
         if self._file.changed():
             self._reread()
-        return tuple(setting_rows(self.current, self._coming, self._sources, self._turned()))
+        return tuple(setting_rows(self.current, self._coming, self._sources, self._knobs()))
 
     async def save(self, name: str, value: str | None) -> SettingRow:
         """Write one setting, or take it out of the file (None).
@@ -56,7 +56,7 @@ class LiveSettings:
         Raises InvalidRequest, and what the engine refuses a knob with; the file is as it was then.
         """
         async with self._writing:
-            sources, text = await asyncio.to_thread(_prepared, self._sources, name, value)
+            sources, text = await asyncio.to_thread(_prepare, self._sources, name, value)
             coming = sources.settings()
             if flag_of(name).used != "start" and sources.origin(name).source not in ("flag", "variable"):
                 await self._use(name, coming)
@@ -99,7 +99,7 @@ class LiveSettings:
             self._engine.publish_for(value)
         self.current = self.current.model_copy(update={name: value})
 
-    def _turned(self) -> dict[str, object]:
+    def _knobs(self) -> dict[str, object]:
         return knob_values(self._engine.config)
 
     def _reread(self) -> None:
@@ -120,7 +120,7 @@ def _read_again(file: Path) -> dict[str, Any]:
     return read_file(file)
 
 
-def _prepared(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
+def _prepare(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
     """The sources as they will be, and the file's text. Raises InvalidRequest for a value or a file with a mistake."""
     saved = dict(_read_again(sources.file))
     text = sources.file.read_text(encoding="utf-8") if sources.file.exists() else ""

@@ -65,7 +65,7 @@ def _adapter(value: Path) -> Path:
     return value
 
 
-def _simulated(value: str) -> str:
+def _check_simulated(value: str) -> str:
     if value:
         from engine.devices.simulated import parse_devices
 
@@ -121,4 +121,4 @@ Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValida
 Folder = Annotated[Path, AfterValidator(_existing_folder)]
 AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]
 Duration = Annotated[float, BeforeValidator(duration_s)]
-SimulatedDevices = Annotated[str, AfterValidator(_simulated)]
+SimulatedDevices = Annotated[str, AfterValidator(_check_simulated)]

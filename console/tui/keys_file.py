@@ -55,7 +55,7 @@ def read_keys(path: Path) -> KeysFile:
     for name, value in _flat(tables):
         listed = value if isinstance(value, list) else [value]
         if not listed or not all(isinstance(key, str) and key.strip() for key in listed):
-            problems.append(f"{name}: a key is a word such as {_quoted('ctrl+k')}, or a list of them")
+            problems.append(f"{name}: a key is a word such as {_quote('ctrl+k')}, or a list of them")
         else:
             keys[name] = ",".join(_long(part) for key in listed for part in _split(key))
     return KeysFile(keys, tuple(problems))
@@ -70,11 +70,11 @@ def check_keys(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -
             problems.append(f"{name} is no action{did_you_mean(name, ids)}")
             del good[name]
         elif wrong := [key for key in keys.split(",") if not is_key(key)]:
-            problems.append(f"{name}: {_quoted(wrong[0])} is no key{did_you_mean(wrong[0], _NAMED)}")
+            problems.append(f"{name}: {_quote(wrong[0])} is no key{did_you_mean(wrong[0], _NAMED)}")
             del good[name]
     clashes = list(_clashes(good, bound, meets))
     for one, other, key in clashes:
-        problems.append(f"{_quoted(key)} would be both {one} and {other}")
+        problems.append(f"{_quote(key)} would be both {one} and {other}")
     spoilt = {name for one, other, _ in clashes for name in (one, other)}
     return KeysFile({name: keys for name, keys in good.items() if name not in spoilt}, tuple(dict.fromkeys(problems)))
 
@@ -103,8 +103,8 @@ def sample(bound: Iterable[DeclaredBinding]) -> str:
         if (where := "Everywhere" if each.owner is None else class_title(each.owner.__name__)) != place:
             place = where
             lines += ["", f"# --- {place} " + "-" * max(3, 60 - len(place))]
-        keys = ", ".join(map(_quoted, each.keys))
-        lines.append(f"# {_quoted(each.id)} = {keys if len(each.keys) == 1 else f'[{keys}]'}  # {each.tooltip}")
+        keys = ", ".join(map(_quote, each.keys))
+        lines.append(f"# {_quote(each.id)} = {keys if len(each.keys) == 1 else f'[{keys}]'}  # {each.tooltip}")
     return "\n".join(lines) + "\n"
 
 
@@ -144,5 +144,5 @@ def _long(key: str) -> str:
     return KEY_NAME_REPLACEMENTS.get(name, name)
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     return f'"{word}"'

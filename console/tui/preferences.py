@@ -46,11 +46,11 @@ class Preferences:
     @property
     def theme_name(self) -> str:
         """Name of the theme in use, as in the setting: "auto" where that was chosen."""
-        return self._chosen if self._app.theme == self._named(self._chosen) else self._app.theme
+        return self._chosen if self._app.theme == self._theme_name(self._chosen) else self._app.theme
 
     def apply_theme(self, theme: str) -> None:
         """Apply a theme; "auto" is the default theme, or one of pure colours where a terminal has only 16."""
-        self._chosen, name = theme, self._named(theme)
+        self._chosen, name = theme, self._theme_name(theme)
         if name not in self._app.available_themes:
             self._problems.append(f"there is no theme called {name}")
             name = (
@@ -58,7 +58,7 @@ class Preferences:
             )
         self._app.theme = name
 
-    def _named(self, theme: str) -> str:
+    def _theme_name(self, theme: str) -> str:
         if theme != AUTO_THEME:
             return theme
         return FEW_COLOURS_THEME if self._app.console.color_system in ("standard", "windows") else DEFAULT_THEME

@@ -77,7 +77,7 @@ class Recording:
             self._go_to(index)
             frame: Frame = limit_frame(from_plain(self._tree.value, Frame))
             past = self._seconds_before(self._segments[index])
-            logged = self._logged(frame.snapshot.at)
+            logged = self._log_until(frame.snapshot.at)
         history = (*past, *frame.snapshot.history)[-MAX_HISTORY:]
         snapshot = msgspec.structs.replace(frame.snapshot, history=history, log_total=logged)
         return msgspec.structs.replace(frame, snapshot=snapshot)
@@ -85,7 +85,7 @@ class Recording:
     def lines(self, until: float, after: int) -> tuple[int, Sequence[LogEntry]]:
         """How many lines had been logged by `until`, and those after the first `after`, the newest of them."""
         with recording_errors(self.path):
-            total = self._logged(until)
+            total = self._log_until(until)
             wanted = min(max(0, total - after), LOG_LINES)
             query = "SELECT at, level, source, message FROM lines WHERE at <= ? ORDER BY at DESC, id DESC LIMIT ?"
             entries, length = [], 0
@@ -134,7 +134,7 @@ class Recording:
     def _say_damaged(self) -> None:
         self.damage = f"{self.path} is damaged or cut off, and ends where that begins"
 
-    def _logged(self, until: float) -> int:
+    def _log_until(self, until: float) -> int:
         return next((int(count) for (count,) in self._rows("SELECT count(*) FROM lines WHERE at <= ?", until)), 0)
 
     def _go_to(self, index: int) -> None:

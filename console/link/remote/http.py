@@ -132,7 +132,7 @@ class Instance:
     async def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
         """The document at a path."""
         async with self._request("GET", path, params=query, timeout=_within(ANSWER_S)) as response:
-            return self._decoded(await self._body(response))
+            return self._decode(await self._body(response))
 
     async def events(
         self,
@@ -152,7 +152,7 @@ class Instance:
             async for data in self._data(response):
                 if data == b"[DONE]":
                     continue
-                event = self._decoded(data)
+                event = self._decode(data)
                 if isinstance(event, dict) and "error" in event:
                     raise _error_of(event["error"], 500)
                 yield event
@@ -189,7 +189,7 @@ class Instance:
             max_bytes=MAX_BYTES,
         )
 
-    def _decoded(self, data: bytes) -> Any:
+    def _decode(self, data: bytes) -> Any:
         try:
             return decode_json(data)
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -121,7 +121,7 @@ class RemoteLink(RpcLink):
         self._loop = loop
         self._connection = Connection(address.name, hz)
         self._polled = Polled(loop.submit)
-        self._instance = loop.submit(_opened(address, api_key, tls)).result()
+        self._instance = loop.submit(_open(address, api_key, tls)).result()
         self._following = loop.submit(self._connection.follow(self._instance))
         self.conversation = RemoteConversation(self)
 
@@ -219,7 +219,7 @@ class RemoteConversation(RpcGroup):
         return stream_deltas(begin)
 
 
-async def _opened(address: Address, api_key: str | None, tls: ssl.SSLContext | None) -> Instance:
+async def _open(address: Address, api_key: str | None, tls: ssl.SSLContext | None) -> Instance:
     return Instance(address, api_key, tls)
 
 

@@ -113,7 +113,7 @@ def _shown(row: KeyRow, active: Iterable[ActiveBinding]) -> Iterator[FooterKey]:
     """One for each action with `show`, those of a group that follow each other together."""
     seen: dict[str, FooterKey] = {}
     for each in active:
-        if each.binding.show and each.enabled and each.binding.action not in seen and not _typed(row, each.binding):
+        if each.binding.show and each.enabled and each.binding.action not in seen and not _is_typed(row, each.binding):
             seen[each.binding.action] = _one(row, each)
     before: FooterKey | None = None
     for shown in seen.values():
@@ -127,7 +127,7 @@ def _shown(row: KeyRow, active: Iterable[ActiveBinding]) -> Iterator[FooterKey]:
         yield before
 
 
-def _typed(row: KeyRow, binding: Binding) -> bool:
+def _is_typed(row: KeyRow, binding: Binding) -> bool:
     """Return whether the key is text to the widget with the focus."""
     character = _SIGNS.get(binding.key) or key_to_character(binding.key)
     focused = row.screen.focused

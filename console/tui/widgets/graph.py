@@ -117,7 +117,7 @@ class Graph(Plot):
         if span.history and plot:
             newest = span.history[-1].at
             marks = [(max(0, column_of(mark.at, newest, step)), mark.text) for mark in span.marks]
-            plot = [_marked(row, marks, named=row is plot[0]) for row in plot]
+            plot = [_mark(row, marks, named=row is plot[0]) for row in plot]
         before = (self._plot, self._top_label)
         self._plot, self._top_label = plot, self._scale.label(top)
         return before != (self._plot, self._top_label)
@@ -133,7 +133,7 @@ class Graph(Plot):
         return for_terminal(self.app, Content.assemble(*parts))
 
 
-def _marked(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
+def _mark(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
     """`row` with a dotted line where a knob moved; `named`: with what was done, where no curve is in the way."""
     marked, width = list(row), len(row)
     seen = [(width - 1 - back, text) for back, text in marks if 0 <= width - 1 - back < width]

@@ -112,11 +112,11 @@ def side_by_side(placed: Sequence[tuple[Cell, int, Align]], gap: int) -> Content
             length += missing
     plain = "".join(line)
     if not plain.isprintable() and ANY_UNSAFE.search(plain) is not None:
-        return side_by_side([(_escaped(pieces), room, align) for pieces, room, align in placed], gap)
+        return side_by_side([(_escape_cell(pieces), room, align) for pieces, room, align in placed], gap)
     return Content(plain, spans=spans)
 
 
-def _escaped(pieces: Cell) -> Cell:
+def _escape_cell(pieces: Cell) -> Cell:
     """With what a terminal would obey as escapes, which take room."""
     return tuple((printable(text), style) for text, style in pieces)
 

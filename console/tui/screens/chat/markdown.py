@@ -274,7 +274,7 @@ def _body(piece: Piece, room: int, highlight: Highlight) -> list[Content]:
     match piece:
         case Code():
             styled = highlight(piece.body.plain, piece.language)
-            return [_band(line, room, piece.style) for line in _folded(styled, room - 2)]
+            return [_band(line, room, piece.style) for line in _fold(styled, room - 2)]
         case Table():
             return _table(piece.rows, room)
         case Rule():
@@ -284,7 +284,7 @@ def _body(piece: Piece, room: int, highlight: Highlight) -> list[Content]:
             return [line.stylize_before(f".{piece.style}") for line in lines] if piece.style else lines
 
 
-def _folded(code: Content, room: int) -> list[Content]:
+def _fold(code: Content, room: int) -> list[Content]:
     """Lines as they are, what is too long going on beneath."""
     return [part for line in code.split(allow_blank=True) for part in line.expand_tabs(4).fold(room)]
 

@@ -54,7 +54,7 @@ def highlight_code(code: str, language: str, theme: type[HighlightTheme]) -> Con
     if language.lower() not in LANGUAGES:
         return Content(code)
     parts = [
-        _coloured(part, language.lower(), theme)  # type: ignore[arg-type]  # a class can be hashed
+        _colour(part, language.lower(), theme)  # type: ignore[arg-type]  # a class can be hashed
         if number < MAX_PARTS and len(part) <= MAX_PART
         else Content(part)
         for number, part in enumerate(_parts(code))
@@ -63,7 +63,7 @@ def highlight_code(code: str, language: str, theme: type[HighlightTheme]) -> Con
 
 
 @lru_cache(maxsize=64)
-def _coloured(part: str, language: str, theme: type[HighlightTheme]) -> Content:
+def _colour(part: str, language: str, theme: type[HighlightTheme]) -> Content:
     """Remembered: of an answer that grows, only the last part is new."""
     return highlight(f"{part}\n", language=language, theme=theme)
 

@@ -181,12 +181,12 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
 
     def action_save(self) -> None:
         """Return the settings if they are valid."""
-        if (settings := self._checked()) is not None:
+        if (settings := self._check()) is not None:
             self.dismiss(settings)
 
     def action_presets(self) -> None:
         """Fill the form from a preset, or save it as one."""
-        settings = self._checked()
+        settings = self._check()
         if settings is None:
             return
 
@@ -221,7 +221,7 @@ class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
         value = getattr(self._defaults, row.name)
         return "model default" if value is None else f"{value:g}"
 
-    def _checked(self) -> ChatSettings | None:
+    def _check(self) -> ChatSettings | None:
         try:
             settings = self._read()
             sampling(settings, self._defaults)

@@ -56,10 +56,10 @@ class Findings(Vertical):
                 glyph, style = MARKS[finding.state]
                 yield Static(for_terminal(self.app, Content.styled(glyph, style)))
                 yield Static(finding.name, classes="name", markup=False)
-                yield Static(for_terminal(self.app, _described(finding, style)))
+                yield Static(for_terminal(self.app, _describe(finding, style)))
 
 
-def _described(finding: Finding, style: str) -> Content:
+def _describe(finding: Finding, style: str) -> Content:
     """The value, in the state's style where something is wrong, and the advice with its commands set off."""
     value = Content.styled(finding.value, style if finding.state in ("missing", "broken") else "")
     return Content("\n").join([value, advice(finding.advice)]) if finding.advice else value

@@ -49,7 +49,7 @@ class TuningPanel(Vertical):
 
     def show(self, report: TuningReport) -> None:
         """How it stands."""
-        lines = [_state(report), _asked(report), *_remark(report)]
+        lines = [_state(report), _order_text(report), *_remark(report)]
         head = for_terminal(self.app, Content("\n").join(lines))
         self.query_one("#tuning-head", Static).update(head)
         table = self.query_one(Table)
@@ -81,7 +81,7 @@ def _state(report: TuningReport) -> Content:
     return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
 
 
-def _asked(report: TuningReport) -> Content:
+def _order_text(report: TuningReport) -> Content:
     limits = [
         f"{name} p{report.percentile:g} ≤ {text.seconds(limit)}"
         for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))
@@ -241,7 +241,7 @@ class TuneFormScreen(ModalScreen[bool | None]):
         try:
             order = self._draft.order(self._model)
         except InvalidRequest as error:
-            self._refused(error)
+            self._show_refusal(error)
             return
         self._starting = True
         self.run_worker(self._start(order), exit_on_error=False)
@@ -250,13 +250,13 @@ class TuneFormScreen(ModalScreen[bool | None]):
         try:
             await self._link.tuning.start(order)
         except EngineError as error:
-            self._refused(error)
+            self._show_refusal(error)
         else:
             self.dismiss(True)
         finally:
             self._starting = False
 
-    def _refused(self, error: EngineError) -> None:
+    def _show_refusal(self, error: EngineError) -> None:
         """Said, with the cursor where it is to be mended."""
         self._complain(error.message)
         if not self.query_one(BenchFields).go_to(str(error.details.get("param", ""))):

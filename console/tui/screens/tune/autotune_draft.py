@@ -19,7 +19,7 @@ RELOADING: tuple[KnobName, ...] = ("cache_bits", "draft_tokens")
 _MIN_MINUTES = 0.05
 
 
-def _asked(name: str, title: str, offered: str, hint: str) -> BenchField:
+def _field(name: str, title: str, offered: str, hint: str) -> BenchField:
     return BenchField(name=name, title=title, hint=hint, quick=offered, full=offered)
 
 
@@ -27,14 +27,14 @@ FORM = BenchForm(
     bench="autotune",
     measures="Tries settings under load for the most tok/s that keep TTFT and ITL.",
     fields=(
-        _asked("minutes", "minutes", "10", "time limit"),
-        _asked("slo_ttft_s", "max TTFT", "", "500ms; none: as in Settings"),
-        _asked("slo_itl_s", "max ITL", "", "50ms; none: as in Settings"),
-        _asked("percentile", "percentile", "95", "of TTFT and ITL that keep that"),
-        _asked("users", "users", "", "at once; none: one per place"),
-        _asked("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
-        _asked("output", "answer tokens", "", "32-128; none: likewise"),
-        _asked(TRACE, "trace", "", "a ShareGPT file of what to ask"),
+        _field("minutes", "minutes", "10", "time limit"),
+        _field("slo_ttft_s", "max TTFT", "", "500ms; none: as in Settings"),
+        _field("slo_itl_s", "max ITL", "", "50ms; none: as in Settings"),
+        _field("percentile", "percentile", "95", "of TTFT and ITL that keep that"),
+        _field("users", "users", "", "at once; none: one per place"),
+        _field("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
+        _field("output", "answer tokens", "", "32-128; none: likewise"),
+        _field(TRACE, "trace", "", "a ShareGPT file of what to ask"),
     ),
 )
 

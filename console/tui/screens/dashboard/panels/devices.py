@@ -62,7 +62,7 @@ MEMORY_KINDS = (
 def legend(width: int, *, letters: bool = False) -> Content:
     """Return the legend of the bars' colours, or of their letters."""
     parts = [Content.assemble((kind.sign(letters), kind.style), (kind.label, "$muted")) for kind in MEMORY_KINDS]
-    return _joined(parts, width)
+    return _join(parts, width)
 
 
 def _legend_parts(device: DeviceReading, letters: bool, gap: str = " ") -> list[Content]:
@@ -80,7 +80,7 @@ def _legend_parts(device: DeviceReading, letters: bool, gap: str = " ") -> list[
 
 def legend_numbers(device: DeviceReading, width: int, *, letters: bool = False) -> Content:
     """With the GiB of one device, in one row."""
-    line = _joined(_legend_parts(device, letters), width)
+    line = _join(_legend_parts(device, letters), width)
     return line if line.cell_length <= width else Content(" ").join(_legend_parts(device, letters, gap=""))
 
 
@@ -94,7 +94,7 @@ def legend_lines(device: DeviceReading, indent: int, width: int, *, letters: boo
     return [Content.assemble(left, Content("  ").join(half)) for half in (parts[:3], parts[3:])]
 
 
-def _joined(parts: Sequence[Content], width: int) -> Content:
+def _join(parts: Sequence[Content], width: int) -> Content:
     """Side by side, closer where there is less room."""
     wide = Content("  ").join(parts)
     return wide if wide.cell_length <= width else Content(" ").join(parts)
@@ -205,7 +205,7 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     legend too."""
     readings = [Content("  ").join(_readings(device)) for device in panel.devices]
     readings_width = max((each.cell_length for each in readings), default=0)
-    used = max((len(_used(device)) for device in panel.devices), default=0)
+    used = max((len(_used_text(device)) for device in panel.devices), default=0)
     fixed = (
         panel.names
         + 1
@@ -232,7 +232,7 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
                 (f" {text.percent(device.utilisation):>4}", "bold $foreground"),
                 " " * _GAP,
                 panel.bar(device, room - past),
-                (f" {_used(device):>{used}}", "bold $foreground"),
+                (f" {_used_text(device):>{used}}", "bold $foreground"),
                 (" GiB", "$muted"),
                 _numbers(device, panel.letters) if numbers else "",
                 " " * (_GAP + readings_width - reading.cell_length) if readings_width else "",
@@ -263,7 +263,7 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
     readings = Content("   ").join(_readings(device))
     name = text.clip(device.name, width - label - readings.cell_length - 1)
     title = Content.assemble((f"{device_label(device):<{label}}", "bold $foreground"), (name, "$muted"))
-    used = f"{_used(device)} GiB"
+    used = f"{_used_text(device)} GiB"
     past = max(_MIN_SPARK, (width - _LABEL - len(used) - 2) // 3) if panel.history else 0
     room = max(_MIN_SPARK, width - _LABEL - len(used) - 1 - (past + 1 if past else 0))
     gap = " " if past else ""
@@ -287,7 +287,7 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
 
 
 def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
-    used = _used(device)
+    used = _used_text(device)
     fixed = panel.names + 1 + len(" 100%  ") + len(f" {used} GiB")
     found = _readings(device, brief=True)
     while found and fixed + sum(reading.cell_length + 2 for reading in found) + _MIN_BARS > width:
@@ -323,7 +323,7 @@ def _numbers(device: DeviceReading, letters: bool) -> Content:
     return Content(" " * (_GAP - 1) + "".join(cells))
 
 
-def _used(device: DeviceReading) -> str:
+def _used_text(device: DeviceReading) -> str:
     """ " 4.1/24.0", as wide as it can become."""
     total = text.gib(device.total_bytes)
     return f"{text.gib(device.total_bytes - device.free_bytes)}/{total}".rjust(2 * len(total) + 1)

@@ -155,10 +155,10 @@ def number_lines(snapshot: Snapshot, width: int) -> Content:
         _number("p95", text.seconds(snapshot.itl.p95), "", "$graph-itl"),
         _number("prefix hits", hits, "", "$foreground"),
     )
-    return Content("\n").join(_joined(line, width) for line in (first, second))
+    return Content("\n").join(_join(line, width) for line in (first, second))
 
 
-def _joined(numbers: Sequence[Content], width: int) -> Content:
+def _join(numbers: Sequence[Content], width: int) -> Content:
     shown = list(numbers)
     while len(shown) > 1 and sum(number.cell_length + 2 for number in shown) - 2 > width > 0:
         shown.pop()
