@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.fakes import tiny_experts
-
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1 and 2 of every tiny tokenizer; a turn and an answer end with <|im_end|>."""
 
@@ -34,8 +32,23 @@ _MODEL_TYPES = {
 ARCHITECTURES = tuple(_MODEL_TYPES)
 """Those with one MLP a layer."""
 
-MIXTURES = tuple(tiny_experts.MODEL_TYPES)
+_MIXTURE_TYPES = {
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+MIXTURES = tuple(_MIXTURE_TYPES)
 """Those with experts in its place."""
+
+_QWEN = {"moe_intermediate_size": 40, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
+_EXPERT_KEYS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "Qwen2MoeForCausalLM": _QWEN
+    | {"num_experts": 6, "num_experts_per_tok": 4, "norm_topk_prob": False, "shared_expert_intermediate_size": 72},
+    "Qwen3MoeForCausalLM": _QWEN
+    | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "head_dim": 24, "sliding_window": None},
+}
+"""What config.json of a mixture has besides."""
 
 _MERGES_TEXT = (
     "the quick brown fox jumps over the lazy dog and then the other one there, "
@@ -83,7 +96,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
     """config.json of a tiny model. `tie` and `dtype` are short for tie_word_embeddings and torch_dtype."""
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": (_MODEL_TYPES | tiny_experts.MODEL_TYPES).get(architecture, "unknown"),
+        "model_type": (_MODEL_TYPES | _MIXTURE_TYPES).get(architecture, "unknown"),
         "hidden_act": "silu",
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -105,7 +118,7 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dic
         config |= {"use_sliding_window": False, "sliding_window": 512, "max_window_layers": 0}
     if architecture == "Qwen3ForCausalLM":
         config |= {"head_dim": 24, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0}
-    return config | tiny_experts.expert_config(architecture) | overrides
+    return config | _EXPERT_KEYS.get(architecture, {}) | overrides
 
 
 def random_weights(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -154,9 +167,9 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        if tiny_experts.has_experts(config, layer):
-            shapes |= {f"{prefix}.{name}": shape for name, shape in tiny_experts.expert_shapes(config).items()}
-        for name, (shape, bias) in (linears if tiny_experts.has_experts(config, layer) else linears | mlp).items():
+        if _has_experts(config, layer):
+            shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config).items()}
+        for name, (shape, bias) in (linears if _has_experts(config, layer) else linears | mlp).items():
             shapes[f"{prefix}.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.{name}.bias"] = shape[:1]
@@ -166,6 +179,37 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer has experts in place of its MLP."""
+    architecture = config["architectures"][0]
+    if architecture == "MixtralForCausalLM":
+        return True
+    sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    return architecture in _MIXTURE_TYPES and sparse and layer not in config["mlp_only_layers"]
+
+
+def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The weights of a layer with experts, relative to it."""
+    hidden = config["hidden_size"]
+    if config["architectures"][0] == "MixtralForCausalLM":
+        prefix, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+        count, inner = config["num_local_experts"], config["intermediate_size"]
+    else:
+        prefix, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+        count, inner = config["num_experts"], config["moe_intermediate_size"]
+    shapes = {f"{prefix}.gate.weight": (count, hidden)}
+    for number in range(count):
+        expert = f"{prefix}.experts.{number}"
+        shapes |= {f"{expert}.{gate}.weight": (inner, hidden), f"{expert}.{up}.weight": (inner, hidden)}
+        shapes[f"{expert}.{down}.weight"] = (hidden, inner)
+    shared = config.get("shared_expert_intermediate_size")
+    if shared is not None:
+        expert = f"{prefix}.shared_expert"
+        shapes |= {f"{expert}.{gate}.weight": (shared, hidden), f"{expert}.{up}.weight": (shared, hidden)}
+        shapes |= {f"{expert}.{down}.weight": (hidden, shared), f"{expert}_gate.weight": (1, hidden)}
     return shapes
 
 

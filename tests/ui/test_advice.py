@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from textual.pilot import Pilot
@@ -11,17 +13,61 @@ from console.tui.app import EricApp
 from console.tui.commands import entries
 from console.tui.screens.dashboard.panels.advice import AdvicePanel, advice_line, first_actionable
 from console.tui.screens.worker.screen import WorkerScreen
+from engine.config import DeviceShare
 from engine.errors import InvalidRequest
-from tests.fakes import advice_scenes, scenes
+from engine.snapshot import Snapshot
+from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text, shows
+
+_SHARE = DeviceShare(
+    device="cuda:0",
+    layers=32,
+    weights_bytes=int(9.4 * scenes.GIB),
+    kv_bytes=int(6.1 * scenes.GIB),
+    working_bytes=int(1.2 * scenes.GIB),
+)
+
+
+def crowded(**changes: Any) -> Snapshot:
+    """Requests wait though there is room in the cache, answers reach the context, and a third card stands empty."""
+    cut = [
+        msgspec.structs.replace(row, prompt_tokens=7900, output_tokens=292, max_tokens=292)
+        if row.finish == "length"
+        else row
+        for row in scenes.requests()
+    ]
+    waiting = tuple(msgspec.structs.replace(second, queued=18, running=16) for second in scenes.history())
+    values: dict[str, Any] = {
+        "devices": (
+            scenes.gpu(0),
+            scenes.gpu(1),
+            scenes.gpu(
+                2,
+                utilisation=0.0,
+                weights_bytes=0,
+                kv_bytes=0,
+                work_bytes=0,
+                free_bytes=int(22.5 * scenes.GIB),
+                power_w=31.0,
+                temperature_c=34.0,
+            ),
+        ),
+        "workers": tuple(scenes.worker(index, active=8, used=(_SHARE,)) for index in range(2)),
+        "requests": tuple(cut),
+        "queued": 18,
+        "running": 16,
+        "history": waiting,
+    }
+    return scenes.busy(**(values | changes))
+
 
 QUEUE = "18 requests wait"
 
 
 def _queued() -> FakeLink:
     """Nothing but a queue."""
-    return FakeLink(advice_scenes.crowded(requests=scenes.requests()))
+    return FakeLink(crowded(requests=scenes.requests()))
 
 
 async def _settled(pilot: Pilot[None]) -> None:
@@ -39,7 +85,7 @@ async def test_there_is_no_row_where_there_is_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
 async def test_each_piece_of_advice_is_one_line_and_leaves_the_requests_their_room(size: tuple[int, int]) -> None:
-    app = EricApp(FakeLink(advice_scenes.crowded()))
+    app = EricApp(FakeLink(crowded()))
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         said = [row for row in rows(app) if "▲" in row]
@@ -87,7 +133,7 @@ async def test_a_knob_that_cannot_be_turned_says_why() -> None:
 
 
 async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:
-    link = FakeLink(advice_scenes.crowded())
+    link = FakeLink(crowded())
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -105,7 +151,7 @@ async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:
 
 
 async def test_advice_that_is_a_screen_goes_there() -> None:
-    app = EricApp(FakeLink(advice_scenes.crowded()))
+    app = EricApp(FakeLink(crowded()))
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         await pilot.press("t")
@@ -135,7 +181,7 @@ async def test_the_palette_has_advice_only_where_there_is_some() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert does not in {entry.title for entry in entries(app.screen)}
-        link.show(advice_scenes.crowded(at=scenes.NOW + 2))
+        link.show(crowded(at=scenes.NOW + 2))
         app.refresh_screen()
         await pilot.pause()
         assert does in {entry.title for entry in entries(app.screen)}
@@ -158,7 +204,7 @@ async def test_advice_names_the_key_that_takes_it() -> None:
 
 async def test_advice_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "linux")
-    app = EricApp(FakeLink(advice_scenes.crowded()))
+    app = EricApp(FakeLink(crowded()))
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.pause()
         drawn = rows(app)[:-1]
@@ -186,7 +232,7 @@ def test_advice_is_under_the_requests_one_row_each() -> None:
         "+1  max prompts +2  ×",
         "x Cancel",
     )
-    assert shows(EricApp(FakeLink(advice_scenes.crowded())), "Requests", *lines, terminal_size=(100, 30))
+    assert shows(EricApp(FakeLink(crowded())), "Requests", *lines, terminal_size=(100, 30))
 
 
 async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:
@@ -195,7 +241,7 @@ async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("7")
         await pilot.pause()
-        crowded = advice_scenes.crowded(requests=scenes.requests())
-        link.show(msgspec.structs.replace(crowded, at=crowded.at + 2))
+        queued = crowded(requests=scenes.requests())
+        link.show(msgspec.structs.replace(queued, at=queued.at + 2))
         app.refresh_screen()
         assert any(QUEUE in advice.sentence for advice in app.adviser.advice)
