@@ -5,6 +5,6 @@ head goes away, and writes to its standard error. Ray places, reserves and watch
 socket straight from the worker (`wire`). On a node, an actor starts the very process that a local worker is (`node`).
 """
 
-from engine.cluster.cluster import Cluster, RayProbe
+from engine.cluster.cluster import Cluster
 
-__all__ = ["Cluster", "RayProbe"]
+__all__ = ["Cluster"]

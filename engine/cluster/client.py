@@ -61,11 +61,6 @@ class DriverClient:
         self._logging.start()
         threading.Thread(target=self._read, name="cluster", daemon=True).start()
 
-    @property
-    def lost(self) -> bool:
-        """True if the process has gone away."""
-        return self._lost
-
     def call(self, request: messages.Request, patience_s: float) -> Result:
         """Send a request and wait for its result. Raises an EngineError; ClusterUnavailable without an answer."""
         future = self.call_soon(request)

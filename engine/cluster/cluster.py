@@ -90,11 +90,6 @@ class Cluster:
         """A probe of all its devices."""
         return RayProbe(self, self._gib)
 
-    def cores(self, node: str) -> int:
-        """CPU cores of the node of that name; 1 where it is unknown."""
-        with self._lock:
-            return next((view.cores for id_, view in self._nodes.items() if self._names[id_] == node), 1)
-
     def close(self) -> None:
         """Leave the cluster; what still runs of the workers ends. Blocks. Idempotent."""
         self._closed.set()

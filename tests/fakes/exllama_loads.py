@@ -14,8 +14,7 @@ from engine.backends.base import LoadProgress
 from engine.backends.exllamav2.library import Library
 from engine.backends.exllamav2.loading import LoadedParts, load_parts
 from engine.config import ModelSpec
-from tests.fakes.exllama_model import FakeGpus, FakeModel, fake_library
-from tests.fakes.exllama_settings import FakeConfig
+from tests.fakes.exllama_model import FakeConfig, FakeGpus, FakeModel, fake_library
 
 LAYERS = 2
 

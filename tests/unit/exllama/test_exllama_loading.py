@@ -22,8 +22,7 @@ from engine.errors import (
     UnsupportedModel,
 )
 from tests.fakes.exllama_loads import LAYERS, edit_config, load, models_of, torch_tensors
-from tests.fakes.exllama_model import GIB, FakeGpus, OutOfMemoryError, fake_library
-from tests.fakes.exllama_settings import FakeConfig
+from tests.fakes.exllama_model import GIB, FakeConfig, FakeGpus, OutOfMemoryError, fake_library
 from tests.fakes.model_folders import write_model
 from tests.fakes.tiny_models import make_tiny_model
 
