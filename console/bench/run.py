@@ -184,7 +184,9 @@ class _Running:
             return
         new = Row(keys=part.keys, values={name: [value] for name, value in values.items()})
         self._rows = merge_rows([*self._rows, new])
-        self._keep([row.keys for row in self._rows].index(part.keys))
+        if self._keeps:
+            at = [row.keys for row in self._rows].index(part.keys)
+            self._samples += [_sample(record, at, self._repeat) for record in self._records]
         self._report_progress()
 
     def _begin_to_count(self) -> None:
@@ -202,10 +204,6 @@ class _Running:
                 self._answered += 1
                 self._short += record.output_tokens != record.item.output_tokens
         self._report_progress()
-
-    def _keep(self, row: int) -> None:
-        if self._keeps:
-            self._samples.extend(_sample(record, row, self._repeat) for record in self._records)
 
     def _note(self, text: str) -> None:
         self._notes[text] = None

@@ -34,8 +34,12 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     if not result.rows:
         notes = map(printable, result.notes)
         return "\n\n".join((heading_text(result), *notes, "It ended early: nothing was measured."))
-    numbers = all_text if everything else rows_text
-    parts = [heading_text(result), numbers(result.keys, result.columns, result.rows)]
+    columns = [column for column in columns_with_numbers(result.columns, result.rows) if everything or column.shown]
+    lines = [[column_title(column) for column in (*result.keys, *columns)]]
+    lines += [row_cells(result.keys, columns, row) for row in result.rows]
+    if everything:  # too many for columns: a line each, and the rows are side by side
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    parts = [heading_text(result), table(lines[0], lines[1:])]
     if result.published:
         parts.append(published_text(result))
     if result.notes:
@@ -45,27 +49,9 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def rows_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """The columns that are shown; the middle of the repeats, and how far they lie around it where there are several."""
-    if not rows:
-        return "nothing was measured"
-    shown = [column for column in columns_with_numbers(columns, rows) if column.shown]
-    return table([column_title(column) for column in (*keys, *shown)], [row_cells(keys, shown, row) for row in rows])
-
-
 def row_cells(keys: Sequence[Column], columns: Sequence[Column], row: Row) -> list[str]:
     """The keys of a row, then its numbers."""
     return [*(key_text(row.keys.get(key.name, "")) for key in keys), *(cell(row, column) for column in columns)]
-
-
-def all_text(keys: Sequence[Column], columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """Every number that any row has, on a line each, as there are too many for columns; the rows are side by side."""
-    if not rows:
-        return "nothing was measured"
-    present = columns_with_numbers(columns, rows)
-    cells = [[column_title(column) for column in (*keys, *present)], *(row_cells(keys, present, row) for row in rows)]
-    lines = list(zip(*cells, strict=True))
-    return table(lines[0], lines[1:])
 
 
 def column_title(column: Column) -> str:

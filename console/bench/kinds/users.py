@@ -28,21 +28,15 @@ class Users(Plan, frozen=True, kw_only=True):
         Column(name="to_one_user", title="to the least users", unit="x", digits=2, better="lower"),
         *columns("request_throughput", "output_throughput", "mean_ttft_ms", "p99_e2el_ms"),
     )
-    published: ClassVar = (
+    published: ClassVar = tuple(
         Published(
             who="a server in a study",
             device="not stated",
             source=_STUDY,
-            keys={"users": 1},
-            values={"response_s": 55.0, "to_one_user": 1.0},
-        ),
-        Published(
-            who="a server in a study",
-            device="not stated",
-            source=_STUDY,
-            keys={"users": 9},
-            values={"response_s": 84.0, "to_one_user": 1.53},
-        ),
+            keys={"users": users},
+            values={"response_s": response_s, "to_one_user": to_one_user},
+        )
+        for users, response_s, to_one_user in ((1, 55.0, 1.0), (9, 84.0, 1.53))
     )
     quick: ClassVar = {"users": (1, 2, 4), "requests": 4, "output_tokens": fixed(32)}
 
