@@ -22,7 +22,7 @@ from console.runtime.output import say, write
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings, state_dir
 from console.settings.sources import changed, load_settings
-from console.tuning.autotune.knob_space import KNOBS, SearchLimits
+from console.tuning.autotune.knob_space import KNOBS
 from console.tuning.autotune.space import MIN_CACHE_BITS, KnobName
 from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
 from console.tuning.autotune.traffic import Mix, asked_mix
@@ -231,11 +231,11 @@ def as_json(report: TuningReport) -> str:
 
 
 def _knobs(text: str) -> Sequence[KnobName]:
-    names = tuple(name.strip().replace("-", "_") for name in text.split(",") if name.strip())
+    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     for name in names:
         if name not in KNOBS:
             raise argparse.ArgumentTypeError(f"{name} is no knob; there are {', '.join(KNOBS)}")
-    return SearchLimits(knobs=names).validate().knobs  # type: ignore[arg-type]
+    return tuple(knob for name in names for knob in KNOBS if knob == name)
 
 
 def _count(text: str) -> int:

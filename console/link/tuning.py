@@ -86,7 +86,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How it goes. stage: of the search, "coarse", "fine", "wide" or "final".  mix: what requests are like, in words.
+    """How it goes. stage: of the search, "coarse", "fine" or "final".  mix: what requests are like, in words.
 
     now: the setting that is tried.  size: of the whole grid.
     failed: settings that could not be measured, `refused` of them for want of memory.

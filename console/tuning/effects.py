@@ -263,7 +263,7 @@ def observed_settings(
 
 
 class ObservedSettings:
-    """`settings_seen`, worked out once for every second."""
+    """`observed_settings`, worked out once for every second."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()

@@ -16,7 +16,7 @@ class SimulatedRig:
 
     fails: what is raised in a window, by its number from 1.  refuses, silent: settings that cannot be gone to, and that
     answer nothing.  answers_within_s: no window that is shorter sees an answer.
-    held: while it is set, windows wait for `go`.
+    paused: while it is set, windows wait for `go`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SimulatedRig:
         self.now_s = 0.0
         self.at = device.start
         self.loaded = False
-        self.held = False
+        self.paused = False
         self.go = asyncio.Event()
         self.refuses = refuses
         self._fails = fails or {}
@@ -64,7 +64,7 @@ class SimulatedRig:
         self.loaded = True
         self.measured.append(self.at)
         await asyncio.sleep(0)
-        if self.held:
+        if self.paused:
             await self.go.wait()
         self.now_s += seconds + settle_s
         if self.windows in self._fails:

@@ -14,7 +14,7 @@ from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
 from console.tuning.autotune.rig import KnobsChanged, LiveRig, setting_of
 from console.tuning.autotune.space import Setting
-from console.tuning.autotune.traffic import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, Load, Meter, Mix
+from console.tuning.autotune.traffic import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, LoadGenerator, Mix, WindowMeter
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed
@@ -36,7 +36,7 @@ def name_of(engine: Engine) -> str:
 
 async def rig_of(engine: Engine, *, users: int | None = None) -> LiveRig:
     now = await engine.serving()
-    load = Load(engine, now.name, SHORT, Slo(ttft_s=9.0), range(65, 90))
+    load = LoadGenerator(engine, now.name, SHORT, Slo(ttft_s=9.0), range(65, 90))
     return LiveRig(engine, now.name, load, setting_of(now.spec, now.config), users=users)
 
 
@@ -56,14 +56,14 @@ async def test_a_traces_questions_are_asked_but_for_their_first_tokens(
             return submit(request)
 
         monkeypatch.setattr(engine, "submit", noted)
-        said = tuple(range(65, 85))
-        mix = Mix(source="", lengths=((len(said), 4),), prompts=(said,))
+        words = tuple(range(65, 85))
+        mix = Mix(source="", lengths=((len(words), 4),), prompts=(words,))
         now = await engine.serving()
-        load = Load(engine, now.name, mix, Slo(ttft_s=9.0), range(65, 90))
+        load = LoadGenerator(engine, now.name, mix, Slo(ttft_s=9.0), range(65, 90))
         rig = LiveRig(engine, now.name, load, setting_of(now.spec, now.config))
         await rig.measure(WINDOW_S, SETTLE_S)
         await rig.rest()
-        assert {each[OWN_TOKENS:] for each in sent} == {said[OWN_TOKENS:]}
+        assert {each[OWN_TOKENS:] for each in sent} == {words[OWN_TOKENS:]}
         assert len({each[:OWN_TOKENS] for each in sent}) > 1
 
 
@@ -82,7 +82,7 @@ async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answer
         await until(lambda: not engine.publish().running and not engine.publish().queued)
 
 
-async def test_it_asks_with_as_many_clients_as_there_are_places_or_as_it_was_told(tmp_path: Path) -> None:
+async def test_it_asks_with_as_many_clients_as_there_are_places_or_as_it_was_given(tmp_path: Path) -> None:
     for users, expected in ((None, 3), (2, 2)):
         gate = Gate()
         async with serving(tmp_path, Backends(FakeBackend(gate=gate)), max_prompts=3) as engine:
@@ -133,7 +133,7 @@ async def test_beside_another_model_it_is_loaded_again_too_and_the_other_one_sta
         await engine.load(named(tmp_path, "b"), beside=True)
         now = await engine.serving("b")
         before = setting_of(now.spec, now.config)
-        rig = LiveRig(engine, "b", Load(engine, "b", SHORT, Slo(), range(65, 90)), before)
+        rig = LiveRig(engine, "b", LoadGenerator(engine, "b", SHORT, Slo(), range(65, 90)), before)
         with pytest.raises(InsufficientMemory, match="out of memory"):
             await rig.use(msgspec.structs.replace(before, cache_bits=8))
         assert states(engine) == {"a": "ready"}
@@ -143,7 +143,7 @@ async def test_beside_another_model_it_is_loaded_again_too_and_the_other_one_sta
         assert setting_of(now.spec, now.config) == before
 
 
-async def test_a_model_that_somebody_unloaded_is_left_unloaded(tmp_path: Path) -> None:
+async def test_a_model_that_an_operator_unloaded_is_left_unloaded(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         rig, before = await rig_of(engine), await at(engine)
         await rig.use(before)
@@ -153,7 +153,9 @@ async def test_a_model_that_somebody_unloaded_is_left_unloaded(tmp_path: Path) -
         assert states(engine) == {}
 
 
-async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setting_put_back(tmp_path: Path) -> None:
+async def test_a_window_in_which_another_operator_turned_a_knob_is_noticed_and_put_back(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as engine:
         rig, before = await rig_of(engine), await at(engine)
         await rig.use(before)
@@ -167,7 +169,7 @@ async def test_a_window_in_which_somebody_turned_a_knob_is_noticed_and_the_setti
         await rig.rest()
 
 
-async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> None:
+async def test_where_nothing_is_answered_the_reason_is_given(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(then=lambda: FakeBackend(fail_at_steps=range(1, 10_000)))) as engine:
         rig = await rig_of(engine)
         with pytest.raises(WorkerFailed):
@@ -176,7 +178,7 @@ async def test_where_nothing_is_answered_the_reason_is_told(tmp_path: Path) -> N
 
 
 def test_first_tokens_of_requests_from_before_the_turn_are_not_counted() -> None:
-    meter = Meter(Slo(ttft_s=0.5, itl_s=0.1), since=10.0, began=10.0)
+    meter = WindowMeter(Slo(ttft_s=0.5, itl_s=0.1), since=10.0, began=10.0)
     meter.received(9.5, None, 11.0, 1, [])
     meter.received(9.5, 9.9, 11.0, 1, [1.1])
     meter.ended(9.5, 11.0, [1.0])
@@ -212,19 +214,19 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         assert report.best is not None and report.best.verdict != "broken"
         assert await at(runtime.engine) == before
         key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.publish().devices)
-        kept = TunedProfiles(tmp_path).of(key, hardware)
-        assert kept is not None and not kept.applied
-        assert kept.settings == {"max_prompts": report.best.setting.max_prompts}
+        profile = TunedProfiles(tmp_path).of(key, hardware)
+        assert profile is not None and not profile.applied
+        assert profile.settings == {"max_prompts": report.best.setting.max_prompts}
         await runtime.tuning.use_best()
         assert (await at(runtime.engine)).max_prompts == report.best.setting.max_prompts
-        kept = TunedProfiles(tmp_path).applied(key, hardware)
-        assert kept is not None and kept.settings == {"max_prompts": report.best.setting.max_prompts}
+        profile = TunedProfiles(tmp_path).applied(key, hardware)
+        assert profile is not None and profile.settings == {"max_prompts": report.best.setting.max_prompts}
     finally:
         await runtime.close(drain_s=0)
 
 
 @pytest.mark.slow
-async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_cannot_be_written_is_told(
+async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_cannot_be_written_is_reported(
     tmp_path: Path,
 ) -> None:
     state_dir = tmp_path / "state"
@@ -233,7 +235,8 @@ async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_ca
     try:
         await runtime.load("demo")
         before = await at(runtime.engine)
-        order = TuneOrder(minutes=0.15, slo_itl_s=1e-9, knobs=("max_prompts",), apply=True, prompt="16", output="8")
+        slo = {"slo_ttft_s": 1e-9, "slo_itl_s": 1e-9}  # a busy machine may show either alone in a window
+        order = TuneOrder(minutes=0.15, **slo, knobs=("max_prompts",), apply=True, prompt="16", output="8")
         await runtime.tuning.start(order)
         (state_dir / "tuned.json").mkdir(parents=True)
         await runtime.tuning.finished()

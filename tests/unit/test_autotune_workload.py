@@ -1,4 +1,4 @@
-"""What requests are like while settings are tried; which knobs there are."""
+"""Lengths of requests while settings are tried; which knobs there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from console.bench.workload import Exchange, Prompt, Words
-from console.tuning.autotune.knob_space import SearchLimits, space_of
+from console.link.tuning import TuneOrder
+from console.tuning.autotune.knob_space import space_of
 from console.tuning.autotune.rig import setting_of
 from console.tuning.autotune.space import KnobName, Setting
 from console.tuning.autotune.traffic import DRAWN, asked_mix, mix_of_history, mix_of_trace, usual_mix
@@ -127,9 +128,9 @@ def loaded(backend: str = "torch", device: str = "cpu") -> LoadedModel:
 
 
 def knobs_of(
-    model: LoadedModel, *, cores: int = 2, spec: ModelSpec | None = None, wishes: SearchLimits | None = None
+    model: LoadedModel, *, cores: int = 2, spec: ModelSpec | None = None, order: TuneOrder | None = None
 ) -> dict[str, tuple[int, ...]]:
-    space = space_of(model, spec or demo(), Setting(), cores=cores, load_s=None, wishes=wishes or SearchLimits())
+    space = space_of(model, spec or demo(), Setting(), cores=cores, load_s=None, order=order or TuneOrder())
     return {knob.name: knob.values for knob in space.knobs}
 
 
@@ -140,7 +141,7 @@ def test_two_cores_have_no_threads_to_try_and_no_more_workers_than_cores() -> No
 
 
 def test_on_many_cores_threads_are_tried_from_those_in_use() -> None:
-    space = space_of(loaded(), demo(), Setting(), cores=6, load_s=None, wishes=SearchLimits())
+    space = space_of(loaded(), demo(), Setting(), cores=6, load_s=None, order=TuneOrder())
     assert space.start.threads == 6
     assert next(knob for knob in space.knobs if knob.name == "threads").values == (1, 2, 4, 6)
 
@@ -152,7 +153,7 @@ def test_a_gpu_has_no_threads_and_the_library_cuts_prompts_itself() -> None:
 
 
 def test_fewer_cache_bits_are_tried_where_they_are_asked_for() -> None:
-    assert knobs_of(loaded(), wishes=SearchLimits(least_cache_bits=4))["cache_bits"] == (4, 8, 16)
+    assert knobs_of(loaded(), order=TuneOrder(least_cache_bits=4))["cache_bits"] == (4, 8, 16)
 
 
 def test_a_draft_model_leaves_no_other_guesses_to_be_tried() -> None:
@@ -161,11 +162,11 @@ def test_a_draft_model_leaves_no_other_guesses_to_be_tried() -> None:
 
 
 def test_only_knobs_that_are_wished_for_are_turned() -> None:
-    assert set(knobs_of(loaded(), wishes=SearchLimits(knobs=("max_prompts",)))) == {"max_prompts"}
+    assert set(knobs_of(loaded(), order=TuneOrder(knobs=("max_prompts",)))) == {"max_prompts"}
 
 
 @pytest.mark.parametrize(
-    ("knob", "model", "cores", "said"),
+    ("knob", "model", "cores", "sentence"),
     [
         ("threads", loaded(), 2, "threads cannot be turned here: 2 cores are too few to be shared out"),
         ("threads", loaded(device="cuda:0"), 16, "threads cannot be turned here: the model computes on a GPU"),
@@ -174,24 +175,23 @@ def test_only_knobs_that_are_wished_for_are_turned() -> None:
     ],
 )
 def test_a_knob_that_was_asked_for_and_cannot_be_turned_is_refused_by_its_name(
-    knob: KnobName, model: LoadedModel, cores: int, said: str
+    knob: KnobName, model: LoadedModel, cores: int, sentence: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        knobs_of(model, cores=cores, wishes=SearchLimits(knobs=("max_prompts", knob)))
+    with pytest.raises(InvalidRequest, match=sentence):
+        knobs_of(model, cores=cores, order=TuneOrder(knobs=("max_prompts", knob)))
 
 
 def test_guesses_beside_a_draft_model_are_refused_by_name() -> None:
     spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
     with pytest.raises(InvalidRequest, match="demo has a draft model, which guesses already"):
-        knobs_of(loaded("exllamav2", "cuda:0"), spec=spec, wishes=SearchLimits(knobs=("draft_tokens",)))
+        knobs_of(loaded("exllamav2", "cuda:0"), spec=spec, order=TuneOrder(knobs=("draft_tokens",)))
 
 
 def test_where_nothing_can_be_turned_one_sentence_says_so() -> None:
     spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
-    wishes = SearchLimits(most_prompts=1, least_cache_bits=16)
-    start = Setting(max_prompts=1)
+    order = TuneOrder(fixed=("max_prompts",), least_cache_bits=16)
     with pytest.raises(InvalidRequest, match="nothing to be turned"):
-        space_of(loaded("exllamav2"), spec, start, cores=1, load_s=None, wishes=wishes)
+        space_of(loaded("exllamav2"), spec, Setting(), cores=1, load_s=None, order=order)
 
 
 def test_fewer_bits_are_tried_where_the_library_can_keep_such_heads_alone(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_fewer_bits_are_tried_where_the_library_can_keep_such_heads_alone(tmp_pa
 
 
 def test_cores_are_shared_out_evenly_where_threads_are_not_to_be_turned() -> None:
-    wishes = SearchLimits(knobs=("workers",))
-    assert space_of(loaded(), demo(), Setting(), cores=6, load_s=None, wishes=wishes).start.threads == 0
+    order = TuneOrder(knobs=("workers",))
+    assert space_of(loaded(), demo(), Setting(), cores=6, load_s=None, order=order).start.threads == 0
 
 
 def test_the_setting_in_use_is_read_off_the_model_and_its_knobs() -> None:

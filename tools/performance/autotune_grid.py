@@ -30,9 +30,9 @@ from console.settings.schema import Settings
 from console.tuning.autotune.record import Interval, Record, Sample
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
-from console.tuning.autotune.search_loop import Tuner
 from console.tuning.autotune.space import Knob, Setting, Space
-from console.tuning.autotune.traffic import Load, Mix
+from console.tuning.autotune.traffic import LoadGenerator, Mix
+from console.tuning.autotune.tuner import Tuner
 from engine.metrics.slo import Slo
 
 WORKERS, PROMPTS, STEP_TOKENS = (1, 2), (2, 4, 8, 16, 32, 64), (64, 512)
@@ -125,7 +125,7 @@ async def rig(slo: Slo, seed: int) -> AsyncIterator[tuple[LiveRig, Space]]:
         mix = Mix(source="", lengths=tuple((64 + 7 * number % 65, 32 + 5 * number % 33) for number in range(64)))
         ids = [each for each in range(now.model.vocab_size) if each not in now.tokenizer.special_ids]
         at = setting_of(now.spec, now.config)
-        live = LiveRig(runtime.engine, now.name, Load(runtime.engine, now.name, mix, slo, ids, seed=seed), at)
+        live = LiveRig(runtime.engine, now.name, LoadGenerator(runtime.engine, now.name, mix, slo, ids, seed=seed), at)
         start = msgspec.structs.replace(at, max_prompts=START_PROMPTS)
         await live.use(start)
         await live.measure(2.0, 1.0)  # warms caches and kernels

@@ -7,7 +7,8 @@ from typing import get_args
 
 import msgspec
 
-from console.tuning.autotune.space import MIN_CACHE_BITS, Knob, KnobName, Setting, Space
+from console.link.tuning import TuneOrder
+from console.tuning.autotune.space import Knob, KnobName, Setting, Space
 from engine.backends.base import LoadedModel
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
@@ -17,7 +18,7 @@ from engine.placement.model_facts import read_facts
 
 KNOBS: tuple[KnobName, ...] = get_args(KnobName)
 MAX_GPU_WORKERS = 4
-_PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _STEP_TOKENS = (64, 128, 256, 512, 1024, 2048)
 _GUESSES = (0, 2, 4, 7)
 MAX_SHARED_CORES = 2
@@ -28,40 +29,19 @@ _WORKER_S, _LOAD_S = 4.0, 10.0
 """What a worker and another load take, where nothing is known of this one."""
 
 
-class SearchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a search. knobs: all that can be turned if empty.  fixed: those that stay as they are.
-
-    most_prompts: that a worker takes at a time.  least_cache_bits: of the KV cache.
-    """
-
-    knobs: tuple[KnobName, ...] = ()
-    fixed: tuple[KnobName, ...] = ()
-    most_prompts: int = 128
-    least_cache_bits: int = MIN_CACHE_BITS
-
-    def validate(self) -> SearchLimits:
-        """Itself, or InvalidRequest."""
-        for name in (*self.knobs, *self.fixed):
-            if name not in KNOBS:
-                raise InvalidRequest(f"{name} is no knob; there are {', '.join(KNOBS)}", param="knobs")
-        if not 1 <= self.most_prompts <= 4096:
-            raise InvalidRequest(f"most prompts is {self.most_prompts}; it must be between 1 and 4096", param="prompts")
-        return self
-
-
 def space_of(
-    model: LoadedModel, spec: ModelSpec, start: Setting, *, cores: int, load_s: float | None, wishes: SearchLimits
+    model: LoadedModel, spec: ModelSpec, start: Setting, *, cores: int, load_s: float | None, order: TuneOrder
 ) -> Space:
     """All that can be tried. cores: that workers on the CPU share.  load_s: what one of its workers took to load.
 
     Raises InvalidRequest where a knob that was asked for cannot be turned here, or none can.
     """
     on_cpu = not any(device.startswith("cuda") for device in model.devices)
-    wanted = [name for name in wishes.knobs or KNOBS if name not in wishes.fixed]
+    wanted = [name for name in order.knobs or KNOBS if name not in order.fixed]
     values: dict[KnobName, Iterable[int]] = {
         "workers": range(1, min(cores, MAX_GPU_WORKERS) + 1 if on_cpu else MAX_GPU_WORKERS + 1),
-        "max_prompts": [each for each in _PROMPTS if each <= wishes.most_prompts],
-        "cache_bits": _cache_bits(model, spec, wishes.least_cache_bits),
+        "max_prompts": _PROMPTS,
+        "cache_bits": _cache_bits(model, spec, order.least_cache_bits),
         "draft_tokens": () if spec.draft_model is not None else _GUESSES,
         "step_tokens": _STEP_TOKENS if model.backend == "torch" else (),
         "threads": _threads(cores) if on_cpu and cores > MAX_SHARED_CORES else (),
@@ -76,11 +56,11 @@ def space_of(
         if name in wanted and len(found := _with(given, start.value(name))) > 1
     ]
     turned = {knob.name for knob in knobs}
-    for name in wanted if wishes.knobs else ():
+    for name in wanted if order.knobs else ():
         if name not in turned:
             raise InvalidRequest(f"{name} cannot be turned here: {_reason(name, model, spec, cores)}", param="knobs")
     if not knobs:
-        others = "every other knob" if wishes.fixed else "every knob"
+        others = "every other knob" if order.fixed else "every knob"
         raise InvalidRequest(f"there is nothing to be turned: {others} has one value here", param="knobs")
     return Space(knobs=tuple(knobs), start=start)
 

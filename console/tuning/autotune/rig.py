@@ -11,7 +11,7 @@ import msgspec
 from console.tuning.autotune.record import Sample
 from console.tuning.autotune.space import Setting
 from console.tuning.autotune.table import HEADINGS
-from console.tuning.autotune.traffic import Load
+from console.tuning.autotune.traffic import LoadGenerator
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineError, ModelNotFound, NoModelLoaded, WorkerFailed, from_info
@@ -75,7 +75,9 @@ class LiveRig:
     nothing behind. at: the setting it is to be at.  users: clients at once; as many as there are places if None.
     """
 
-    def __init__(self, engine: Engine, model: str, load: Load, at: Setting, *, users: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, model: str, load: LoadGenerator, at: Setting, *, users: int | None = None
+    ) -> None:
         self._engine = engine
         self._model = model
         self._load = load

@@ -125,7 +125,7 @@ OWN_TOKENS = 4
 
 
 @dataclass(slots=True)
-class Meter:
+class WindowMeter:
     """Tokens and latencies of a slice. since: when the setting had settled; of requests before that, first tokens do
     not count."""
 
@@ -169,7 +169,7 @@ class Meter:
         self.met_slo += self.slo.is_met(first - asked, itl_s)
 
 
-class Load:
+class LoadGenerator:
     """Clients on the engine's loop. model: whom they ask.  ids: what prompts are made of."""
 
     def __init__(self, engine: Engine, model: str, mix: Mix, slo: Slo, ids: Sequence[int], *, seed: int = 0) -> None:
@@ -181,7 +181,7 @@ class Load:
         self._number = 0
         self._clients: list[asyncio.Task[None]] = []
         self._error: ErrorInfo | None = None
-        self._meter = Meter(slo, time.perf_counter(), time.perf_counter())
+        self._meter = WindowMeter(slo, time.perf_counter(), time.perf_counter())
 
     async def set_clients(self, count: int) -> None:
         """Change the number of clients; those beyond it leave and cancel their requests."""

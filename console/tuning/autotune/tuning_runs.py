@@ -12,12 +12,12 @@ import msgspec
 from console.bench.bench_runs import check_trace
 from console.bench.workload import Exchange, TokenIds, read_trace
 from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
-from console.tuning.autotune.knob_space import SearchLimits, space_of
+from console.tuning.autotune.knob_space import space_of
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
-from console.tuning.autotune.search_loop import Tuner, tried_of
 from console.tuning.autotune.table import Outcome, sentences
-from console.tuning.autotune.traffic import Load, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
+from console.tuning.autotune.traffic import LoadGenerator, Mix, asked_mix, mix_of_history, mix_of_trace, usual_mix
+from console.tuning.autotune.tuner import Tuner, tried_of
 from console.tuning.last_settings import model_key
 from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, settings_of
 from engine.devices import usable_cores
@@ -32,7 +32,7 @@ from engine.system.tasks import run_detached, run_uninterrupted
 MIN_WINDOW_S, MAX_WINDOW_S = 2.0, 6.0
 
 
-class Run:
+class TuningRun:
     """Of a model that serves. mix: what requests are like, as they were in this session if None.
 
     on_change: after every trial, and when another begins.  unkept: why what was found is not in the file, "" where it
@@ -62,12 +62,10 @@ class Run:
             before,
             cores=usable_cores(),
             load_s=_load_s(engine, serving.name),
-            wishes=SearchLimits(
-                knobs=order.knobs, fixed=order.fixed, least_cache_bits=order.least_cache_bits
-            ).validate(),
+            order=order,
         )
         ids = [each for each in range(serving.model.vocab_size) if each not in serving.tokenizer.special_ids]
-        load = Load(engine, serving.name, self._mix, slo, ids, seed=order.seed)
+        load = LoadGenerator(engine, serving.name, self._mix, slo, ids, seed=order.seed)
         self._rig = LiveRig(engine, serving.name, load, before, users=order.users)
         budget_s = order.minutes * 60
 
@@ -82,7 +80,7 @@ class Run:
         """The best by now."""
         return next((each for each in tried_of(self.tuner.search) if each.best), None)
 
-    async def to_its_end(self) -> None:
+    async def run_to_completion(self) -> None:
         """Run it. What was found by then is kept however it ends. Raises EngineError."""
         try:
             await self.tuner.run(apply=self._order.apply)
@@ -188,7 +186,7 @@ class Tuning:
         self._engine = engine
         self._state_dir = state_dir
         self._is_measured = is_measured
-        self._run: Run | None = None
+        self._run: TuningRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._report = TuningReport()
 
@@ -206,9 +204,9 @@ class Tuning:
         serving = await self._engine.serving(order.model)
         found = mix or await mix_of_order(order, serving)
         self._refuse_if_busy()
-        self._run = run = Run(self._engine, self._state_dir, serving, self._with_slo(order), found, self._changed)
+        self._run = run = TuningRun(self._engine, self._state_dir, serving, self._with_slo(order), found, self._changed)
         self._report = run.report("running")
-        self._task = run_detached(self._to_its_end(run))
+        self._task = run_detached(self._run_to_completion(run))
 
     async def cancel(self) -> None:
         """See TuningLink.cancel."""
@@ -255,11 +253,11 @@ class Tuning:
             order, slo_ttft_s=order.slo_ttft_s or config.slo_ttft_s, slo_itl_s=order.slo_itl_s or config.slo_itl_s
         )
 
-    async def _to_its_end(self, run: Run) -> None:
+    async def _run_to_completion(self, run: TuningRun) -> None:
         state: TuningState = "failed"
         early = ""
         try:
-            await run.to_its_end()
+            await run.run_to_completion()
             state = "done"
         except asyncio.CancelledError:
             state, early = "cancelled", "Cancelled"

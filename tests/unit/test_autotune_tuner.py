@@ -11,8 +11,8 @@ import pytest
 
 from console.tuning.autotune.rig import KnobsChanged
 from console.tuning.autotune.search import WINDOW_S, Search
-from console.tuning.autotune.search_loop import BEGIN_SHARE, Tuner, best_of, tried_of
 from console.tuning.autotune.space import Setting
+from console.tuning.autotune.tuner import BEGIN_SHARE, Tuner, best_of, tried_of
 from engine.errors import NoModelLoaded, WorkerFailed
 from engine.metrics.slo import Slo
 from tests.fakes.simulated_tuning import DEVICES, Device
@@ -57,7 +57,7 @@ async def test_cancelled_it_is_put_back() -> None:
     running = asyncio.ensure_future(tuner(rig).run(apply=True))
     while rig.windows < 5:  # noqa: ASYNC110 - the rig is no event
         await asyncio.sleep(0)
-    rig.held = True
+    rig.paused = True
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -137,7 +137,7 @@ async def test_where_the_setting_in_use_never_answers_it_ends_with_one_sentence(
 # -- knobs that others turn -------------------------------------------------------------------------------------------
 
 
-async def test_a_window_in_which_somebody_turned_a_knob_does_not_count_and_it_is_put_back() -> None:
+async def test_a_window_in_which_another_operator_turned_a_knob_does_not_count_and_it_is_put_back() -> None:
     found = DEVICE.start.with_value("workers", 3)
     rig = rig_of(fails={2: KnobsChanged(DEVICE.start, found)})
     run = tuner(rig)
@@ -168,7 +168,7 @@ async def test_a_best_that_breaks_the_slo_is_not_applied() -> None:
     assert (run.applied, rig.at) == (False, device.start)
 
 
-async def test_where_the_best_cannot_be_gone_to_it_is_put_back_and_that_is_told() -> None:
+async def test_where_the_best_cannot_be_gone_to_it_is_put_back_and_that_is_reported() -> None:
     rig = rig_of()
     run = tuner(rig)
 
@@ -214,7 +214,7 @@ async def test_what_is_reported_has_the_fastest_first_the_best_and_the_front() -
     assert sum(each.windows for each in tried) == run.windows
 
 
-async def test_watchers_are_told_of_every_trial_before_and_after() -> None:
+async def test_watchers_hear_of_every_trial_before_and_after() -> None:
     rig, seen = rig_of(), []
     run = Tuner(
         Search(DEVICE.space, DEVICE.slo, budget_s=30), rig, on_change=lambda: seen.append(run.now), clock=rig.clock
