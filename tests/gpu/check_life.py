@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from engine.backends.base import Backend, BackendRequest, LoadedModel, LoadProgress
-from engine.backends.torch_common.memory import clear_workspaces
+from engine.backends.torch_device import clear_workspaces
 from engine.config import BackendName, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory, LoadCancelled
 from engine.worker_process.factory import create_backend

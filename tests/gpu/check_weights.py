@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.backends.torch_common.exl2 import Exl2Linear
+from engine.backends.checkpoints.exl2 import Exl2Linear
 from tests.gpu.exl2_random import WIDTHS
 from tests.gpu.library import config_of, imported, loaded_model
 from tests.gpu.models import TINY, exl2_model

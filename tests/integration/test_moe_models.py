@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from engine.backends.checkpoints import checkpoint as checkpoints
 from engine.backends.torch.weights import model_loader
-from engine.backends.torch_common import checkpoint as checkpoints
 from engine.config import AdapterSpec
 from engine.errors import EngineError, InvalidRequest, ModelLoadFailed, UnsupportedModel
 from tests.fakes.adapters import ATTENTION, make_adapter, merge_by_hand

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.backends import torch_device
 from engine.backends.base import BackendRequest, LoadProgress
+from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.common.model_config import read_model_config
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.weights.decoder_loader import match_checkpoint
 from engine.backends.torch.weights.reader import locate_weights
-from engine.backends.torch_common import memory
-from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, LoadCancelled, ModelLoadFailed
 from engine.models.inspect import inspect
@@ -186,7 +186,7 @@ def test_memory_is_asked_for_by_the_size_of_the_expanded_weights(
     stored = (exl2_folder / "model.safetensors").stat().st_size
     expanded = load_runner(exl2_folder).weights_bytes
     assert 2 * stored < expanded
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * stored)
+    monkeypatch.setattr(torch_device, "free_bytes", lambda device: 2 * stored)
     with pytest.raises(InsufficientMemory) as refusal:
         load_runner(exl2_folder)
     assert refusal.value.details["needed_bytes"] == expanded

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.backends.checkpoints.awq import AwqLinear
 from engine.backends.common.quant_config import Quantisation, read_quantisation
-from engine.backends.torch_common.awq import AwqLinear
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.awq_tensors import dequantise_by_rules, pack_interleaved, random_awq
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.backends import torch_device
 from engine.backends.exllamav2.loading import Gpus
 from engine.backends.torch.cuda.graph_capture import CudaRecorder
-from engine.backends.torch_common import memory
 from tests.fakes.cuda import WORKSPACE_BYTES, FakeCuda
 
 DEVICE = torch.device("cuda", 0)
@@ -36,7 +36,7 @@ def test_a_recording_that_fails_leaves_other_work_on_its_stream(cuda: FakeCuda) 
     assert cuda.current is before
 
 
-@pytest.mark.parametrize("give_back", [lambda: memory.give_back(DEVICE), Gpus().give_back], ids=["torch", "exl2"])
+@pytest.mark.parametrize("give_back", [lambda: torch_device.give_back(DEVICE), Gpus().give_back], ids=["torch", "exl2"])
 def test_memory_given_back_has_the_workspaces_with_it(cuda: FakeCuda, give_back) -> None:  # type: ignore[no-untyped-def]
     cuda.multiply()
     give_back()

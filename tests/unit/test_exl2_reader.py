@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.torch_common.bit_packing import WIDTHS, unpack_columns, unpack_row_nibbles
-from engine.backends.torch_common.exl2 import Exl2Linear
+from engine.backends.checkpoints.bit_packing import WIDTHS, unpack_columns, unpack_row_nibbles
+from engine.backends.checkpoints.exl2 import Exl2Linear
 from engine.errors import ModelLoadFailed
 from tests.fakes.exl2_tensors import (
     Groups,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.backends.checkpoints.checkpoint import Checkpoint
+from engine.backends.checkpoints.fp8 import BLOCK, dequantise
 from engine.backends.common.quant_config import Quantisation, read_quantisation
 from engine.backends.torch.weights.reader import locate_weights
-from engine.backends.torch_common.checkpoint import Checkpoint
-from engine.backends.torch_common.fp8 import BLOCK, dequantise
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.fp8_tensors import Kind, dequantise_by_rules, random_fp8, value_of
 

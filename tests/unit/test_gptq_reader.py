@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.backends.checkpoints.gptq import GptqLinear, group_size
 from engine.backends.common.quant_config import Quantisation, read_quantisation
-from engine.backends.torch_common.gptq import GptqLinear, group_size
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.exl2_tensors import pack_nibbles
 from tests.fakes.gptq_tensors import dequantise_by_rules, random_gptq

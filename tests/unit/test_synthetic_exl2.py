@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.torch_common.exl2 import PARTS, Exl2Linear
+from engine.backends.checkpoints.exl2 import PARTS, Exl2Linear
 from engine.errors import InvalidRequest
 from engine.models.inspect import inspect
 from tools import synthetic_models as synthetic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.torch_common.errors import ends_worker, is_device_lost, is_out_of_memory
+from engine.backends.torch_device import ends_worker, is_device_lost, is_out_of_memory
 from engine.errors import WorkerFailed
 
 _ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call."

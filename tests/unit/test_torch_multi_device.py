@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends import torch_device
 from engine.backends.base import LoadProgress
 from engine.backends.torch.device_memory import DeviceMemory, StepOutOfMemory
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch_common import memory
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import NUM_PAGES, PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never
@@ -163,7 +163,7 @@ def test_room_for_kv_pages_is_that_of_the_device_with_least_for_its_layers(llama
 
 
 def test_a_simulated_device_takes_no_more_than_the_ram_there_is(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch_device, "free_bytes", lambda device: 1000)
     with pytest.raises(InsufficientMemory, match="on cpu, which has 0 MiB free"):
         load_runner(llama, shares=shares(LAYERS, budget_bytes=10**12))
 

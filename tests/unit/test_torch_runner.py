@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from engine.backends import torch_device
 from engine.backends.base import LoadProgress
 from engine.backends.common.native_build import InstructionSet
 from engine.backends.torch.device_memory import pick_device
@@ -15,7 +16,6 @@ from engine.backends.torch.native import library
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights.model_loader import pick_dtype
-from engine.backends.torch_common import memory
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from tests.fakes.oracle import PAGE_TOKENS, Driver, Running, ignore_progress, load_runner, never
@@ -145,7 +145,7 @@ def test_pages_beyond_the_free_memory_are_refused_with_the_numbers(tmp_path: Pat
 def test_weights_that_do_not_fit_are_refused_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch_device, "free_bytes", lambda device: 1000)
     read: list[LoadProgress] = []
     with pytest.raises(InsufficientMemory, match="the weights need") as refusal:
         spec = ModelSpec(path=tmp_path, name="tiny", dtype="float32", device="cpu")
@@ -237,12 +237,12 @@ def test_settings_are_refused_before_the_folder_is_read(tmp_path: Path) -> None:
 
 def test_an_allocation_that_fails_in_torch_is_told_in_our_words() -> None:
     device = torch.device("cpu")
-    with pytest.raises(InsufficientMemory, match="the weights need"), memory.room_for(1, device, "the weights"):
+    with pytest.raises(InsufficientMemory, match="the weights need"), torch_device.room_for(1, device, "the weights"):
         torch.empty(1 << 50)
 
 
 def test_an_allocation_that_fails_outside_torch_s_allocator_is_a_lack_of_memory_too() -> None:
-    with pytest.raises(InsufficientMemory), memory.room_for(1, torch.device("cpu"), "the weights"):
+    with pytest.raises(InsufficientMemory), torch_device.room_for(1, torch.device("cpu"), "the weights"):
         raise torch.AcceleratorError("CUDA error: out of memory")
-    with pytest.raises(torch.AcceleratorError), memory.room_for(1, torch.device("cpu"), "the weights"):
+    with pytest.raises(torch.AcceleratorError), torch_device.room_for(1, torch.device("cpu"), "the weights"):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.base import LoadProgress
+from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch_common.checkpoint import Checkpoint
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from tests.fakes.adapters import make_adapter

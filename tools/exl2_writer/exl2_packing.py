@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.backends.torch_common.bit_packing import WORD_BITS
+from engine.backends.checkpoints.bit_packing import WORD_BITS
 from tools.exl2_writer.bit_allocation import ROW_STEP, WIDTHS, MatrixErrors, MatrixShape
 
 # Rounding groups of rows to EXL2's values: the scales that lose least, and the nearest value at those scales.

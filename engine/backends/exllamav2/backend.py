@@ -25,7 +25,7 @@ from engine.backends.exllamav2.jobs import Counters, Job, LiveRequest, RequestQu
 from engine.backends.exllamav2.library import Library, Report, import_library
 from engine.backends.exllamav2.loading import LoadedParts, load_parts
 from engine.backends.exllamav2.sampling import refuse_unsupported
-from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory
+from engine.backends.torch_device import ends_worker, failure_reason, is_device_lost, is_out_of_memory
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, LoadCancelled, ModelLoadFailed, WorkerFailed
 

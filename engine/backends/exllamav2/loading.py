@@ -16,6 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
+from engine.backends.checkpoints.exl2 import PARTS as EXL2_PARTS
+from engine.backends.checkpoints.exl2 import Exl2Linear
+from engine.backends.checkpoints.gptq import PARTS as GPTQ_PARTS
+from engine.backends.checkpoints.gptq import GptqLinear
+from engine.backends.checkpoints.quantized_tensors import malformed_tensor
 from engine.backends.common.exllamav2_memory import (
     PAGE_TOKENS,
     active_parameters,
@@ -35,13 +41,7 @@ from engine.backends.exllamav2.load_plan import (
     plan_load,
     whole,
 )
-from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
-from engine.backends.torch_common.exl2 import PARTS as EXL2_PARTS
-from engine.backends.torch_common.exl2 import Exl2Linear
-from engine.backends.torch_common.gptq import PARTS as GPTQ_PARTS
-from engine.backends.torch_common.gptq import GptqLinear
-from engine.backends.torch_common.memory import clear_workspaces
-from engine.backends.torch_common.quantized_tensors import malformed_tensor
+from engine.backends.torch_device import clear_workspaces
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import LoadCancelled, ModelLoadFailed
 from engine.models.files import file_names

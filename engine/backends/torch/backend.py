@@ -29,7 +29,7 @@ from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.sampling.sampler import SampleRow, sample
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.speculation import Speculation
-from engine.backends.torch_common.errors import ends_worker, failure_reason, is_device_lost, is_out_of_memory
+from engine.backends.torch_device import ends_worker, failure_reason, is_device_lost, is_out_of_memory
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
 from engine.errors import Detail, InsufficientMemory, InvalidRequest, LoadCancelled
 

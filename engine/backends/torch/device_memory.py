@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.backends.torch_common import memory
+from engine.backends import torch_device
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 
@@ -63,12 +63,12 @@ class DeviceMemory:
 
     def free_bytes(self) -> int:
         """Return the free bytes of the device."""
-        return memory.free_bytes(self.device)
+        return torch_device.free_bytes(self.device)
 
     @contextmanager
     def room_for(self, needed_bytes: int, purpose: str) -> Iterator[None]:
         """Check that `needed_bytes` fit before the block allocates them. Raises InsufficientMemory with the numbers."""
-        with memory.room_for(needed_bytes, self.device, purpose):
+        with torch_device.room_for(needed_bytes, self.device, purpose):
             yield
 
     def begin_step(self, needed_bytes: int) -> None:
@@ -97,7 +97,7 @@ class SimulatedMemory(DeviceMemory):
         """Check the budget, then the RAM that the simulated device really uses."""
         left = self.free_bytes()
         if needed_bytes > left:
-            raise memory.insufficient(needed_bytes, left, self.name, purpose)
+            raise torch_device.insufficient(needed_bytes, left, self.name, purpose)
         with super().room_for(needed_bytes, purpose):
             yield
 

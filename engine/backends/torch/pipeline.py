@@ -34,7 +34,7 @@ from engine.backends.torch.sampling.sampler import SampledToken, SamplerOutput, 
 from engine.backends.torch.sampling.sampling_tensors import to_device
 from engine.backends.torch.speculation.ngram import accepted
 from engine.backends.torch.speculation.speculation import Speculation
-from engine.backends.torch_common.errors import failure_reason, is_device_lost
+from engine.backends.torch_device import failure_reason, is_device_lost
 
 # One active request of the torch backend, and its events.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.backends import torch_device
 from engine.backends.base import LoadProgress
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
@@ -35,7 +36,6 @@ from engine.backends.torch.native.stack import stack_blocks
 from engine.backends.torch.sampling.prompt_logprobs import FinalStates, ReadPromptStates
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
-from engine.backends.torch_common import memory
 from engine.config import AttentionName, CacheBits, DeviceShare, ModelSpec
 
 # Memory of a step, recorded for the devices before it is computed.
@@ -301,7 +301,7 @@ class ModelRunner:
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
-            memory.give_back(each.device)
+            torch_device.give_back(each.device)
 
     def _check_finite(self, prefilled: Sequence[range], states: Tensor) -> None:
         largest = torch.linalg.vector_norm(states, torch.inf, dim=-1)

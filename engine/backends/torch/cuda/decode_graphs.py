@@ -22,7 +22,7 @@ from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
-from engine.backends.torch_common.errors import failure_reason, is_device_lost, is_out_of_memory
+from engine.backends.torch_device import failure_reason, is_device_lost, is_out_of_memory
 
 MIN_TABLE_TOKENS = 2048
 """Tokens per sequence of the narrowest block tables; wider ones double."""

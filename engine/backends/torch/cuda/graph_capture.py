@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.torch.cuda.decode_graphs import Recorder
 from engine.backends.torch.cuda.step_transfer import PinnedUploader, Readback, Uploader, Wait
-from engine.backends.torch_common.memory import clear_workspaces
+from engine.backends.torch_device import clear_workspaces
 
 
 class CudaRecorder:

@@ -19,7 +19,7 @@ from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.draft_planner import DraftCandidate, DraftPlanner, DraftTask
 from engine.backends.torch.speculation.ngram import MAX_DRAFTS, NgramDrafter
 from engine.backends.torch.speculation.step_time import StepTime
-from engine.backends.torch_common.errors import failure_reason, is_device_lost
+from engine.backends.torch_device import failure_reason, is_device_lost
 
 # Speculation pays for itself: looking for draft tokens takes time on the host in every step, next to nothing for a
 # large model, a tenth of a step of a small one with many requests. That is paid for by the time that accepted drafts

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.backends.checkpoints.checkpoint import Checkpoint
+from engine.backends.checkpoints.quantized_weight import method_of, methods_of
 from engine.backends.common.families import architectures
 from engine.backends.common.families.base import TensorNames
 from engine.backends.common.families.experts import expert_shapes
@@ -48,8 +50,6 @@ from engine.backends.torch.native.fusing import fuse_decoder
 from engine.backends.torch.native.library import NativeLibrary, Rows, concatenate
 from engine.backends.torch.weights.reader import WeightReader
 from engine.backends.torch.weights.store import WeightStore
-from engine.backends.torch_common.checkpoint import Checkpoint
-from engine.backends.torch_common.quantized_weight import method_of, methods_of
 from engine.config import WeightsName
 
 # A model's norms, by its traits and tensor names.

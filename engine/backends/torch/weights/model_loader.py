@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from engine.backends.base import LoadProgress
+from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
+from engine.backends.checkpoints.quantized_tensors import by
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
 from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
@@ -26,8 +28,6 @@ from engine.backends.torch.weights.decoder_loader import DecoderLoader, match_ch
 from engine.backends.torch.weights.reader import WeightReader, locate_weights
 from engine.backends.torch.weights.shared import weight_store
 from engine.backends.torch.weights.store import OwnWeights
-from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
-from engine.backends.torch_common.quantized_tensors import by
 from engine.config import DtypeName, ModelSpec
 from engine.errors import InvalidRequest, ModelLoadFailed
 from engine.models.adapters import CONFIG, WEIGHTS

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.checkpoints.checkpoint import Checkpoint
+from engine.backends.checkpoints.quantized_tensors import by
+from engine.backends.checkpoints.quantized_weight import locate_quantised, method_of, stored_bias_shape
 from engine.backends.common.quant_config import Quantisation
-from engine.backends.torch_common.checkpoint import Checkpoint
-from engine.backends.torch_common.quantized_tensors import by
-from engine.backends.torch_common.quantized_weight import locate_quantised, method_of, stored_bias_shape
 from engine.errors import LoadCancelled, ModelLoadFailed
 
 _FLOATS = ("F32", "F16", "BF16")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
+from engine.backends.checkpoints.quantized_tensors import Wanted, by, malformed_tensor, require_parts
 from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES
-from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
-from engine.backends.torch_common.quantized_tensors import Wanted, by, malformed_tensor, require_parts
 
 BLOCK = (128, 128)
 """Rows and columns that share a scale, where config.json does not say it."""

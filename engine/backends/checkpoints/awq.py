@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.torch_common.bit_packing import dequantise_rows, unpack_row_nibbles
-from engine.backends.torch_common.quantized_tensors import (
+from engine.backends.checkpoints.bit_packing import dequantise_rows, unpack_row_nibbles
+from engine.backends.checkpoints.quantized_tensors import (
     Part,
     Wanted,
     first_size,

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.common.quant_config import GPTQ_BITS
-from engine.backends.torch_common.bit_packing import WORD_BITS, dequantise_rows, unpack_columns, unpack_row_nibbles
-from engine.backends.torch_common.quantized_tensors import (
+from engine.backends.checkpoints.bit_packing import WORD_BITS, dequantise_rows, unpack_columns, unpack_row_nibbles
+from engine.backends.checkpoints.quantized_tensors import (
     Part,
     Wanted,
     first_size,
@@ -18,6 +17,7 @@ from engine.backends.torch_common.quantized_tensors import (
     parts_of,
     require_parts,
 )
+from engine.backends.common.quant_config import GPTQ_BITS
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 """Tensors of a layer, as the checkpoint names them after the layer's key."""

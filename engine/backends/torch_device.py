@@ -1,4 +1,4 @@
-"""How much memory a device can still give, and refusing what would not fit."""
+"""A device of torch: the memory that it can still give, refusal of what would not fit, and kinds of its failures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.backends.torch_common.errors import is_out_of_memory
-from engine.errors import InsufficientMemory
+from engine.errors import InsufficientMemory, WorkerFailed
 from engine.system.memory import read_ram
 
 # Workspaces of cuBLAS: up to 32 MiB for each stream that multiplied, which torch keeps until it is asked for them.
@@ -72,3 +71,53 @@ def insufficient(needed_bytes: int, available: int, device: str, purpose: str) -
         free_bytes=available,
         short_bytes=short,
     )
+
+
+# Failures that torch, or a library over it, raises.
+
+_NO_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""How memory that did not come from torch's caching allocator runs out: of the host, of a graph, of a library."""
+
+_OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether the device or the host ran out of memory, so that a smaller step might have worked."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in text for sign in _NO_MEMORY)
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Return whether every later call would fail too, so that only a new process helps.
+
+    torch has its own type for it from 2.8 on; before, it is a RuntimeError whose text begins with "CUDA error". Work
+    that could not be recorded fails with the same type and costs the recording alone.
+    """
+    text = str(error)
+    if is_out_of_memory(error) or "captur" in text:
+        return False
+    lost = getattr(torch, "AcceleratorError", None)
+    return (lost is not None and isinstance(error, lost)) or text.startswith(_OF_THE_DEVICE)
+
+
+@contextmanager
+def ends_worker() -> Iterator[None]:
+    """Raise WorkerFailed in place of an exception that says that the device is lost."""
+    try:
+        yield
+    except Exception as error:
+        if is_device_lost(error):
+            raise WorkerFailed(f"the worker lost its device: {str(error).splitlines()[0]}") from error
+        raise
+
+
+def failure_reason(error: Exception) -> str:
+    """Why a request failed, for its user."""
+    if is_out_of_memory(error):
+        return f"there is not enough memory left to work on it: {error}"
+    return f"the model failed while working on it: {type(error).__name__}: {error}"

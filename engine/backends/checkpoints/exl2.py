@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.backends.torch_common.bit_packing import (
+from engine.backends.checkpoints.bit_packing import (
     WIDTHS,
     WORD_BITS,
     period_words,
     unpack_columns,
     unpack_row_nibbles,
 )
-from engine.backends.torch_common.quantized_tensors import (
+from engine.backends.checkpoints.quantized_tensors import (
     Part,
     Wanted,
     first_size,

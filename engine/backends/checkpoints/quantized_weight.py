@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.backends.checkpoints import awq, exl2, gptq
+from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
+from engine.backends.checkpoints.fp8 import Fp8Weight, locate_fp8
+from engine.backends.checkpoints.quantized_tensors import malformed_tensor
 from engine.backends.common.quant_config import FP8_KINDS, Method, Quantisation, method_of_words
-from engine.backends.torch_common import awq, exl2, gptq
-from engine.backends.torch_common.checkpoint import Checkpoint, TensorInfo
-from engine.backends.torch_common.fp8 import Fp8Weight, locate_fp8
-from engine.backends.torch_common.quantized_tensors import malformed_tensor
 
 _MARKS: dict[Method, str] = {"exl2": "q_weight", "gptq": "qweight", "awq": "qweight", "fp8": "weight"}
 """The tensor by which each method is known: the tensors decide, config.json may be silent."""

@@ -1,1 +1,0 @@
-"""Parts that backends over torch share: safetensors files, quantized formats, kinds of torch errors."""
