@@ -1,6 +1,6 @@
 """How near to the best setting autotune ends on simulated devices, in what time and in how many windows.
 
-    python -m tools.performance.autotune_simulated [SEEDS]        # 24 by default, a minute or two
+    python -m tools.performance.autotune_simulated [SEEDS]        # 24 by default, a few minutes
 
 Time is added up, none passes. Five groups: the devices of tests/fakes/simulated_tuning.py as they are, with twice the
 noise, with a tenth of the grid's time, with other costs and SLOs, and with minutes and windows as the command has them.
