@@ -249,7 +249,9 @@ def test_costs_from_before_their_configuration_was_kept_are_read(
     for name in ("max_prompts", "context_tokens", "backend", "dtype", "weights", "cache_bits"):
         del kept[name]
     (tmp_path / "old.json").write_text(json.dumps(kept))
-    assert main(["plan", "--costs", str(tmp_path / "old.json"), "--rate", "20", "--ask", "cards"]) == 0
+    assert (
+        main(["plan", "--costs", str(tmp_path / "old.json"), "--rate", "20", "--duration", "20", "--ask", "cards"]) == 0
+    )
     said = capsys.readouterr().out
     assert "does not say how many answers at once were measured" in said and "16 requests at once" in said
 
