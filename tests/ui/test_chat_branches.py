@@ -70,6 +70,7 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press("alt+n")
+        await until(pilot, lambda: len(app._notifications) == 1)
         assert "no other branch that way" in next(iter(app._notifications)).message
         assert answers(pilot) == ["two"]
 
@@ -95,6 +96,7 @@ async def test_with_nothing_said_there_is_nothing_to_repeat_or_continue(key: str
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press(key)
+        await until(pilot, lambda: len(app._notifications) == 1)
         assert words in next(iter(app._notifications)).message
 
 
@@ -105,6 +107,7 @@ async def test_without_a_model_nothing_is_repeated_or_continued(key: str, tmp_pa
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press(key)
+        await until(pilot, lambda: len(app._notifications) == 1)
         assert "No model is loaded" in next(iter(app._notifications)).message
         assert answers(pilot) == ["A"]
 
