@@ -1,4 +1,4 @@
-"""Words that no name, docstring, comment or sentence of the program may have: `python -m tools.lint_words [PATH ...]`.
+"""Words that no name, docstring, comment, sentence or document may have: `python -m tools.lint_words [PATH ...]`.
 
 Prints each with its place and the field's word, and ends with 1 if there are any. The lists are short on purpose: they
 keep out words that were in use here and that a reader has to guess at.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOMS = ("engine", "console", "tools")
+ROOMS = ("engine", "console", "tools", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 WHOLE_NAMES = {
     **dict.fromkeys(("told", "tell", "tells", "telling", "said", "says"), "text, sentence, answer, report"),
@@ -43,12 +43,13 @@ PHRASES = {
     r"so many": "a number, n, as many",
     r"\d[\d,.]* (?:\w+ )?at most": "max N",
 }
-"""In comments, docstrings and sentences."""
+"""In comments, docstrings, sentences and documents."""
 
 OPENINGS = {r"What ": "a noun phrase or an imperative", r"Whether ": "Return whether, or True if"}
 """First words of a docstring of a module, class or function."""
 
 _NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_CODE = re.compile(r"^ *```.*?^ *```|`[^`]*`", re.MULTILINE | re.DOTALL)
 _PHRASES = [(re.compile(rf"\b(?:{phrase})(?!\w)", re.IGNORECASE), better) for phrase, better in PHRASES.items()]
 
 
@@ -67,6 +68,12 @@ def findings(source: str) -> list[Finding]:
     found = {finding for line, name in _names(tree) for finding in _in_name(line, name)}
     found.update(finding for line, text in _texts(source) for finding in _in_text(line, text))
     return sorted(found | set(_openings(tree)))
+
+
+def findings_in_document(text: str) -> list[Finding]:
+    """Return the words in a Markdown document that have a better one; code is left out."""
+    prose = _CODE.sub(lambda code: re.sub(r"[^\n]", " ", code.group()), text)
+    return sorted({finding for at, line in enumerate(prose.splitlines(), 1) for finding in _in_text(at, line)})
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -121,16 +128,17 @@ def _openings(tree: ast.AST) -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> int:
-    """Look at the Python files of the paths, by default of the product and its tools."""
+    """Look at the Python files and documents of the paths, by default of the product, its tools and its documents."""
     files = sorted(
         file
         for path in map(Path, arguments or ROOMS)
-        for file in ([path] if path.is_file() else path.rglob("*.py"))
-        if file.resolve() != Path(__file__).resolve()
+        for file in ([path] if path.is_file() else path.rglob("*.*"))
+        if file.suffix in (".py", ".md") and file.resolve() != Path(__file__).resolve()
     )
     count = 0
     for file in files:
-        for finding in findings(file.read_text()):
+        look = findings if file.suffix == ".py" else findings_in_document
+        for finding in look(file.read_text()):
             count += 1
             print(f"{file}:{finding.line}: {finding.word}  ({finding.better})")
     print(f"{count} words in {len(files)} files", file=sys.stderr)

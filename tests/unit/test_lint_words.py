@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_words import findings, main
+from tools.lint_words import findings, findings_in_document, main
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,18 @@ def test_ordinary_words_are_left_alone(source: str) -> None:
     assert findings(source) == []
 
 
+def test_a_document_is_read_without_its_code() -> None:
+    text = "# Keys\n\nAll are `told` here.\n\n```sh\nsay anew\n```\n\n| whoever | reads |\n"
+    assert [(each.line, each.word) for each in findings_in_document(text)] == [(9, "whoever")]
+
+
 def test_files_with_words_are_named_and_end_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "good.py").write_text('"""A queue."""\n')
     assert main([str(tmp_path)]) == 0
     (tmp_path / "bad.py").write_text('"""A queue."""\n\ntold = 1\n')
     assert main([str(tmp_path)]) == 1
-    assert f"{tmp_path}/bad.py:3: told" in capsys.readouterr().out
+    (tmp_path / "page.md").write_text("Nobody.\n")
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/bad.py:3: told" in shown
+    assert f"{tmp_path}/page.md:1: Nobody" in shown
