@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -128,14 +129,15 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(file, f"its header is not valid: {quote_value(str(error), 200)}") from error
     tensors.pop("__metadata__", None)
-    promised = _LENGTH_BYTES + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+    places = [tensor.data_offsets for tensor in tensors.values()]
+    promised = _LENGTH_BYTES + len(header) + max(map(itemgetter(1), places), default=0)
     if promised != size:
         raise ModelLoadFailed(
             f"{quote_value(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
             file_bytes=size,
             promised_bytes=promised,
         )
-    _check_places(file, tensors)
+    _check_places(file, tensors, places)
     return tensors
 
 
@@ -192,9 +194,9 @@ def _read_bytes(file: Path, stream: BufferedReader) -> tuple[int, bytes]:
     return size, header
 
 
-def _check_places(file: Path, tensors: Mapping[str, TensorHeader]) -> None:
+def _check_places(file: Path, tensors: Mapping[str, TensorHeader], places: list[tuple[int, int]]) -> None:
     reached = 0
-    for begin, end in sorted([tensor.data_offsets for tensor in tensors.values()]):
+    for begin, end in sorted(places):
         if begin != reached:
             raise _damaged(file, f"its tensors overlap or leave a gap at byte {min(begin, reached)} after the header")
         reached = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,7 +73,9 @@ _NOT_WEIGHTS = frozenset(
         *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),  # bitsandbytes
     )
 )
-_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"})
+_PACKED = frozenset({"q_weight", "qweight"})
+_WEIGHTS_OF_ELEMENT = {**dict.fromkeys(("F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"), 1), "U8": 2}
+"""Weights in a stored element, by its dtype; bitsandbytes keeps two of 4 bits in a byte."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,9 +157,7 @@ def elements(name: str, tensors: Mapping[str, TensorHeader], bits: float | None)
         return int(tensor.elements * 32 / (bits or 4))
     if kind in _NOT_WEIGHTS or ".quant_state." in name:
         return 0
-    if tensor.dtype == "U8":  # bitsandbytes: two 4-bit values a byte
-        return tensor.elements * 2
-    return tensor.elements if tensor.dtype in _NUMBERS else 0
+    return tensor.elements * _WEIGHTS_OF_ELEMENT.get(tensor.dtype, 0)
 
 
 def _is_packed(name: str, tensor: TensorHeader) -> bool:
@@ -252,13 +253,21 @@ def _stored_bytes(files: Iterable[Path]) -> int:
 
 def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _Weights:
     plain_bytes: Counter[str] = Counter()
-    for tensor in tensors.values():
-        if tensor.dtype in _FLOATS:
-            plain_bytes[_FLOATS[tensor.dtype]] += tensor.stored_bytes
+    parameters, packing = 0, ""
+    for name, tensor in tensors.items():  # there may be hundreds of thousands: the plain ones cost little
+        dtype = tensor.dtype
+        if dtype in _FLOATS:
+            plain_bytes[_FLOATS[dtype]] += tensor.stored_bytes
+        kind = name.rpartition(".")[2]
+        if kind in _PACKED or dtype in FP8_KINDS:
+            parameters += elements(name, tensors, bits)
+            packing = packing or _packing(name, tensors)
+        elif (weights := _WEIGHTS_OF_ELEMENT.get(dtype)) and kind not in _NOT_WEIGHTS and ".quant_state." not in name:
+            parameters += weights * math.prod(tensor.shape)
     return _Weights(
-        parameters=min(MAX_COUNT, sum(elements(name, tensors, bits) for name in tensors)),
+        parameters=min(MAX_COUNT, parameters),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
-        packing=next((method for name in tensors if (method := _packing(name, tensors))), ""),
+        packing=packing,
     )
 
 
