@@ -73,7 +73,6 @@ _NOT_WEIGHTS = frozenset(
         *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),  # bitsandbytes
     )
 )
-_PACKED = frozenset({"q_weight", "qweight"})
 _WEIGHTS_OF_ELEMENT = {**dict.fromkeys(("F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"), 1), "U8": 2}
 """Weights in a stored element, by its dtype; bitsandbytes keeps two of 4 bits in a byte."""
 
@@ -112,10 +111,13 @@ def split_into_parts(tensors: Mapping[str, TensorHeader], layers: int, bits: flo
     packed_head = False
     for name, tensor in tensors.items():
         place = _place(name, layers)
-        if place is not None:
-            elements_of[place] += elements(name, tensors, bits)
-            packed_of[place] += _packed_bytes(tensor)
-            packed_head = packed_head or (place == _AT_HEAD and _is_packed(name, tensor))
+        if place is None:
+            continue
+        begin, end = tensor.data_offsets
+        elements_of[place] += _elements(name, tensor, tensors, bits)
+        packed_of[place] += tensor.elements * 2 if tensor.dtype in _WIDE else end - begin
+        if place == _AT_HEAD:
+            packed_head = packed_head or name.endswith((".q_weight", ".qweight")) or tensor.dtype in FP8_KINDS
     parts = [Part(elements=each, packed_bytes=packed) for each, packed in zip(elements_of, packed_of, strict=True)]
     return ModelParts(
         embedding=parts[_AT_EMBEDDING],
@@ -146,26 +148,18 @@ def _place(name: str, layers: int) -> int | None:
     return _AT_NORM
 
 
-def elements(name: str, tensors: Mapping[str, TensorHeader], bits: float | None) -> int:
-    """How many weights of the model a stored tensor stands for; packed ones stand for more than their elements."""
-    tensor = tensors[name]
-    stem, _, kind = name.rpartition(".")
+def _elements(name: str, tensor: TensorHeader, tensors: Mapping[str, TensorHeader], bits: float | None) -> int:
+    """Weights of the model that a stored tensor stands for; packed ones stand for more than their elements."""
+    kind = name[name.rfind(".") + 1 :]
     if kind == "q_weight":  # exl2: [packed rows, columns, padded to 32]; its permutation has one entry per row
-        rows = tensors.get(f"{stem}.q_invperm") or tensors.get(f"{stem}.q_perm")
+        stem = name.removesuffix("q_weight")
+        rows = tensors.get(f"{stem}q_invperm") or tensors.get(f"{stem}q_perm")
         return min(rows.elements * tensor.shape[-1], 8 * tensor.stored_bytes) if rows and tensor.shape else 0
     if kind == "qweight":  # gptq and awq: 32-bit words full of values
         return int(tensor.elements * 32 / (bits or 4))
     if kind in _NOT_WEIGHTS or ".quant_state." in name:
         return 0
-    return tensor.elements * _WEIGHTS_OF_ELEMENT.get(tensor.dtype, 0)
-
-
-def _is_packed(name: str, tensor: TensorHeader) -> bool:
-    return name.endswith((".q_weight", ".qweight")) or tensor.dtype in FP8_KINDS
-
-
-def _packed_bytes(tensor: TensorHeader) -> int:
-    return tensor.elements * 2 if tensor.dtype in _WIDE else tensor.stored_bytes
+    return math.prod(tensor.shape) * _WEIGHTS_OF_ELEMENT.get(tensor.dtype, 0)
 
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -254,16 +248,13 @@ def _stored_bytes(files: Iterable[Path]) -> int:
 def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _Weights:
     plain_bytes: Counter[str] = Counter()
     parameters, packing = 0, ""
-    for name, tensor in tensors.items():  # there may be hundreds of thousands: the plain ones cost little
+    for name, tensor in tensors.items():
+        parameters += _elements(name, tensor, tensors, bits)
         dtype = tensor.dtype
         if dtype in _FLOATS:
             plain_bytes[_FLOATS[dtype]] += tensor.stored_bytes
-        kind = name.rpartition(".")[2]
-        if kind in _PACKED or dtype in FP8_KINDS:
-            parameters += elements(name, tensors, bits)
-            packing = packing or _packing(name, tensors)
-        elif (weights := _WEIGHTS_OF_ELEMENT.get(dtype)) and kind not in _NOT_WEIGHTS and ".quant_state." not in name:
-            parameters += weights * math.prod(tensor.shape)
+        if not packing and (dtype in FP8_KINDS or name.endswith(("q_weight", "qweight"))):
+            packing = _packing(name, tensors)
     return _Weights(
         parameters=min(MAX_COUNT, parameters),
         dtype=next((dtype for dtype, _ in plain_bytes.most_common(1)), ""),
