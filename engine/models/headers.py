@@ -202,13 +202,16 @@ def _check_places(file: Path, tensors: Mapping[str, TensorHeader], places: list[
         reached = end
     replace = msgspec.structs.force_setattr
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}
+    dtype, bits = "", -1
+    shape: tuple[int, ...] = (-1,)
     for name, tensor in tensors.items():  # there may be a hundred thousand, most of them alike
         begin, end = tensor.data_offsets
-        key = tensor.dtype, tensor.shape
-        if (kind := kinds.get(key)) is None:
-            bits = math.prod(tensor.shape) * _BITS[tensor.dtype] if tensor.dtype in _BITS else -1
-            kind = kinds[key] = sys.intern(tensor.dtype), tensor.shape, bits
-        dtype, shape, bits = kind
+        if tensor.shape != shape or tensor.dtype != dtype:  # not like the one before
+            key = tensor.dtype, tensor.shape
+            if (kind := kinds.get(key)) is None:
+                bits = math.prod(tensor.shape) * _BITS[tensor.dtype] if tensor.dtype in _BITS else -1
+                kind = kinds[key] = sys.intern(tensor.dtype), tensor.shape, bits
+            dtype, shape, bits = kind
         if bits != 8 * (end - begin):
             raise _damaged(file, _mismatch(name, tensor))
         replace(tensor, "dtype", dtype)  # each would be kept
