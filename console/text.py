@@ -50,9 +50,9 @@ def size(size_bytes: float) -> str:
 
 
 def gib(size_bytes: float) -> str:
-    """GiB without the unit, one decimal: "9.4"; two for what is small: "0.02"."""
+    """GiB without the unit, with one decimal whatever stands beside it: "9.4", "<0.1"."""
     value = size_bytes / _KIB**3
-    return f"{value:.1f}" if value >= 0.095 or value == 0 else f"{value:.2f}"
+    return "<0.1" if 0 < value < 0.05 else f"{value:.1f}"
 
 
 def common_unit(sizes_bytes: Iterable[int]) -> str:

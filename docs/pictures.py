@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from console.runtime.loops import LoopThread
 
 SIZE = (136, 42)
+SIZES = ((80, 24), (100, 30), (160, 48), (220, 60))
+"""Of terminals that the Dashboard is pictured in, besides SIZE."""
 CLIENTS = 24
 WARM_S = 25.0
 KNOB_S = 20.0
@@ -66,6 +68,11 @@ async def _take(pilot: Pilot[None]) -> None:
     await pilot.press("plus", "plus", "plus", "plus")
     await pilot.pause(KNOB_S)
     _save(pilot, "dashboard")
+    for width, height in SIZES:
+        await pilot.resize_terminal(width, height)
+        await pilot.pause(2)
+        _save(pilot, f"dashboard-{width}x{height}")
+    await pilot.resize_terminal(*SIZE)
     await pilot.press("n")
     await pilot.pause(2)
     _save(pilot, "insight")

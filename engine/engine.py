@@ -14,6 +14,7 @@ from engine.config import AdapterSpec, EngineConfig, ModelSpec, PrefixSharing
 from engine.devices import DeviceProbe, new_probe
 from engine.devices.sampler import DeviceSampler
 from engine.errors import EngineClosed, EngineError, NoModelLoaded
+from engine.metrics.alerts import AlertLog
 from engine.metrics.insight import InsightCollector, slo_of
 from engine.metrics.meter import Meter, ModelUsage
 from engine.metrics.publisher import SnapshotPublisher, model_reading
@@ -64,6 +65,7 @@ class Engine:
         self._publisher = SnapshotPublisher(
             self._models,
             self._tracker,
+            self._admission,
             meter=self._meter,
             sampler=self._sampler,
             insight=self._insight,
@@ -129,9 +131,10 @@ class Engine:
         """The model that a name means ("" is the first, an adapter's name its model), once it answers.
 
         A model that sleeps is woken, one that is being replaced is waited for. Raises ModelNotFound with the names
-        there are, NoModelLoaded with the state, QueueFull, RequestTimeout, EngineClosed.
+        there are, NoModelLoaded with the state, QueueFull, RequestTimeout, Draining, EngineClosed.
         """
         self._refuse_if_closed()
+        self._admission.refuse_while_draining()
         return await self._models.serving(model)
 
     async def load(
@@ -161,7 +164,7 @@ class Engine:
         return await self._models.read_devices(without)
 
     async def cancel_load(self) -> None:
-        """Stop the load under way, if any; returns when its workers are gone. `load` then raises LoadCancelled.
+        """Cancel the current load, if any; returns when its workers are gone. `load` then raises LoadCancelled.
 
         While the model that it replaces still drains, that one goes on.
         """
@@ -226,7 +229,7 @@ class Engine:
         """Queue a request and return its stream.
 
         A max_tokens that does not fit after the prompt is cut to the room there is (finish is then "length").
-        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded, InvalidRequest or EngineClosed.
+        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded, InvalidRequest, Draining or EngineClosed.
         """
         try:
             self._refuse_if_closed()
@@ -248,6 +251,18 @@ class Engine:
         """Change `prefix_sharing` for the requests that come from now on. Raises EngineClosed."""
         self._refuse_if_closed()
         self._admission.prefix_sharing = sharing
+
+    async def drain(self) -> None:
+        """Refuse new requests with Draining until `resume`; running and queued ones go on. Raises EngineClosed."""
+        self._refuse_if_closed()
+        self._admission.drain()
+        self._publisher.publish()
+
+    async def resume(self) -> None:
+        """Take new requests again. Raises EngineClosed."""
+        self._refuse_if_closed()
+        self._admission.resume()
+        self._publisher.publish()
 
     def cancel(self, request_id: str) -> bool:
         """End a live request with finish "cancelled"; False if there is none of that id."""
@@ -318,6 +333,11 @@ class Engine:
     def totals(self) -> Totals:
         """Return the counters since the engine started, as they are now."""
         return self._meter.totals()
+
+    @property
+    def alerts(self) -> AlertLog:
+        """The log of alerts; what is added is in the next snapshot. Belongs to the engine's loop."""
+        return self._models.alerts
 
     @property
     def publish_s(self) -> float:

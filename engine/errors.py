@@ -91,6 +91,13 @@ class NoModelLoaded(EngineError):
     http_status = 503
 
 
+class Draining(EngineError):
+    """An operator has the engine finish what it has and take no new requests; details: retry_after_s."""
+
+    code = "draining"
+    http_status = 503
+
+
 class EngineClosed(EngineError):
     """The engine is shutting down."""
 

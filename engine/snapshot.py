@@ -10,9 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.base import BackendStats, DraftPosition, FinishReason, LoadedModel, LoadProgress
+from engine.backends.base import BackendStats, DraftPosition, FinishReason, LoadedModel, LoadProgress, StepLimit
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
+from engine.requests.causes import Why
 
 # Insight: the values of a session that a Snapshot carries. Times are seconds, rates per second; None is "not known".
 
@@ -168,7 +169,7 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one process of another program on a device; 0 and "" are "not known"."""
+    """Memory of one process on a device; 0 and "" are "not known"."""
 
     pid: int
     name: str = ""
@@ -183,12 +184,38 @@ class DeviceLimits(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float | None = None
 
 
+class DeviceSensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Further readings of a GPU. A reading that the device or its driver does not give is None, never 0.
+
+    memory_utilisation: share of time in which its memory was read or written, 0..1.  fan: 0..1 of its highest speed.
+    throttle_reasons: what lowers its clock now, () for nothing.  ecc_errors: uncorrected, since the driver was loaded.
+    xid_errors: numbers of the Xid errors seen since the engine started, the last ones.
+    pcie_rx_bytes_per_s: received by the device.
+    """
+
+    memory_utilisation: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    max_memory_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    pcie_generation: int | None = None
+    max_pcie_generation: int | None = None
+    pcie_width: int | None = None
+    max_pcie_width: int | None = None
+    pcie_rx_bytes_per_s: float | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    ecc_errors: int | None = None
+    xid_errors: tuple[int, ...] | None = None
+    fan: float | None = None
+
+
 class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     """One device now. weights + kv + work + others + free = total; `others` is what other programs hold.
 
     node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
-    others: the processes behind others_bytes, as far as the driver names them.
-    limits: what it can at most, None where that is not known.
+    others: the processes behind others_bytes, as far as the driver names them; own: those of the engine, likewise.
+    limits: what it can at most, None where that is not known.  sensors: None where there are none, as of a CPU.
     """
 
     id: str
@@ -207,12 +234,15 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     others: tuple[ProcessMemory, ...] = ()
     limits: DeviceLimits | None = None
+    own: tuple[ProcessMemory, ...] = ()
+    sensors: DeviceSensors | None = None
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
     """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds.
 
     retry_in_s: until it is started again after it died; log_tail: the last lines of native output of one that died.
+    why: what the time that requests had on it went into, over the last minute.
     """
 
     id: str
@@ -238,12 +268,14 @@ class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
     retry_in_s: float | None = None
     log_tail: tuple[str, ...] = ()
     node: str = ""
+    why: Why = Why()
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request: live, or among the last finished. queued_s runs until a worker took it; itl_s is its mean.
 
     order: its arrival number, unique in the engine, from 1.  created_at: unix time; 0.0 is "not known".
+    key_name: name of its API key, "" without one.
     """
 
     id: str
@@ -267,6 +299,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     order: int = 0
     created_at: float = 0.0
+    key_name: str = ""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,6 +314,7 @@ class Second(msgspec.Struct, frozen=True, kw_only=True):
     """One second of history. at: unix time. ttft_p50 .. itl_p95: of that second's samples, None if it had none.
 
     device_utilisation, device_memory: 0..1 of each device, in the order of Snapshot.devices.
+    limit: what kept most of its steps from doing more; "none" where there was no more work.
     """
 
     at: float
@@ -295,11 +329,34 @@ class Second(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p95: float | None = None
     itl_p50: float | None = None
     itl_p95: float | None = None
+    limit: StepLimit | None = None
+
+
+class TenSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Means of the seconds of one ten: tokens by the second. at: unix time of its middle; seconds: how many it has.
+
+    ttft_p50 .. itl_p95: the mean of the seconds that had any, None if none did.  limit: the most frequent one.
+    """
+
+    at: float
+    seconds: int = 10
+    output_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    running: float = 0.0
+    queued: float = 0.0
+    kv_usage: float = 0.0
+    ttft_p50: float | None = None
+    ttft_p95: float | None = None
+    itl_p50: float | None = None
+    itl_p95: float | None = None
+    limit: StepLimit | None = None
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """Something an operator did, to be drawn into the graphs. at: unix time.
+    """A change or an event, to be drawn into the graphs. at: unix time.
 
+    kind: "knob" for what an operator turned; "worker" for a worker's death, "failure" for any other failure, "load" and
+    "swap" for models. A kind that is not known is drawn as an event.
     Where it was a knob: knob is the setting's name, before and after its values, model whose it is; and settled_at when
     the workers had done what it asks for, None as long as they have not.
     """
@@ -311,6 +368,30 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     after: float | None = None
     model: str = ""
     settled_at: float | None = None
+    kind: str = "knob"
+
+
+AlertLevel = Literal["warning", "error"]
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong: `count` times for the same cause, first at `at`, last at `last_at`.
+
+    id: unique over restarts of the engine, rising.  cause: of a list of codes, such as worker_died; subject: whose it
+    was, a worker, a model or a client.  text: what happened; done: what the engine did about it; advice: what an
+    operator can do. Times are unix times.
+    """
+
+    id: int
+    at: float
+    last_at: float
+    cause: str
+    subject: str
+    text: str
+    done: str = ""
+    advice: str = ""
+    level: AlertLevel = "error"
+    count: int = 1
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,10 +429,13 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `at` (unix time). history: oldest first, at most 600 seconds.
+    """The engine at `at` (unix time). history: oldest first, at most 600 seconds; hour: the last hour in tens.
 
     status, target_workers, max_prompts: of the first model, the one that requests without a name go to; all the rest is
     over all models.
+    errors_per_min: requests that failed or timed out in the last minute.  alerts: oldest first.
+    why: what the time of all requests went into, over the last minute.
+    draining_since: unix time since which new requests are refused until an operator resumes; None while they are taken.
     """
 
     at: float
@@ -374,7 +458,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     itl: Percentiles = Percentiles()
     e2e: Percentiles = Percentiles()
     history: tuple[Second, ...] = ()
+    hour: tuple[TenSeconds, ...] = ()
     marks: tuple[Mark, ...] = ()
     totals: Totals = Totals()
     log_total: int = 0
     insight: Insight = Insight()
+    errors_per_min: int = 0
+    alerts: tuple[Alert, ...] = ()
+    draining_since: float | None = None
+    why: Why = Why()

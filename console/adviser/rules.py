@@ -218,19 +218,21 @@ def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
     """More at a time while there are KV pages for them and each token comes in time; else more workers."""
     snapshot = evidence.snapshot
     if snapshot.kv_usage < at.KV_ROOM and not prompts_limit(snapshot) and not _late(evidence):
-        return f"KV pages are {text.percent(snapshot.kv_usage)} full, more fit", Turn("max_prompts", _more(evidence))
+        more = _more(evidence)
+        fits = f"{snapshot.max_prompts + more} at a time fit"
+        return f"KV pages are {text.percent(snapshot.kv_usage)} full, {fits}", Turn("max_prompts", more)
     if (room := room_for_worker(evidence)) is not None:
         return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("workers", 1)
     return "it takes another device, or fewer requests", None
 
 
 def _more(evidence: Evidence) -> int:
-    """How many more prompts each worker should take: up to half as many again, as far as requests wait for the places
-    and KV pages would hold them, judging by those that are full now."""
+    """How many more prompts each worker should take: as many as wait for it, up to MAX_GROWTH times those it takes now,
+    and as far as KV pages would hold them, judging by those in use."""
     now, usage = evidence.snapshot.max_prompts, evidence.snapshot.kv_usage
     waiting = math.ceil(_num_queued(evidence) / len(evidence.serving))
     fitting = int(now * at.KV_FILL / usage) - now if usage > 0 else waiting
-    return max(1, min(now // 2, waiting, fitting))
+    return max(1, min((at.MAX_GROWTH - 1) * now, waiting, fitting))
 
 
 def _late(evidence: Evidence) -> bool:

@@ -32,6 +32,9 @@ KV_ROOM = 0.8
 KV_FILL = 0.9
 """How full KV pages may become when more requests are let in: what is left is for those that grow long."""
 
+MAX_GROWTH = 4
+"""Times the max prompts in use that one piece of advice proposes: more would change ITL beyond what was seen."""
+
 KV_FULL = 0.95
 """From this usage on, requests wait for pages or are about to be preempted."""
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from console.api.http.auth import client_of, tenant_of
 from console.api.http.json_bounds import MAX_VALUES, JsonBounds
 from console.api.http.observability import AccessLog, HttpMetrics, RequestObserver, add_work
+from console.api.http.refused_clients import RefusedClients
 from console.api.http.request_body import release_bytes
 from console.api.http.serial_thread import SerialThread
 from console.api.http.tracing import Tracing, open_tracing
@@ -28,19 +29,22 @@ from console.api.settings import ApiSettings
 from engine.config import SamplingParams, format_number
 from engine.engine import Engine
 from engine.errors import EngineClosed, InvalidRequest, ModelNotFound
+from engine.metrics.alerts import AlertLog
 
 
 class RequestObservers(Collector):
-    """The observers of every request: HTTP metrics always; access log and traces, where set, from `open` to `close`."""
+    """The observers of every request: HTTP metrics and, with `alerts`, refused clients always; access log and traces,
+    where set, from `open` to `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, alerts: AlertLog | None = None) -> None:
         self._http = HttpMetrics()
+        self._refused = None if alerts is None else RefusedClients(alerts)
         self._log: AccessLog | None = None
         self._tracing: Tracing | None = None
         self._lost = 0
 
     def __iter__(self) -> Iterator[RequestObserver]:
-        return (observer for observer in (self._http, self._log, self._tracing) if observer is not None)
+        return (observer for observer in (self._http, self._refused, self._log, self._tracing) if observer is not None)
 
     async def open(self, settings: ApiSettings) -> None:
         """Start log and traces. Raises CannotLog, TracingUnavailable with neither started."""
@@ -143,6 +147,7 @@ class ApiContext:
             thread=self.body_thread,
             client=client_of(request),
             shares_system=self.engine.prefix_sharing == "system",
+            waited=serving.waited,
         )
 
     @asynccontextmanager
@@ -161,7 +166,7 @@ class ApiContext:
         if wanted > self.settings.max_choices:
             most = self.settings.max_choices
             if n == 1:
-                raise InvalidRequest(f"prompt asks for {wanted} answers; the limit is {most}", param="prompt")
+                raise InvalidRequest(f"prompt requests {wanted} answers; the limit is {most}", param="prompt")
             raise InvalidRequest(f"n is {n}, which makes {wanted} answers; the limit is {most}", param="n")
 
     def check_echo(self, prompts: Sequence[Prompt], n: int, *, each_time: bool = False) -> None:
@@ -212,6 +217,7 @@ class ApiContext:
             body.answers_each,
             model=model,
             client=client_of(request),
+            key_name=call_of(request).key,
             tenant=tenant_of(request),
             cache_salt=body.cache_salt,
             priority=-body.priority,
@@ -229,6 +235,7 @@ class ApiContext:
             SamplingParams(max_tokens=0),
             model=model,
             client=client_of(request),
+            key_name=call_of(request).key,
             tenant=tenant_of(request),
             priority=-body.priority,
             embed=True,
@@ -285,4 +292,4 @@ def new_id(prefix: str) -> str:
 
 
 def _server_stopped() -> EngineClosed:
-    return EngineClosed("The server was stopped before the answer was complete")
+    return EngineClosed("The server stopped before the answer was complete")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -12,7 +12,16 @@ from prometheus_client.registry import Collector
 from engine.backends.base import BackendStats, LoadedModel
 from engine.config import ModelSpec
 from engine.metrics.meter import ITL, ModelUsage
-from engine.snapshot import DeviceWork, Histogram, Insight, ModelState, Snapshot, WorkerReading
+from engine.snapshot import (
+    DeviceReading,
+    DeviceSensors,
+    DeviceWork,
+    Histogram,
+    Insight,
+    ModelState,
+    Snapshot,
+    WorkerReading,
+)
 from engine.text.printable import printable
 
 # vLLM's metrics, with its names, labels and buckets, so that its dashboards and tools work unchanged. Those without a
@@ -26,35 +35,35 @@ ENGINE = "0"
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "Time from submission to the first token",
     ITL: "Time between tokens",
-    "request_time_per_output_token_seconds": "Time between the tokens of a request, on average",
+    "request_time_per_output_token_seconds": "Mean time between tokens, per request",
     "e2e_request_latency_seconds": "Time from submission to the last token",
-    "request_queue_time_seconds": "Time until a worker took the request",
-    "request_inference_time_seconds": "Time from there to the last token",
-    "request_prefill_time_seconds": "Time from there to the first token",
-    "request_decode_time_seconds": "Time from the first token to the last",
-    "request_prompt_tokens": "Prompt tokens of a request",
-    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that the prefix cache did not have",
-    "request_generation_tokens": "Generated tokens of a request",
-    "request_max_num_generation_tokens": "Generated tokens of the longest answer to a prompt",
-    "request_params_max_tokens": "Tokens that a request might generate",
-    "request_params_n": "Answers that were asked for to a prompt",
-    "iteration_tokens_total": "Tokens of a step, of prompts and answers",
+    "request_queue_time_seconds": "Time in the queue, per request",
+    "request_inference_time_seconds": "Time on a worker, per request",
+    "request_prefill_time_seconds": "Prefill time, per request",
+    "request_decode_time_seconds": "Decode time, per request",
+    "request_prompt_tokens": "Prompt tokens per request",
+    "request_prefill_kv_computed_tokens": "Prompt tokens not in the prefix cache, per request",
+    "request_generation_tokens": "Generated tokens per request",
+    "request_max_num_generation_tokens": "Generated tokens of a request's longest answer",
+    "request_params_max_tokens": "Max tokens requested (max_tokens)",
+    "request_params_n": "Answers requested per prompt (n)",
+    "iteration_tokens_total": "Tokens per step, prefill and decode",
 }
 _FORMER_HISTOGRAMS = {"time_per_output_token_seconds": ITL}
 """Names that older dashboards have, and what they mean now."""
 
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("prompt_tokens", "Prompt tokens taken", "prompt_tokens"),
-    ("prompt_tokens_cached", "Prompt tokens that the prefix cache had", "cached_tokens"),
+    ("prompt_tokens", "Prompt tokens processed", "prompt_tokens"),
+    ("prompt_tokens_cached", "Prompt tokens from the prefix cache", "cached_tokens"),
     ("generation_tokens", "Tokens generated", "output_tokens"),
-    ("num_preemptions", "Requests put back for want of KV pages", "preemptions"),
+    ("num_preemptions", "Preemptions for lack of KV pages", "preemptions"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
     ("gpu_prefix_cache_queries", "As prefix_cache_queries, for older dashboards", "prefix_query_tokens"),
     ("gpu_prefix_cache_hits", "As prefix_cache_hits, for older dashboards", "prefix_hit_tokens"),
-    ("spec_decode_num_drafts", "Times that tokens were guessed ahead", "drafts"),
-    ("spec_decode_num_draft_tokens", "Tokens guessed ahead", "draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Guesses that held", "draft_accepted"),
+    ("spec_decode_num_drafts", "Drafts made", "drafts"),
+    ("spec_decode_num_draft_tokens", "Draft tokens", "draft_tokens"),
+    ("spec_decode_num_accepted_tokens", "Accepted draft tokens", "draft_accepted"),
 )
 _REASONS = {"cancelled": "abort"}
 """vLLM's words for finish reasons where they differ from ours."""
@@ -115,9 +124,9 @@ def vllm_families(models: list[ModelNow], usage: Iterable[ModelUsage]) -> Iterat
 
 def _vllm_gauges(models: list[ModelNow]) -> Iterator[Metric]:
     for name, text, values in (
-        ("num_requests_running", "Requests that workers work on", [float(model.running) for model in models]),
-        ("num_requests_waiting", "Requests in the queue", [float(model.queued) for model in models]),
-        ("kv_cache_usage_perc", "KV pages in use; 1 is all of them", [model.kv_usage for model in models]),
+        ("num_requests_running", "Running requests", [float(model.running) for model in models]),
+        ("num_requests_waiting", "Queued requests", [float(model.queued) for model in models]),
+        ("kv_cache_usage_perc", "KV cache usage, 0 to 1", [model.kv_usage for model in models]),
         ("gpu_cache_usage_perc", "As kv_cache_usage_perc, for older dashboards", [model.kv_usage for model in models]),
     ):
         gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
@@ -130,7 +139,7 @@ def _vllm_gauges(models: list[ModelNow]) -> Iterator[Metric]:
 def _cache_config(models: list[ModelNow]) -> Metric:
     """How KV is kept by each loaded model, over its workers, in labels; the value is always 1."""
     names = ("block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_memory_bytes", "enable_prefix_caching")
-    gauge = GaugeMetricFamily("vllm:cache_config_info", "How KV is kept", labels=[*LABELS, *names])
+    gauge = GaugeMetricFamily("vllm:cache_config_info", "KV cache configuration", labels=[*LABELS, *names])
     for model in models:
         if not model.loaded or model.spec is None:
             continue
@@ -151,11 +160,11 @@ def _vllm_counters(usage: list[ModelUsage]) -> Iterator[Metric]:
                 family.add_metric([model.name, ENGINE], value)
         yield family
     sources = CounterMetricFamily(
-        "vllm:prompt_tokens_by_source", "Where prompt tokens' KV is from", labels=[*LABELS, "source"]
+        "vllm:prompt_tokens_by_source", "Prompt tokens, by source of their KV", labels=[*LABELS, "source"]
     )
     accepted = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Guesses that held, by how far ahead they were",
+        "Accepted draft tokens, by position",
         labels=[*LABELS, "position"],
     )
     finished = CounterMetricFamily(
@@ -207,14 +216,14 @@ def insight_families(insight: Insight) -> Iterator[Metric]:
 def _session(insight: Insight) -> Iterator[Metric]:
     session, goodput = insight.session, insight.goodput
     for name, text, value in (
-        ("ericllm_busy_seconds", "Time in which a worker computed", session.busy_s),
-        ("ericllm_judged_requests", "Requests that ended, without those that were cancelled", goodput.judged),
-        ("ericllm_goodput_requests", "Those of them that kept the SLO", goodput.within_slo),
+        ("ericllm_busy_seconds", "Time with at least one worker computing", session.busy_s),
+        ("ericllm_judged_requests", "Requests ended, without cancelled ones", goodput.judged),
+        ("ericllm_goodput_requests", "Requests ended within the SLO", goodput.within_slo),
     ):
         yield CounterMetricFamily(name, text, value=value)
-    longest = "Prompt and answer of the longest request that ended"
+    longest = "Tokens of the longest ended request, prompt and answer"
     yield GaugeMetricFamily("ericllm_longest_context_tokens", longest, value=insight.longest_context_tokens)
-    batch = GaugeMetricFamily("ericllm_mean_batch", "Requests in a step, on average")
+    batch = GaugeMetricFamily("ericllm_mean_batch", "Mean batch size, in requests")
     if session.batch is not None:
         batch.add_metric([], session.batch)
     yield batch
@@ -222,7 +231,7 @@ def _session(insight: Insight) -> Iterator[Metric]:
 
 def _energy(insight: Insight) -> Iterator[Metric]:
     energy = insight.energy
-    drawn = "Energy that the devices in use drew"
+    drawn = "Energy drawn by the devices in use"
     session = CounterMetricFamily("ericllm_energy_joules", drawn)
     busy = CounterMetricFamily("ericllm_busy_energy_joules", f"{drawn} while a worker computed")
     today = GaugeMetricFamily("ericllm_energy_today_joules", f"{drawn} since midnight")
@@ -235,10 +244,14 @@ def _energy(insight: Insight) -> Iterator[Metric]:
 
 def _work(work: tuple[DeviceWork, ...]) -> Iterator[Metric]:
     for name, text, attribute in (
-        ("ericllm_device_flops_per_second", "Operations that models ask of a device", "flops_per_s"),
-        ("ericllm_device_flops_limit_per_second", "The most that it can", "flops_limit_per_s"),
-        ("ericllm_device_read_bytes_per_second", "Weights and KV that models read of its memory", "bytes_per_s"),
-        ("ericllm_device_read_limit_bytes_per_second", "The most that it can read", "bytes_limit_per_s"),
+        ("ericllm_device_flops_per_second", "Operations per second of the models on a device", "flops_per_s"),
+        ("ericllm_device_flops_limit_per_second", "Peak operations per second of a device", "flops_limit_per_s"),
+        (
+            "ericllm_device_read_bytes_per_second",
+            "Bytes of weights and KV read per second from a device's memory",
+            "bytes_per_s",
+        ),
+        ("ericllm_device_read_limit_bytes_per_second", "Peak memory bandwidth of a device", "bytes_limit_per_s"),
     ):
         family = GaugeMetricFamily(name, text, labels=["device"])
         for each in work:
@@ -260,19 +273,19 @@ class _WorkerGauge:
 
 
 _WORKER_GAUGES = (
-    _WorkerGauge("ericllm_worker_up", "1 while the worker takes requests", lambda w: float(w.state == "ready")),
-    _WorkerGauge("ericllm_worker_active_requests", "Requests it works on", lambda w: w.active),
-    _WorkerGauge("ericllm_worker_max_prompts", "Requests it may work on at once", lambda w: w.max_prompts),
+    _WorkerGauge("ericllm_worker_up", "1 while the worker is ready", lambda w: float(w.state == "ready")),
+    _WorkerGauge("ericllm_worker_active_requests", "Running requests of the worker", lambda w: w.active),
+    _WorkerGauge("ericllm_worker_max_prompts", "Slots of the worker (max_prompts)", lambda w: w.max_prompts),
     _WorkerGauge(
         "ericllm_worker_prompts_limit",
-        "Requests that its memory was found to allow at once, 0 while no limit was met",
+        "Max requests that fit in memory, 0 while no limit was found",
         lambda w: w.stats.prompts_limit,
     ),
-    _WorkerGauge("ericllm_worker_deaths_in_a_row", "Deaths since it last worked well", lambda w: w.deaths_in_a_row),
-    _WorkerGauge("ericllm_worker_tokens_per_second", "Generated, over the last seconds", lambda w: w.tokens_per_s),
-    _WorkerGauge("ericllm_worker_step_seconds", "Time its last step took", lambda w: w.step_s),
-    _WorkerGauge("ericllm_worker_resident_bytes", "Memory of its process", lambda w: w.rss_bytes),
-    _WorkerGauge("ericllm_worker_kv_tokens", "Tokens its KV pages hold", lambda w: w.kv_tokens),
+    _WorkerGauge("ericllm_worker_deaths_in_a_row", "Crashes in a row", lambda w: w.deaths_in_a_row),
+    _WorkerGauge("ericllm_worker_tokens_per_second", "Generated tokens per second", lambda w: w.tokens_per_s),
+    _WorkerGauge("ericllm_worker_step_seconds", "Duration of the last step", lambda w: w.step_s),
+    _WorkerGauge("ericllm_worker_resident_bytes", "Resident memory of the worker process", lambda w: w.rss_bytes),
+    _WorkerGauge("ericllm_worker_kv_tokens", "KV cache capacity, in tokens", lambda w: w.kv_tokens),
 )
 
 
@@ -307,10 +320,10 @@ class SnapshotCollector(Collector):
 
 
 def _model_gauges(models: list[ModelNow]) -> Iterator[Metric]:
-    wanted = GaugeMetricFamily("ericllm_workers_wanted", "Workers that the operator asked for", labels=["model_name"])
-    most = GaugeMetricFamily("ericllm_max_prompts", "Requests that a worker may work on at once", labels=["model_name"])
+    wanted = GaugeMetricFamily("ericllm_workers_wanted", "Workers requested by the operator", labels=["model_name"])
+    most = GaugeMetricFamily("ericllm_max_prompts", "Slots per worker (max_prompts)", labels=["model_name"])
     states = GaugeMetricFamily(
-        "ericllm_model_state", "1 for the state that the model is in", labels=["model_name", "state"]
+        "ericllm_model_state", "1 for the current state of the model", labels=["model_name", "state"]
     )
     for model in models:
         wanted.add_metric([model.name], model.workers_wanted)
@@ -321,16 +334,19 @@ def _model_gauges(models: list[ModelNow]) -> Iterator[Metric]:
 
 
 def _gauges(snapshot: Snapshot) -> Iterator[Metric]:
-    yield _gauge("ericllm_uptime_seconds", "Age of the engine", snapshot.uptime_s)
-    yield _gauge("ericllm_queue_limit", "Requests that may wait", snapshot.max_queue)
+    yield _gauge("ericllm_uptime_seconds", "Uptime of the engine", snapshot.uptime_s)
+    yield _gauge("ericllm_queue_limit", "Max queued requests", snapshot.max_queue)
+    yield _gauge(
+        "ericllm_draining", "1 while draining (new requests are refused)", float(snapshot.draining_since is not None)
+    )
 
 
 def _counters(snapshot: Snapshot) -> Iterator[Metric]:
     totals = snapshot.totals
     yield _counter("ericllm_requests", "Requests submitted", totals.requests)
     yield _counter("ericllm_requests_rejected", "Requests refused", totals.rejected)
-    yield _counter("ericllm_requests_requeued", "Requests that moved on from a lost worker", totals.requeued)
-    yield _counter("ericllm_worker_restarts", "Workers started again", totals.worker_restarts)
+    yield _counter("ericllm_requests_requeued", "Requests requeued after a worker was lost", totals.requeued)
+    yield _counter("ericllm_worker_restarts", "Worker restarts", totals.worker_restarts)
 
 
 def _workers(snapshot: Snapshot) -> Iterator[Metric]:
@@ -342,10 +358,11 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
 
 
 def _devices(snapshot: Snapshot) -> Iterator[Metric]:
-    memory = GaugeMetricFamily("ericllm_device_memory_bytes", "Memory by what holds it", labels=["device", "part"])
-    used = GaugeMetricFamily("ericllm_device_utilisation", "Share of time at work, 0 to 1", labels=["device"])
+    memory = GaugeMetricFamily("ericllm_device_memory_bytes", "Memory, by use", labels=["device", "part"])
+    used = GaugeMetricFamily("ericllm_device_utilisation", "Device utilisation, 0 to 1", labels=["device"])
     heat = GaugeMetricFamily("ericllm_device_temperature_celsius", "Temperature", labels=["device"])
     power = GaugeMetricFamily("ericllm_device_power_watts", "Power drawn", labels=["device"])
+    yield from _sensors(snapshot)
     for device in snapshot.devices:
         for part in ("weights", "kv", "work", "others", "free"):
             memory.add_metric([device.id, part], getattr(device, f"{part}_bytes"))
@@ -353,6 +370,36 @@ def _devices(snapshot: Snapshot) -> Iterator[Metric]:
             if value is not None:
                 family.add_metric([device.id], value)
     yield from (memory, used, heat, power)
+
+
+_SENSORS: tuple[tuple[str, str, Callable[[DeviceReading, DeviceSensors], float | None]], ...] = (
+    ("power_limit_watts", "Power limit", lambda device, _: device.power_limit_w),
+    ("memory_utilisation", "Share of time in which its memory was accessed, 0 to 1", lambda _, s: s.memory_utilisation),
+    ("sm_clock_mhz", "SM clock", lambda _, s: s.sm_clock_mhz),
+    ("memory_clock_mhz", "Memory clock", lambda _, s: s.memory_clock_mhz),
+    ("throttled", "1 while its clock is lowered", lambda _, s: None if (r := s.throttle_reasons) is None else bool(r)),
+    ("pcie_generation", "PCIe generation in use", lambda _, s: s.pcie_generation),
+    ("pcie_width", "PCIe lanes in use", lambda _, s: s.pcie_width),
+    ("pcie_rx_bytes_per_second", "Bytes received over PCIe", lambda _, s: s.pcie_rx_bytes_per_s),
+    ("pcie_tx_bytes_per_second", "Bytes sent over PCIe", lambda _, s: s.pcie_tx_bytes_per_s),
+    ("ecc_errors", "Uncorrected ECC errors since the driver was loaded", lambda _, s: s.ecc_errors),
+    ("xid_errors", "Xid errors kept since the engine started", lambda _, s: _count(s.xid_errors)),
+    ("fan_ratio", "Fan speed, 0 to 1", lambda _, s: s.fan),
+)
+"""Gauges of a device. One that it does not report has no sample."""
+
+
+def _sensors(snapshot: Snapshot) -> Iterator[Metric]:
+    for name, text, read in _SENSORS:
+        family = GaugeMetricFamily(f"ericllm_device_{name}", text, labels=["device"])
+        for device in snapshot.devices:
+            if device.sensors is not None and (value := read(device, device.sensors)) is not None:
+                family.add_metric([device.id], float(value))
+        yield family
+
+
+def _count(found: Sequence[object] | None) -> int | None:
+    return None if found is None else len(found)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

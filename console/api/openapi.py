@@ -69,7 +69,7 @@ class OpenApi:
         """Return its place and handler."""
         return [web.get("/openapi.json", self._get)]
 
-    @describes("This description of the API", answer=dict[str, Any], group="pages")
+    @describes("API description (OpenAPI)", answer=dict[str, Any], group="pages")
     async def _get(self, request: web.Request) -> web.Response:
         places = tuple(places_of(request.app, self._dialects))
         key = tuple(f"{place.method} {place.path} {' '.join(place.groups)}" for place in places)

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from console.api.admin.calls import AdminOperations, Admit
 from console.api.app import application
-from console.api.context import ApiContext
+from console.api.context import ApiContext, RequestObservers
 from console.api.dialects.registry import DialectRegistry, discover
 from console.api.http.auth import Authenticator
 from console.api.http.connections import Runner
@@ -64,7 +64,7 @@ class ApiServer:
         self._wanted = Address(settings.host, settings.port)
         dialects = discover()
         unnamed = frozenset[str]().union(*(dialect.unnamed_models for dialect in dialects))
-        self._context = ApiContext(engine, settings, unnamed)
+        self._context = ApiContext(engine, settings, unnamed, observers=RequestObservers(engine.alerts))
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
         self._authenticator = Authenticator(
@@ -204,7 +204,7 @@ class ApiServer:
     async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """Return a new key, shown this once. Raises InvalidRequest, or KeysUnavailable where it cannot be saved."""
         made = await asyncio.to_thread(self._keys.make, name, scopes, limits)
-        log.info("the key %s was made; it may %s", made.name, describe_scopes(made.scopes))
+        log.info("key %s created; it may %s", made.name, describe_scopes(made.scopes))
         return made
 
     async def revoke_key(self, name: str) -> None:
@@ -212,12 +212,12 @@ class ApiServer:
         is_last = [key.name for key in self._keys.readings()] == [name]
         if is_last and self._listener is not None and self._is_reached_at(self._wanted.host):
             raise InvalidRequest(
-                f"{name} is the last key, and without one everybody who reaches {self._wanted} may ask: "
+                f"{name} is the last key, and without one every client that reaches {self._wanted} could use the API: "
                 "make another first, or listen on 127.0.0.1",
                 param="name",
             )
         await asyncio.to_thread(self._keys.revoke, name)
-        log.info("the key %s was revoked", name)
+        log.info("key %s revoked", name)
 
     async def switch_dialect(self, name: str, on: bool) -> None:
         """Answer a dialect or not, from the next request on. Raises InvalidRequest where there is none of that name."""
@@ -296,12 +296,12 @@ class ApiServer:
         """Raise Unprotected where no key protects an address that others reach."""
         if self._is_reached_at(address.host) and not self._keys.required:
             raise Unprotected(
-                f"Not listening on {address} without a key: everybody who reaches it could ask. Make one (ericllm "
-                "api-keys make NAME), set --api-key-file, or say --no-auth",
+                f"Not listening on {address} without a key: every client that reaches it could use the "
+                "API. Make one (ericllm api-keys make NAME), set --api-key-file, or say --no-auth",
                 host=address.host,
                 port=address.port,
             )
 
     def _warn_where_open(self) -> None:
         if (status := self.status()).is_open:
-            log.warning("--no-auth: everybody who reaches %s may ask, without a key", status.url)
+            log.warning("--no-auth: every client that reaches %s can use the API without a key", status.url)

@@ -17,7 +17,7 @@ from console.api.metrics import SnapshotCollector
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import not_ready
 from console.api.version import product_version
-from engine.errors import EngineClosed, NoModelLoaded
+from engine.errors import Draining, EngineClosed, NoModelLoaded
 from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 
 
@@ -58,13 +58,17 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the engine: "ok", "stalled" when a worker has not reported for too long, or "draining" while the server
-    stops. model_state: of the first model."""
+    """State of the engine: "ok", "stalled" when a worker has not reported for too long, or "draining" while new
+    requests are refused, because an operator drains it or the server stops.
+
+    model_state: of the first model.  unfinished: requests that run or wait.
+    """
 
     status: Literal["ok", "stalled", "draining"]
     model_state: ModelState
     models: list[ModelHealth]
     workers: list[WorkerHealth]
+    unfinished: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,29 +96,30 @@ class Operations:
             web.get("/metrics", self._metrics),
         ]
 
-    @describes("What this is", answer=About)
+    @describes("Name and version of the server", answer=About)
     async def _about(self, request: web.Request) -> web.Response:
         status = self._context.engine.status
         paths = sorted({resource.canonical for resource in request.app.router.resources()})
         name = status.spec.name if status.spec is not None and status.state == "ready" else None
         return json_response(About(version=product_version(), model=name, state=status.state, endpoints=paths))
 
-    @describes("Whether the engine lives; 503 where a worker hangs", answer=Health)
+    @describes("Health of the engine; 503 if a worker hangs", answer=Health)
     async def _health(self, request: web.Request) -> web.Response:
         """Answer by the workers' last reports; answering at all proves that the engine's loop runs."""
         snapshot = self._context.engine.snapshot()
         workers = [_health(worker, self._context.settings.stall_s) for worker in snapshot.workers]
         stalled = any(worker.stalled for worker in workers)
-        draining = self._context.traffic.closing
+        draining = self._context.traffic.closing or snapshot.draining_since is not None
         health = Health(
             status="stalled" if stalled else "draining" if draining else "ok",
             model_state=snapshot.status.state,
             models=[_model_health(model, workers) for model in snapshot.models],
             workers=workers,
+            unfinished=snapshot.running + snapshot.queued,
         )
         return json_response(health, status=503 if stalled else 200)
 
-    @describes("Whether a model answers; 503 where none does", answer=Ready)
+    @describes("Readiness; 503 if no model can answer", answer=Ready)
     async def _ready(self, request: web.Request) -> web.Response:
         if self._context.traffic.closing:
             raise EngineClosed("The server is stopping")
@@ -130,7 +135,7 @@ class Operations:
 
 def _encoder(accept: str) -> tuple[Callable[..., bytes], str]:
     """Return the encoder of the metrics format that a client accepts, and its content type; the plain text format where
-    the version is no number.
+    the version is not a number.
 
     All names here are valid without escaping, colons included, so no escaping scheme is offered: the library's own
     would rename vLLM's metrics, whose samples then belong to no declared family. OpenMetrics is 1.0.0 whatever newer
@@ -173,7 +178,11 @@ def _model_health(model: ModelReading, workers: list[WorkerHealth]) -> ModelHeal
 
 
 def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
-    """Return the first model where it answers; raises NoModelLoaded with the reason where it does not."""
+    """Return the first model where it answers; raises Draining, or NoModelLoaded with the reason where it does not."""
+    if snapshot.draining_since is not None:
+        unfinished = snapshot.running + snapshot.queued
+        seconds = max(0, int(snapshot.at - snapshot.draining_since))
+        raise Draining(f"Draining for {seconds} s: {unfinished} unfinished, no new requests are taken")
     status = snapshot.status
     if status.spec is not None and status.state == "idle":
         return Ready(status="idle", model=status.spec.name)

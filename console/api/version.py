@@ -1,4 +1,4 @@
-"""Which version this is."""
+"""Version of the server."""
 
 from __future__ import annotations
 

@@ -263,8 +263,8 @@ class Benches:
             number, saved = 0, error.message
         if result.complete:
             return "done", f"{headline(result)}; {saved}.", number
-        why = "Cancelled" if self._stopping else "It ended early"
-        return "cancelled", f"{why}: what was measured by then is {saved}.", number
+        why = "Cancelled" if self._stopping else "Ended early"
+        return "cancelled", f"{why}: the results until then are {saved}.", number
 
     def _keep(self, result: BenchResult) -> int:
         """Remember it, and write it for programs; its number, 0 where there is no folder for it."""

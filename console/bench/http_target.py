@@ -232,7 +232,7 @@ def _base(url: str) -> str:
     except ValueError:
         found = None
     if not found:
-        raise InvalidRequest(f"{url} is no address of a server; one looks like http://127.0.0.1:8000", param="url")
+        raise InvalidRequest(f"{url} is not an address of a server; one looks like http://127.0.0.1:8000", param="url")
     if parts.username is not None or parts.query or parts.fragment:
         raise InvalidRequest("an address says where a server is and no more; a key is given by itself", param="url")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"

@@ -155,7 +155,7 @@ class _Running:
             if not self._rows:
                 raise
             self._complete = False
-            self._note(f"It ended early: {error.message}")
+            self._note(f"Ended early: {error.message}")
 
     async def restore_knobs(self, here: EngineHere, knobs: tuple[int, int]) -> None:
         """Set the knobs as they were; who is cancelled does not wait until it is so, nor is a result lost for it."""

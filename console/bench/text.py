@@ -33,7 +33,7 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     alone."""
     if not result.rows:
         notes = map(printable, result.notes)
-        return "\n\n".join((heading_text(result), *notes, "It ended early: nothing was measured."))
+        return "\n\n".join((heading_text(result), *notes, "Ended early: nothing was measured."))
     columns = [column for column in columns_with_numbers(result.columns, result.rows) if everything or column.shown]
     lines = [[column_title(column) for column in (*result.keys, *columns)]]
     lines += [row_cells(result.keys, columns, row) for row in result.rows]
@@ -45,7 +45,7 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     if result.notes:
         parts.append("\n".join(map(printable, result.notes)))
     if not result.complete:
-        parts.append("It ended early: these are the numbers that there were by then.")
+        parts.append("Ended early: these are the results until then.")
     return "\n\n".join(parts)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from console.chats.records import ChatSettings, Conversation, Role, Tree, Turn, 
 from console.chats.store import ChatStore
 from engine.config import quote_value
 from engine.errors import InvalidRequest
-from engine.system.files import private_opener
 
 # The code blocks of an answer, from its source: no border, no wrapped line, no blank that a screen added. Pure.
 
@@ -115,15 +113,7 @@ def to_markdown(title: str, settings: ChatSettings, turns: Sequence[Turn]) -> st
     return "\n\n".join(parts) + "\n"
 
 
-def write_new(folder: Path, title: str, kind: Kind, data: bytes) -> Path:
-    """Write a file named after the title that is not there yet; raises OSError."""
+def file_name(title: str, kind: Kind) -> str:
+    """Return a name for the file of a conversation, made of its title."""
     name = re.sub(r"[^\w]+", "-", title.lower()).strip("-")[:_NAME_LENGTH].rstrip("-") or "conversation"
-    number = 1
-    while True:
-        path = folder / (f"{name}.{kind}" if number == 1 else f"{name}-{number}.{kind}")
-        try:
-            with open(path, "xb", opener=private_opener) as file:
-                file.write(data)
-            return path
-        except FileExistsError:
-            number += 1
+    return f"{name}.{kind}"

@@ -35,7 +35,7 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
                 raise
         case "revoke":
             keys.revoke(given.name)
-            say(f"the key {given.name} is refused from now on")
+            say(f"the key {given.name} is revoked")
         case _ if given.as_json:
             write(msgspec.json.encode(keys.readings()).decode(), as_json=True)
         case _:
@@ -73,5 +73,5 @@ def _parsed(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Na
 
 def _number(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MAX_LIMIT:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to {MAX_LIMIT}")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_LIMIT}")
     return int(text)

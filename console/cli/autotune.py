@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments besides settings."""
     add = parser.add_argument_group("Autotune").add_argument
     parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
-    add("--minutes", type=_minutes, default=10.0, metavar="N", help="time it may take (default 10)")
+    add("--minutes", type=_minutes, default=10.0, metavar="N", help="time limit (default 10)")
     add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
     add("--prompt", metavar="TOKENS", help="length of prompts: 128, 64-256 (default) or normal:128:32")
     add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
@@ -116,13 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="questions, and lengths of answers, of a file of conversations in ShareGPT's format",
     )
     add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
-    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"turn only these of {', '.join(KNOBS)}")
+    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"change only these settings: {', '.join(KNOBS)}")
     add(
         "--least-cache-bits",
         type=int,
         choices=(4, 6, 8, 16),
         default=MIN_CACHE_BITS,
-        help=f"fewest bits of the KV cache that are tried (default {MIN_CACHE_BITS}; fewer change answers)",
+        help=f"min bits of the KV cache to try (default {MIN_CACHE_BITS}; fewer change answers)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and the search (default 0)")
     add("--apply", action="store_true", help="from now on, start this model on this hardware with what was found")
@@ -234,13 +234,13 @@ def _knobs(text: str) -> Sequence[KnobName]:
     names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     for name in names:
         if name not in KNOBS:
-            raise argparse.ArgumentTypeError(f"{name} is no knob; there are {', '.join(KNOBS)}")
+            raise argparse.ArgumentTypeError(f"{name} is not a knob; there are {', '.join(KNOBS)}")
     return tuple(knob for name in names for knob in KNOBS if knob == name)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 10,000")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 10,000")
     return int(text)
 
 
@@ -258,5 +258,5 @@ def _number(text: str, least: float, most: float) -> float:
     except ValueError:
         value = -1.0
     if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"{text} is no number from {least:g} to {most:g}")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {least:g} to {most:g}")
     return value

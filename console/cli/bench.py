@@ -81,7 +81,7 @@ def find_result(text: str, history: BenchHistory) -> BenchResult:
 def history_text(results: Sequence[Kept]) -> str:
     """A table of what was kept, the newest first."""
     if not results:
-        return "No result is kept yet; 'ericllm bench latency --model demo' makes one."
+        return "No saved results; 'ericllm bench latency --model demo' makes one."
     rows = [
         (
             str(each.id),
@@ -145,7 +145,7 @@ def _parse_results(argv: Sequence[str], parser: argparse.ArgumentParser) -> argp
     against.add_argument("before", help=_REFERENCE)
     against.add_argument("after", help=_REFERENCE)
     against.add_argument(
-        "--tie", type=_percent, default=100 * TIE, help="smaller changes, in percent, are none (default %(default)g)"
+        "--tie", type=_percent, default=100 * TIE, help="ignore changes below this percentage (default %(default)g)"
     )
     for command in (history, show, against):
         command.add_argument("--json", action="store_true", dest="as_json", help="print it for programs")

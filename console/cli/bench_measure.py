@@ -70,7 +70,7 @@ def _why_unwritable(file: Path) -> str:
             return "it is a folder"
         folder = next(each for each in file.absolute().parents if each.exists())
         if not folder.is_dir():
-            return f"{folder} is no folder"
+            return f"{folder} is not a folder"
     except OSError as error:
         return error.strerror or str(error)
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"nothing may be written to {folder}"
@@ -179,7 +179,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, or demo")
     add("--model", default="", metavar="NAME", help="the same; with --url the name that the server knows it by")
     add("--url", default="", help="measure this server in place of an engine in this process")
-    add("--dialect", default="openai", choices=DIALECTS, help="how --url is asked (default openai)")
+    add("--dialect", default="openai", choices=DIALECTS, help="API dialect of --url (default openai)")
     add("--key-file", type=Path, metavar="FILE", help="file with the API key for --url as its first line")
     add("--key", default="", help="the API key itself, which every user of this machine sees then")
     add("--tokenizer", default="", metavar="MODEL", help="with --url: a model here with its vocabulary")
@@ -188,7 +188,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--svg", type=Path, metavar="FILE", help="draw the first number of the table")
     add("--samples", action="store_true", help="the result has every request too")
     add("--all", action="store_true", dest="everything", help="print all numbers: every mean, deviation and percentile")
-    add("--quick", action="store_true", help="a short look: fewer rows and requests, shorter answers")
+    add("--quick", action="store_true", help="quick run: fewer rows and requests, shorter answers")
     add("--history", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
 
 
@@ -232,7 +232,7 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         result = asyncio.run(_measured(asked, settings, sources.tuned, progress))
     except asyncio.CancelledError:
         progress.end()
-        say("ended before anything was measured")
+        say("cancelled before the first result")
         return INTERRUPTED
     finally:
         progress.end()

@@ -25,7 +25,7 @@ from engine.system.files import tighten_folder
 Command = Callable[[Sequence[str], argparse.ArgumentParser], int]
 """Takes the arguments after its name and the parser to read them with; returns the exit code. Raises EngineError."""
 
-NO_SCREEN = "{} is no terminal; running headless"
+NO_SCREEN = "{} is not a terminal; running headless"
 _READ_ONLY = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "

@@ -178,7 +178,7 @@ def _add_questions(group: argparse._ArgumentGroup) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= max(MAX_WORKERS, 10**9):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 
@@ -200,7 +200,7 @@ def _not_negative(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return found
 
 

@@ -68,7 +68,7 @@ def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:
     try:
         context.load_verify_locations(home_expanded(given.ca))
     except OSError as error:  # ssl's errors are OSErrors
-        reason = "it is no certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        reason = "it is not a certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
         raise InvalidRequest(f"--ca {given.ca} cannot be used: {reason}", param="ca") from None
     return context
 
@@ -77,7 +77,7 @@ def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:
 def remote_links(
     urls: list[str], api_key: str | None, hz: float, tls: ssl.SSLContext | None = None
 ) -> Iterator[list[RemoteLink]]:
-    """Links to instances, on a loop of their own. Raises InvalidRequest for what is no address."""
+    """Links to instances, on a loop of their own. Raises InvalidRequest for what is not an address."""
     addresses = list(dict.fromkeys(map(address_of, urls)))
     loop = LoopThread("remote")
     links = [RemoteLink(address, loop=loop, api_key=api_key, hz=hz, tls=tls) for address in addresses]
@@ -98,7 +98,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             found = math.nan
         if not low <= found <= high:
-            raise argparse.ArgumentTypeError(f"{value} is no number between {low:g} and {high:g}")
+            raise argparse.ArgumentTypeError(f"{value} is not a number between {low:g} and {high:g}")
         return found
 
     return read

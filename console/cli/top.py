@@ -54,6 +54,7 @@ class TopLine(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: float
     devices: tuple[DeviceLine, ...]
     error: str = ""
+    draining: bool = False
 
 
 def top(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -98,6 +99,7 @@ def line_of(snapshot: Snapshot, instance: str) -> TopLine:
             for device in snapshot.devices
         ),
         error="" if status.error is None else status.error.message,
+        draining=snapshot.draining_since is not None,
     )
 
 
@@ -105,9 +107,10 @@ def as_text(line: TopLine) -> str:
     """For a person."""
     workers = f"{line.workers_ready}/{line.workers} workers × {line.max_prompts}"
     more = f" (+{line.models - 1})" if line.models > 1 else ""
+    draining = ", draining" if line.draining else ""
     parts = [
         f"{local_time(line.at)} {line.instance}",
-        f"{line.model}{more} {line.state}".strip(),
+        f"{line.model}{more} {line.state}{draining}".strip(),
         workers,
         f"out {text.rate(line.output_tokens_per_s)} in {text.rate(line.prompt_tokens_per_s)} tok/s",
         f"TTFT p95 {text.seconds(line.ttft_p95_s)}",

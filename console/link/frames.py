@@ -220,7 +220,7 @@ def _shaped_other(kind: type, value: object) -> object:
 
 
 MAX_HISTORY = 600
-"""Seconds, as a snapshot has them."""
+"""Seconds, as a snapshot has them, and more than it has tens of seconds."""
 
 _MAX_ITEMS = {"devices": 256, "models": 256, "workers": 1024, "requests": 10_000}
 """Of a snapshot's lists, beyond which a screen that draws each of them stands still."""
@@ -282,8 +282,9 @@ def limit_frame(frame: Frame) -> Frame:
     for name, most in _MAX_ITEMS.items():
         if (count := len(getattr(snapshot, name))) > most:
             raise ValueError(f"it holds {count:,} {name}, of which {most:,} can be shown")
-    if len(snapshot.history) <= MAX_HISTORY:
+    if len(snapshot.history) <= MAX_HISTORY and len(snapshot.hour) <= MAX_HISTORY:
         return frame
-    return msgspec.structs.replace(
-        frame, snapshot=msgspec.structs.replace(snapshot, history=snapshot.history[-MAX_HISTORY:])
+    shown = msgspec.structs.replace(
+        snapshot, history=snapshot.history[-MAX_HISTORY:], hour=snapshot.hour[-MAX_HISTORY:]
     )
+    return msgspec.structs.replace(frame, snapshot=shown)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,6 +143,8 @@ class LocalEngine:
         self.stop_api = runtime.stop_api
         self.restart_worker = engine.restart_worker
         self.drain_worker = engine.drain_worker
+        self.drain = engine.drain
+        self.resume = engine.resume
 
     def snapshot(self) -> Snapshot:
         """Return the latest snapshot; a download under way shows as a loading model."""
@@ -154,7 +157,8 @@ class LocalEngine:
     def standing(self) -> LinkStatus:
         """Return "starting" until the first model begins to load, or none does."""
         starting = self._runtime.starting and self.snapshot().status.state == "unloaded"
-        return LinkStatus(reach="starting") if starting else LinkStatus()
+        model = PurePath(self._runtime.settings.model).name
+        return LinkStatus(reach="starting", model=model) if starting else LinkStatus()
 
     def logs(self, after: int = 0) -> tuple[int, Sequence[LogEntry]]:
         """Return lines logged after the first `after` ones, and the total so far."""

@@ -240,6 +240,12 @@ class EngineLink(Protocol):
     async def drain_worker(self, worker_id: str) -> None:
         """Let a worker finish what it has, take nothing new, and go: one worker less."""
 
+    async def drain(self) -> None:
+        """Refuse new requests until `resume`; running and queued ones go on."""
+
+    async def resume(self) -> None:
+        """Take new requests again."""
+
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """Estimate what loading a model would take of each device now; the knobs are those in use unless given."""
 

@@ -156,7 +156,7 @@ _TABLE = (
     _call(
         "engine.cancel_load",
         "admin",
-        route=Route(method="POST", path="/admin/cancel-load", summary="Stop the load under way"),
+        route=Route(method="POST", path="/admin/cancel-load", summary="Cancel the current load"),
     ),
     _call(
         "engine.unload",
@@ -165,7 +165,7 @@ _TABLE = (
             method="POST",
             path="/admin/unload",
             summary="Unload a model",
-            about="model: the first where empty.  drain_seconds: how long its running requests may go on.",
+            about="model: the first where empty.  drain_seconds: grace period of its running requests.",
         ),
     ),
     _call(
@@ -174,7 +174,7 @@ _TABLE = (
         route=Route(
             method="POST",
             path="/admin/reconfigure",
-            summary="Turn a model's knobs while it serves",
+            summary="Change a model's settings while it serves",
             about="model: the first where empty. What is left out is not changed.",
             any_of=("workers", "max_prompts", "idle_unload_s"),
         ),
@@ -190,6 +190,18 @@ _TABLE = (
         ),
     ),
     _call("engine.drain_worker", "admin"),
+    _call(
+        "engine.drain",
+        "admin",
+        route=Route(
+            method="POST", path="/admin/drain", summary="Drain: refuse new requests and finish the unfinished ones"
+        ),
+    ),
+    _call(
+        "engine.resume",
+        "admin",
+        route=Route(method="POST", path="/admin/resume", summary="Accept new requests again after a drain"),
+    ),
     _call("engine.estimate", "admin", looks=True, model="model"),
     _call(
         "engine.attach",
@@ -224,7 +236,7 @@ _TABLE = (
         route=Route(
             method="POST",
             path="/admin/load",
-            summary="Load a model; goes on if its client leaves. With Accept: text/event-stream, its state to the end",
+            summary="Load a model; continues if the client disconnects. With Accept: text/event-stream, its states",
             about=_LOAD_FIELDS,
             fixed={"rename": False},
         ),
@@ -239,7 +251,7 @@ _TABLE = (
         route=Route(
             method="POST",
             path="/admin/estimate",
-            summary="What a load would take of each device",
+            summary="Estimate the memory of a load on each device",
             about=_LOAD_FIELDS,
         ),
     ),
@@ -260,6 +272,8 @@ _TABLE = (
     _call("settings.save", "admin", name="setting"),
     _call("tuning.report", "watch", blank=lambda **_: TuningReport()),
     _call("tuning.start", "admin", check=refuse_trace_from_elsewhere),
+    _call("tuning.start_load", "admin"),
+    _call("tuning.stop_load", "admin"),
     _call("tuning.cancel", "admin"),
     _call("tuning.use_best", "admin"),
     _call("benches.report", "watch", blank=lambda **_: BenchReport()),

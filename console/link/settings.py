@@ -25,6 +25,7 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
     saved: what config.toml says, None where it says nothing.
     wins: the flag or variable that wins over the file; "" where none does.
     waits: whether another value than the one in use is there to be used at the time that `when` says.
+    basic: one of those that most operators set.
     """
 
     name: str
@@ -41,6 +42,7 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
     wins: str = ""
     secret: bool = False
     waits: bool = False
+    basic: bool = False
 
 
 HIDDEN = "••••••••"

@@ -14,6 +14,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     reach: starting is the engine of this process before its first model loads; lost is tried again by itself, after
     `retry_in_s`; refused, too, but needs an operator to act.
+    model: the one that starting is about to load, "" where that is not known.
     reason: one sentence for lost and refused.  read_only: every command is refused.
     silent_s: whole seconds since anything came of an instance that is live, 0 where that is as it should be.
     """
@@ -24,6 +25,12 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     retry_in_s: float | None = None
     read_only: bool = False
     silent_s: int = 0
+    model: str = ""
+
+    @property
+    def starting_text(self) -> str:
+        """ "Starting demo…"."""
+        return f"Starting {self.model}…" if self.model else "Starting…"
 
     @property
     def stale(self) -> bool:

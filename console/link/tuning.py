@@ -13,6 +13,8 @@ from engine.errors import InvalidRequest
 TuningState = Literal["none", "running", "restoring", "done", "cancelled", "failed"]
 MAX_MINUTES = 24 * 60.0
 MAX_USERS = 10_000
+LOAD_S = 30.0
+LoadSeconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
 
 
 class TuneOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +94,7 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: settings that could not be measured, `refused` of them for want of memory.
     notes: what else happened: windows that do not count as a knob was changed, and longer ones.
     outcome: why it failed, or what came of it, in a sentence.
+    load_left_s, load_clients: of a sample load that runs; 0 where none does.
     """
 
     state: TuningState = "none"
@@ -114,6 +117,8 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...] = ()
     applied: bool = False
     outcome: str = msgspec.field(default="", name="said")
+    load_left_s: float = 0.0
+    load_clients: int = 0
 
     @property
     def best(self) -> Tried | None:
@@ -125,6 +130,11 @@ class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
         """True while it still changes knobs."""
         return self.state in ("running", "restoring")
 
+    @property
+    def sends_requests(self) -> bool:
+        """True while it, or a sample load, sends requests of its own."""
+        return self.under_way or self.load_clients > 0
+
 
 class TuningLink(Protocol):
     """Tuning, for a screen. Coroutines raise engine.errors.EngineError."""
@@ -134,6 +144,15 @@ class TuningLink(Protocol):
 
     async def start(self, order: TuneOrder) -> None:
         """Begin; returns once it has. Raises EngineBusy while another goes on, NoModelLoaded, InvalidRequest."""
+
+    async def start_load(self, model: str = "", seconds: LoadSeconds = LOAD_S) -> None:
+        """Send short requests for a while, two clients for each slot, behind all others; returns once it has begun.
+
+        Raises EngineBusy while it, a bench or a search runs, and what Engine.serving does where no model answers.
+        """
+
+    async def stop_load(self) -> None:
+        """End it and its requests. Nothing happens where none runs."""
 
     async def cancel(self) -> None:
         """End it and put everything back; returns when that is done. Nothing happens where none goes on."""

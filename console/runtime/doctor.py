@@ -69,10 +69,10 @@ def _listening(settings: Settings) -> Finding:
         value = f"on {settings.host} without a key: {who} may ask, load models and read the log"
         return Finding(_AREA, name, "ok", value, f"Make a key where that is more than you: {_MAKE_KEY}.")
     if settings.no_auth and not has_key:
-        advice = f"Leave --no-auth out, and make a key: {_MAKE_KEY}."
+        advice = f"Remove --no-auth, and make a key: {_MAKE_KEY}."
         return Finding(_AREA, name, "broken", f"--no-auth: clients that reach {settings.host} need no key", advice)
     if not has_key:
-        value = f"not to be had on {settings.host} without a key: everybody who reaches it could ask"
+        value = f"not to be had on {settings.host} without a key: every client that reaches it could use the API"
         return Finding(_AREA, name, "broken", value, f"Make one: {_MAKE_KEY}.")
     if settings.tls_cert is None:
         value = f"on {settings.host} without TLS: keys and texts can be read on the way"
@@ -111,7 +111,7 @@ def _keys(settings: Settings, sources: Sources) -> Finding:
             _AREA, "keys", "broken", error.message, "Put a key there, or name another: `--api-key-file FILE`."
         )
     except KeysUnavailable as error:
-        advice = f"Mend it, or start with new keys: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
+        advice = f"Correct it, or start with new keys: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
         return Finding(_AREA, "keys", "broken", error.message, advice)
     problems = [*key_warnings(settings, sources), *filter(None, [secret_file_warning(state_dir() / KEYS)])]
     if not problems:
@@ -135,11 +135,11 @@ def _changed_by_others(file: Path) -> Finding | None:
         except OSError:
             continue
         if found.st_uid not in (0, os.geteuid()):
-            advice = f"Have one of your own: `sudo chown $USER {path}`."
+            advice = f"Take ownership: `sudo chown $USER {path}`."
             return Finding(_AREA, "folders", "broken", f"{path} belongs to another user", advice)
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             value = f"other users may change the settings in {path}"
-            return Finding(_AREA, "folders", "broken", value, f"Keep it to yourself: `chmod go-w {path}`.")
+            return Finding(_AREA, "folders", "broken", value, f"Restrict it to your user: `chmod go-w {path}`.")
     return None
 
 
@@ -154,7 +154,7 @@ def _folders() -> Finding:
         if found.st_uid != os.geteuid():
             value, advice = (
                 f"{folder} belongs to another user",
-                f"Have one of your own: `sudo chown -R $USER {folder}`.",
+                f"Take ownership: `sudo chown -R $USER {folder}`.",
             )
             return Finding(_AREA, name, "broken", value, advice)
         if stat.S_IMODE(found.st_mode) & _OTHERS:
@@ -179,11 +179,11 @@ def _hub() -> Finding:
     except ValueError:
         host = ""
     if not host or address.scheme not in ("http", "https"):
-        advice = "Write it as the hub's own: `export HF_ENDPOINT=https://huggingface.co`."
-        return Finding(_AREA, "hub", "broken", "HF_ENDPOINT is no address of a hub", advice)
+        advice = "Set the address: `export HF_ENDPOINT=https://huggingface.co`."
+        return Finding(_AREA, "hub", "broken", "HF_ENDPOINT is not an address of a hub", advice)
     if address.scheme == "https" or is_loopback(host):
         return Finding(_AREA, "hub", "ok", f"{address.scheme}://{host}")
-    advice = f"Ask it by HTTPS: `export HF_ENDPOINT=https://{host}`."
+    advice = f"Use HTTPS: `export HF_ENDPOINT=https://{host}`."
     withheld = ", and it is not sent HF_TOKEN" if os.environ.get("HF_TOKEN") else ""
     return Finding(
         _AREA, "hub", "broken", f"http://{host} has no TLS: models can be changed on the way{withheld}", advice

@@ -143,7 +143,7 @@ def _calibration_text(found: Estimate) -> str:
     by = found.learned
     loads = f"{by.loads} earlier load{'s' if by.loads > 1 else ''}"
     return (
-        f"Corrected by {loads} of this model: weights times {by.weights_factor:.2f}, "
+        f"Calibrated from {loads} of this model: weights times {by.weights_factor:.2f}, "
         f"working memory {_mib(by.working_bytes)} MiB more per device."
     )
 

@@ -57,7 +57,10 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
                 status = runtime.api_status()
                 _say(f"listening on {status.url}")
                 if status.is_open:
-                    _say(f"--no-auth: everybody who reaches {status.url} may ask, without a key", alarming=True)
+                    _say(
+                        f"--no-auth: every client that reaches {status.url} can use the API without a key",
+                        alarming=True,
+                    )
             with recording(runtime.link(), settings.record):
                 if not await _load(runtime, choice, stop):
                     return 0

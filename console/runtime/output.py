@@ -56,8 +56,8 @@ def open_closed_streams() -> None:
 
 
 def redirected_stream() -> str:
-    """The name of a standard stream that is no terminal, "" where all three are. Keys come from stdin, the screen goes
-    to stderr. Raises InvalidRequest for a terminal that can show no screen."""
+    """The name of a standard stream that is not a terminal, "" where all three are. Keys come from stdin, the screen
+    goes to stderr. Raises InvalidRequest for a terminal that can show no screen."""
     streams = {"stdout": sys.__stdout__, "stderr": sys.__stderr__, "stdin": sys.__stdin__}
     found = next((name for name, stream in streams.items() if stream is None or not stream.isatty()), "")
     if not found and os.environ.get("TERM") == "dumb":

@@ -127,7 +127,7 @@ class Runtime:
         self.live_settings = LiveSettings(self.engine, settings, sources or Sources())
         self.open_folders = OpenFolders(self.engine, lambda: self.settings)
         self.api = ApiServer(self.engine, api_settings(settings, state_dir), self.open_folders.admit, self.link)
-        self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().under_way)
+        self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().sends_requests)
         self.tuning = Tuning(self.engine, state_dir, lambda: self.benches.report().under_way)
         self._api_error: ErrorInfo | None = None
         self._link: LocalEngine | None = None
@@ -191,7 +191,9 @@ class Runtime:
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
         """Return the result of `find` for a name, downloaded where needed (in a thread); one at a time."""
         if self._lookup is not None:
-            raise EngineBusy(f"{self._lookup.name} is being fetched; cancel that first", model=self._lookup.name)
+            raise EngineBusy(
+                f"{self._lookup.name} is being downloaded; cancel the download first", model=self._lookup.name
+            )
         self._lookup = finding = ModelLookup(name)
         try:
             found = await finding.by(find)

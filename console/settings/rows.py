@@ -43,6 +43,7 @@ def setting_rows(
             wins=origin.where if origin.source in ("flag", "variable") else "",
             secret=secret,
             waits=value != after,
+            basic=flag.basic,
         )
 
 

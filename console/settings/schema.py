@@ -62,6 +62,7 @@ class Flag:
     next start for all others.
     knob: name in Engine.load and Engine.reconfigure of what can be changed while a model serves, "" for all else.
     engine: the field of EngineConfig, "" for the one of the same name, if any.
+    basic: one of those that most operators set: the Settings screen begins with them.
     """
 
     group: Group
@@ -71,6 +72,7 @@ class Flag:
     when: When | None = None
     knob: str = ""
     engine: str = ""
+    basic: bool = False
 
     @property
     def used(self) -> When:
@@ -88,29 +90,31 @@ _MAX_DEPTH = 150
 class ServedSettings(BaseModel):
     """Part of `console.settings.schema.Settings`. Durations are seconds."""
 
-    api: Annotated[bool, Flag("API"), Field(description="Start the HTTP API with the program")] = True
+    api: Annotated[bool, Flag("API", basic=True), Field(description="Start the HTTP API with the program")] = True
     host: Annotated[
         str,
-        Flag("API", "ADDRESS"),
+        Flag("API", "ADDRESS", basic=True),
         Field(min_length=1, description="Listen address; *: all interfaces, IPv4 and IPv6; unix:PATH: a Unix socket"),
         AfterValidator(checked_host),
     ] = "127.0.0.1"
-    port: Annotated[int, Flag("API", "PORT"), Field(ge=0, le=65535, description="Listen port; 0: any free port")] = 8000
+    port: Annotated[
+        int, Flag("API", "PORT", basic=True), Field(ge=0, le=65535, description="Listen port; 0: any free port")
+    ] = 8000
     api_key: Annotated[
         SecretStr | None,
-        Flag("API", "KEY", example="change-me"),
+        Flag("API", "KEY", example="change-me", basic=True),
         Field(min_length=1, description="API key that clients send as a Bearer token"),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        Flag("API", "FILE", example="~/.config/ericllm/api-key"),
+        Flag("API", "FILE", example="~/.config/ericllm/api-key", basic=True),
         Field(description="File whose first line is the API key; flags are visible to other users of the machine"),
     ] = None
     no_auth: Annotated[bool, Flag("API"), Field(description="Allow a non-local listen address without an API key")] = (
         False
     )
     admin_remote: Annotated[
-        bool, Flag("API"), Field(description="Accept admin requests from other machines, with an API key")
+        bool, Flag("API", basic=True), Field(description="Accept admin requests from other machines, with an API key")
     ] = False
     tls_cert: Annotated[
         Path | None,
@@ -147,7 +151,7 @@ class ServedSettings(BaseModel):
     ] = 6000
     max_queue: Annotated[
         int,
-        Flag("API", "N"),
+        Flag("API", "N", basic=True),
         Field(ge=0, le=10**6, description="Max queued requests; further ones are refused with 429"),
     ] = 1024
     max_body_kib: Annotated[int, Flag("API", "KIB"), Field(ge=1, le=2**21, description="Max request body, in KiB")] = (
@@ -199,7 +203,7 @@ class ServedSettings(BaseModel):
     ] = 60.0
     access_log: Annotated[
         str | None,
-        Flag("API", "FILE", example="~/ericllm-access.jsonl"),
+        Flag("API", "FILE", example="~/ericllm-access.jsonl", basic=True),
         Field(
             min_length=1,
             description="Access log: one JSON line per request, without its texts; -: stdout, with --headless",
@@ -251,15 +255,15 @@ class Settings(ServedSettings):
 
     model: Annotated[
         str,
-        Flag("Model", "NAME", when="start"),
+        Flag("Model", "NAME", when="start", basic=True),
         Field(min_length=1, description="Model to load: a folder, a name found in --models-dir, a hub id, or 'demo'"),
     ] = "demo"
     models_dir: Annotated[
         Folders,
-        Flag("Model", "DIR", when="now"),
+        Flag("Model", "DIR", when="now", basic=True),
         Field(description="Folder to search for models, besides the hub cache; can be repeated"),
     ] = ()
-    backend: Annotated[BackendName, Flag("Model"), Field(description="Inference backend")] = "auto"
+    backend: Annotated[BackendName, Flag("Model", basic=True), Field(description="Inference backend")] = "auto"
     dtype: Annotated[
         DtypeName,
         Flag("Model", backends=("torch",)),
@@ -267,7 +271,7 @@ class Settings(ServedSettings):
     ] = "auto"
     weights: Annotated[
         WeightsName,
-        Flag("Model", backends=("torch",)),
+        Flag("Model", backends=("torch",), basic=True),
         Field(description="Quantize weights to int8 or int4 at load (CPU only); auto: as stored"),
     ] = "auto"
     deterministic: Annotated[
@@ -282,7 +286,7 @@ class Settings(ServedSettings):
     ] = None
     max_model_len: Annotated[
         int | None,
-        Flag("Model", "TOKENS", example=8192),
+        Flag("Model", "TOKENS", example=8192, basic=True),
         Field(ge=1, le=MAX_TOKENS, description="Max context length; the model's own if not given"),
     ] = None
     max_input_len: Annotated[
@@ -308,14 +312,14 @@ class Settings(ServedSettings):
 
     num_workers: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob="workers"),
+        Flag("Engine", "N", when="now", knob="workers", basic=True),
         Field(
             ge=NUM_WORKERS[0], le=NUM_WORKERS[1], description="Workers: replicas of the model, each in its own process"
         ),
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob="max_prompts"),
+        Flag("Engine", "N", when="now", knob="max_prompts", basic=True),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[
@@ -334,7 +338,7 @@ class Settings(ServedSettings):
     ] = 0
     timeout: Annotated[
         float,
-        Flag("Engine", "SECONDS", engine="timeout_s"),
+        Flag("Engine", "SECONDS", engine="timeout_s", basic=True),
         Field(ge=0, le=MAX_TIMEOUT_S, description="Request timeout, including time in the queue; 0: none"),
     ] = 600.0
     drain_seconds: Annotated[
@@ -349,7 +353,7 @@ class Settings(ServedSettings):
     ] = 60.0
     idle_unload: Annotated[
         float,
-        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s", engine="idle_unload_s"),
+        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s", engine="idle_unload_s", basic=True),
         Field(
             ge=0,
             le=MAX_TIMEOUT_S,
@@ -358,7 +362,7 @@ class Settings(ServedSettings):
     ] = 0.0
     devices: Annotated[
         SimulatedDevices,
-        Flag("Engine", "sim:GIB,GIB", example="sim:24,24"),
+        Flag("Engine", "sim:GIB,GIB", example="sim:24,24", basic=True),
         Field(description="Simulated GPUs with this many GiB each, computed on the CPU; default: real devices"),
     ] = ""
     cluster: Annotated[
@@ -371,7 +375,7 @@ class Settings(ServedSettings):
     ] = "local"
     gpu_split: Annotated[
         GigabyteList,
-        Flag("Engine", "GB,GB", when="load"),
+        Flag("Engine", "GB,GB", when="load", basic=True),
         Field(description="GB of weights on each GPU, for example 16,24"),
     ] = ()
     gpu_reserve: Annotated[
@@ -397,7 +401,7 @@ class Settings(ServedSettings):
     cache_bits: Annotated[
         CacheBits,
         BeforeValidator(whole_number),
-        Flag("Engine", when="load"),
+        Flag("Engine", when="load", basic=True),
         Field(description="Bits per KV cache element; 6 only with exllamav2"),
     ] = 16
     draft_model: Annotated[
@@ -429,7 +433,7 @@ class Settings(ServedSettings):
     ] = "key"
     show_prompts: Annotated[
         bool,
-        Flag("Engine"),
+        Flag("Engine", basic=True),
         Field(description="Keep prompts and answers of the last 200 requests in memory, readable by the operator"),
     ] = False
     worker_host: Annotated[
@@ -439,14 +443,14 @@ class Settings(ServedSettings):
     ] = "process"
     slo_ttft: Annotated[
         Duration | None,
-        Flag("Engine", "DURATION", example="500ms", when="now", engine="slo_ttft_s"),
+        Flag("Engine", "DURATION", example="500ms", when="now", engine="slo_ttft_s", basic=True),
         Field(
             gt=0, le=MAX_TIMEOUT_S, description="TTFT target: answers with a slower first token do not count as goodput"
         ),
     ] = None
     slo_itl: Annotated[
         Duration | None,
-        Flag("Engine", "DURATION", example="50ms", when="now", engine="slo_itl_s"),
+        Flag("Engine", "DURATION", example="50ms", when="now", engine="slo_itl_s", basic=True),
         Field(
             gt=0,
             le=MAX_TIMEOUT_S,
@@ -469,12 +473,12 @@ class Settings(ServedSettings):
     )
     theme: Annotated[
         str,
-        Flag("Console", "NAME", when="now"),
+        Flag("Console", "NAME", when="now", basic=True),
         Field(min_length=1, description="Colour theme; auto: dark, or high contrast on a 16-colour terminal"),
     ] = "auto"
     refresh_hz: Annotated[
         int,
-        Flag("Console", "N", when="now"),
+        Flag("Console", "N", when="now", basic=True),
         Field(ge=1, le=10, description="Screen updates per second"),
     ] = 2
     read_only: Annotated[bool, Flag("Console"), Field(description="Show everything, change nothing")] = False
@@ -484,7 +488,7 @@ class Settings(ServedSettings):
         Field(description="Record what the screens show into this file, for 'ericllm replay'"),
     ] = None
     log_level: Annotated[
-        LogLevel, Flag("Console"), Field(description="Lowest log level; requests are logged at info")
+        LogLevel, Flag("Console", basic=True), Field(description="Lowest log level; requests are logged at info")
     ] = "info"
     verbose: Annotated[bool, Flag("Console"), Field(description="Same as --log-level debug")] = False
     quiet: Annotated[

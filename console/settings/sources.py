@@ -50,7 +50,7 @@ class Sources:
     def read(
         cls, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, file: Path | None = None
     ) -> Sources:
-        """Read variables and file. Raises InvalidRequest for a name that is no setting, and for an unreadable file."""
+        """Read variables and file. Raises InvalidRequest for an unknown name, and for an unreadable file."""
         env = os.environ if env is None else env
         file = config_path(env) if file is None else file
         saved = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
@@ -106,7 +106,7 @@ def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     for name in changes:
         if name not in Settings.model_fields:
             raise InvalidRequest(
-                f"{name} is no setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}", param=name
+                f"{name} is not a setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}", param=name
             )
     try:
         values = {name: getattr(settings, name) for name in Settings.model_fields}
@@ -140,7 +140,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in Settings.model_fields:
             near = did_you_mean(name, Settings.model_fields, lambda setting: ENV_PREFIX + setting.upper())
-            raise InvalidRequest(f"{variable} is no setting of {APP_NAME}{near}", param=name)
+            raise InvalidRequest(f"{variable} is not a setting of {APP_NAME}{near}", param=name)
         values[name] = value
     return values
 
@@ -158,7 +158,8 @@ def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
     for name in values:
         if name not in Settings.model_fields:
             raise InvalidRequest(
-                f"{name!r} in {file} is no setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}", param=name
+                f"{name!r} in {file} is not a setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}",
+                param=name,
             )
     return values
 

@@ -6,20 +6,20 @@ import asyncio
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from functools import cached_property, partial
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.screen import Screen
+from textual.command import CommandPalette, Provider
 
 from console import text
 from console.adviser import Adviser
 from console.link.protocol import ApiStatus, EngineLink
 from console.tui import keymap, modes
-from console.tui.commands import BindingCommands
+from console.tui.alerts import AlertWatch
+from console.tui.commands import BindingCommands, ThemeCommands
 from console.tui.preferences import Preferences
 from console.tui.screens.base import AppScreen, ConsoleRow
 from console.tui.stylesheet import StyledApp, Stylesheet
@@ -29,11 +29,16 @@ from console.tui.widgets.glyphs import key_name, wants_ascii
 from console.tuning.effects import Effects
 from console.tuning.knobs import KnobName, Knobs, set_knob
 from engine.errors import EngineError
-from engine.snapshot import Snapshot
+from engine.snapshot import Alert, Snapshot
 
 if TYPE_CHECKING:
-    from console.tui.screens.dialogs import StopApi
+    from console.tui.screens.dialogs import FinishOrCut
     from console.tui.screens.tune.autotune_draft import TuneDraft
+
+
+_ALERT = "Alert"
+_MAX_ALERT_TOASTS = 3
+"""Alerts that have a toast each where several come at once."""
 
 
 # When to draw a snapshot: at once while requests run or something changed, else once a second.
@@ -49,6 +54,11 @@ def should_redraw(before: Snapshot | None, now: Snapshot) -> bool:
     return abs(now.at - before.at) >= IDLE_REDRAW_S or _doings(now) != _doings(before) or _stands_still(before, now)
 
 
+def _unfinished(snapshot: Snapshot) -> int:
+    """Requests that run or wait."""
+    return snapshot.running + snapshot.queued
+
+
 def _doings(snapshot: Snapshot) -> tuple[object, ...]:
     """Return what changes with work or commands alone."""
     return (
@@ -58,6 +68,8 @@ def _doings(snapshot: Snapshot) -> tuple[object, ...]:
         snapshot.max_prompts,
         snapshot.totals,
         snapshot.log_total,
+        snapshot.alerts,
+        snapshot.draining_since,
         snapshot.running,
         snapshot.queued,
         [(worker.id, worker.state, worker.progress, worker.restarts) for worker in snapshot.workers],
@@ -109,7 +121,7 @@ class EricApp(StyledApp, inherit_bindings=False):
     BINDINGS = keymap.BINDINGS  # type: ignore[assignment]
     MODES: ClassVar[dict[str, Any]] = {mode.name: mode.factory for mode in modes.MODES}
     DEFAULT_MODE = modes.MODES[0].name
-    COMMANDS = App.COMMANDS | {BindingCommands}
+    COMMANDS: ClassVar[set[type[Provider]]] = {BindingCommands}  # type: ignore[assignment]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (96, "-medium"), (126, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (28, "-regular"), (38, "-tall")]  # noqa: RUF012
 
@@ -133,8 +145,10 @@ class EricApp(StyledApp, inherit_bindings=False):
         self._knobs = Knobs()
         self.effects = Effects()
         self.adviser = Adviser()
+        self.alerts = AlertWatch()
         self.view = View.read(link)
         self._drawn: View | None = None
+        self._quits_when_drained = False
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -207,8 +221,23 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _follow(self, view: View) -> None:
         """Note what effects and advice are made of, whatever screen is seen."""
+        self._show_alerts(self.alerts.follow(view))
         self.effects.look(view.snapshot)
         self.adviser.listen(view.snapshot)
+        if self._quits_when_drained and view.published.draining_since is None:
+            self._quits_when_drained = False  # resumed
+        elif self._quits_when_drained and not _unfinished(view.published):
+            self.exit()
+
+    def _show_alerts(self, fresh: Sequence[Alert]) -> None:
+        """Toast what went wrong just now, on whatever screen is seen."""
+        if len(fresh) > _MAX_ALERT_TOASTS:
+            self.notify(f"{len(fresh)} new alerts: A lists them.", severity="error")
+            return
+        for alert in fresh:
+            if not any(toast.message in alert.text for toast in self._notifications):  # a command's error says it
+                message = f"{alert.text}\n{alert.done}" if alert.done else alert.text
+                self.notify(message, title=_ALERT, severity=alert.level, markup=False, timeout=10)
 
     # -- the model in view ---------------------------------------------------------------------------------------------
 
@@ -233,7 +262,7 @@ class EricApp(StyledApp, inherit_bindings=False):
     def _fatal_error(self) -> None:
         """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
         log.exception("the console failed")
-        self.panic("The console failed and had to close; the log says how. Running requests were ended.")
+        self.panic("The console failed and had to close. The log has the cause. Running requests were ended.")
 
     # -- commands to the engine --------------------------------------------------------------------------------------
 
@@ -245,7 +274,9 @@ class EricApp(StyledApp, inherit_bindings=False):
         try:
             await command
         except EngineError as error:
-            self.notify(error.message, severity="error", markup=False, timeout=8)
+            alerts = [toast.message for toast in self._notifications if toast.title == _ALERT]
+            if not any(error.message in alert for alert in alerts):
+                self.notify(error.message, severity="error", markup=False, timeout=8)
             return False
         if done:
             self.notify(done, markup=False)
@@ -281,7 +312,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _stop_api(self, api: ApiStatus) -> None:
         """Ask first where requests run or clients are connected; where no command is taken, the link says why."""
-        from console.tui.screens.dialogs import ConfirmScreen, StopApiScreen
+        from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen
 
         live = sum(row.source == "api" and row.state != "finished" for row in self.view.published.requests)
         running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
@@ -292,12 +323,15 @@ class EricApp(StyledApp, inherit_bindings=False):
             question = ConfirmScreen(title, "Cut them off now?", yes="Cut off", no="Keep waiting")
             self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
         elif live:
-            clients = f", {text.plural(api.clients, 'client')} in the last minute"
-
-            def answered(answer: StopApi | None) -> None:
-                self._switch_api_off(answer or "")
-
-            self.push_screen(StopApiScreen(f"{running}{clients}."), answered)
+            stopping = FinishOrCutScreen(
+                f"{running}, {text.plural(api.clients, 'client')} in the last minute.",
+                "Finish: new requests are refused, and the API goes off when\nthe last running one has its answer.\n"
+                "Cut off: clients get an error in place of the rest.",
+                finish="Finish them first",
+                cut="Cut them off now",
+                no="Keep it on",
+            )
+            self.push_screen(stopping, lambda answer: self._switch_api_off(answer or ""))
         else:
             clients = f"{text.plural(api.clients, 'client')} in the last minute"
             connections = f"{text.plural(api.connections, 'connection')} {'is' if api.connections == 1 else 'are'} open"
@@ -305,12 +339,39 @@ class EricApp(StyledApp, inherit_bindings=False):
             question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Cancel")
             self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
 
-    def _switch_api_off(self, how: StopApi) -> None:
+    def _switch_api_off(self, how: FinishOrCut) -> None:
         if how == "finish":
             self.notify("The API takes no new requests and goes off after the last running one.")
             self.perform(self.link.stop_api(finish=True), done="The API is off")
         elif how == "cut":
             self.perform(self.link.stop_api(), done="The API is off")
+
+    def action_toggle_drain(self) -> None:
+        """Refuse new requests, after a question where the engine serves; or take them again."""
+        from console.tui.screens.dialogs import ConfirmScreen
+
+        snapshot, api = self.view.published, self.link.api_status()
+        if snapshot.draining_since is not None:
+            self.perform(self.link.resume(), done="New requests are taken again")
+            return
+
+        def drain() -> None:
+            self.perform(self.link.drain(), done="Draining: new requests are refused until D is pressed again")
+
+        unfinished = _unfinished(snapshot)
+        if self.view.is_read_only or not (unfinished or api.running):
+            drain()
+            return
+        question = ConfirmScreen(
+            f"Drain? {text.plural(unfinished, 'request')} {'finishes' if unfinished == 1 else 'finish'} first."
+            if unfinished
+            else "Drain? No request is running.",
+            "New requests, from the API and from Chat, get a 503 until you resume (D).\n"
+            "Models stay loaded; /ready says that the server is draining.",
+            yes="Drain",
+            no="Cancel",
+        )
+        self.push_screen(question, lambda sure: drain() if sure else None)
 
     # -- screens ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +379,12 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Go to a screen."""
         if (own := self.own_mode(mode)) != self.current_mode:
             self.switch_mode(own)
+
+    async def action_at(self, mode: str, action: str) -> None:
+        """Go to a screen, and do something there."""
+        if (own := self.own_mode(mode)) != self.current_mode:
+            await self.switch_mode(own)
+        await self.run_action(action, self.screen)
 
     def make_screens_ahead(self) -> None:
         """Make all screens, one after another, with pauses for keys."""
@@ -352,12 +419,19 @@ class EricApp(StyledApp, inherit_bindings=False):
         if not isinstance(self.screen, InsightScreen):
             self.push_screen(InsightScreen())
 
-    def action_benches(self, form: str = "") -> None:
-        """Show the benchmarks. form: name of a bench whose form opens at once."""
+    def action_alerts(self) -> None:
+        """Show the alerts."""
+        from console.tui.screens.alerts.screen import AlertsScreen
+
+        if not isinstance(self.screen, AlertsScreen):
+            self.push_screen(AlertsScreen())
+
+    def action_benches(self) -> None:
+        """Show the benchmarks."""
         from console.tui.screens.benches.screen import BenchesScreen
 
         if not isinstance(self.screen, BenchesScreen):
-            self.push_screen(BenchesScreen(self.link, model=self.view.model_name, form=form))
+            self.push_screen(BenchesScreen(self.link, model=self.view.model_name))
 
     def action_autotune(self) -> None:
         """Find the best settings of the model in view: what it is to go by first, then the Tune screen."""
@@ -380,34 +454,41 @@ class EricApp(StyledApp, inherit_bindings=False):
         return TuneDraft()
 
     async def action_quit(self) -> None:
-        """Quit; ask first when that would cut answers off."""
-        from console.tui.screens.dialogs import ConfirmScreen
+        """Quit; ask first when that would cut answers off, and offer to finish them."""
+        from console.tui.screens.dialogs import FinishOrCutScreen
 
-        snapshot = self.view.published
-        unfinished = snapshot.running + snapshot.queued
+        unfinished = _unfinished(self.view.published)
         local = self.view.link_status.reach in ("here", "starting")
-        if not local or not unfinished or isinstance(self.screen, ConfirmScreen):
+        if not local or not unfinished or isinstance(self.screen, FinishOrCutScreen):
             self.exit()
             return
-        title = f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished."
-        question = ConfirmScreen(title, "Their clients get the output so far. Quit?", yes="Quit", no="Cancel")
-        self.push_screen(question, lambda leave: self.exit() if leave else None)
+        question = FinishOrCutScreen(
+            f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished.",
+            "Finish: new requests are refused, and the console quits after the last one.\n"
+            "Quit now: clients get the output so far.",
+            finish="Finish them first",
+            cut="Quit now",
+            no="Cancel",
+        )
+        self.push_screen(question, self._quit)
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Yield the palette's commands that have no key."""
-        from console.bench.kinds import PLANS  # not before the first frame
+    def _quit(self, how: FinishOrCut | None) -> None:
+        if how == "finish":
+            self.notify("The console quits after the last request. D on the Dashboard takes new ones again.")
+            self.perform(self._drain_to_quit())
+        elif how == "cut":
+            self.exit()
 
-        yield SystemCommand("Doctor", "Check this machine and its install", self.action_doctor)
-        yield SystemCommand("Benchmarks", "Run benchmarks; plot and compare results", self.action_benches)
-        for name, plan in {} if self.view.is_read_only else PLANS.items():
-            yield SystemCommand(f"Bench {name}", plan.sentence(), partial(self.action_benches, name))
-        if not self.view.is_read_only:
-            yield SystemCommand("Autotune", "Find the best settings of the model by measurement", self.action_autotune)
-        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save a picture of this screen (SVG) where you are", self._picture)
+    async def _drain_to_quit(self) -> None:
+        await self.link.drain()
+        self._quits_when_drained = True
 
-    def _picture(self) -> None:
-        """Once the palette is off the screen."""
+    def search_themes(self) -> None:
+        """Choose a theme by name."""
+        self.push_screen(CommandPalette(providers=[ThemeCommands], placeholder="Search for themes…"))
+
+    def action_picture(self) -> None:
+        """Save a picture of the screen, once the palette is off it."""
         self.set_timer(PALETTE_GONE_S, self._save_picture)
 
     def _save_picture(self) -> None:

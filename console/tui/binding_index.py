@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from textual.binding import ActiveBinding, Binding
+from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
 
@@ -24,16 +24,18 @@ def mutating_ids(owner: type[DOMNode]) -> frozenset[str]:
 
     They are read from where they are declared: of an active binding, Textual has a copy without fields of ours.
     """
-    declared = (each for base in owner.__mro__ for each in base.__dict__.get("BINDINGS", ()))
-    return frozenset(each.id for each in declared if isinstance(each, ConsoleBinding) and each.mutates and each.id)
+    return frozenset(each.id for each in _declared(owner) if each.mutates and each.id)
 
 
-def without_mutating_bindings(bindings: Mapping[str, ActiveBinding]) -> dict[str, ActiveBinding]:
-    """Return the bindings of a screen, those that change the engine switched off."""
-    return {
-        key: active._replace(enabled=active.enabled and active.binding.id not in mutating_ids(type(active.node)))
-        for key, active in bindings.items()
-    }
+@cache
+def primary_ids(owner: type[DOMNode]) -> frozenset[str]:
+    """Return the ids of the bindings of a class, inherited ones too, that are the main thing to do there."""
+    return frozenset(each.id for each in _declared(owner) if each.primary and each.id)
+
+
+def _declared(owner: type[DOMNode]) -> Iterator[ConsoleBinding]:
+    for base in owner.__mro__:
+        yield from (each for each in base.__dict__.get("BINDINGS", ()) if isinstance(each, ConsoleBinding))
 
 
 @dataclass(frozen=True, slots=True)

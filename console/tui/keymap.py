@@ -1,6 +1,8 @@
-"""The keys that work on every screen. Each binding has an id (to be remapped by) and a tooltip (its palette entry).
+"""The keys that work on every screen: they move about and quit, and change nothing. Each binding has an id (to be
+remapped by) and a tooltip (its palette entry).
 
 A screen adds its own in the same way; `console.tui.commands` and the help screen read them from where they are.
+Those that several screens share are here too.
 """
 
 from __future__ import annotations
@@ -14,61 +16,22 @@ from console.tui.modes import MODES
 
 @dataclass(frozen=True)
 class ConsoleBinding(Binding):
-    """A binding that may change the engine. mutates: it does, so a read-only console leaves it out."""
+    """A binding with what its key means to the console.
+
+    mutates: it changes the engine, so a read-only console leaves it out.
+    primary: the main thing to do where it is declared, so the footer begins with it.
+    """
 
     mutates: bool = False
+    primary: bool = False
 
 
 WORKERS = Binding.Group("Workers", compact=True)
 PROMPTS = Binding.Group("Prompts", compact=True)
-INSIGHT = Binding(
-    "n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go", show=False
+API_SWITCH = ConsoleBinding(
+    "a", "app.toggle_api", "API", id="api.toggle", mutates=True, tooltip="Switch the HTTP API on or off"
 )
-
-BINDINGS: list[Binding] = [
-    *(
-        Binding(
-            mode.digit,
-            f"app.open('{mode.name}')",
-            mode.title,
-            id=f"open.{mode.name}",
-            tooltip=f"Go to {mode.title}",
-            show=False,
-        )
-        for mode in MODES
-    ),
-    *(
-        Binding(
-            f"f{mode.digit}",
-            f"app.open('{mode.name}')",
-            mode.title,
-            id=f"open.{mode.name}.always",
-            tooltip=f"Go to {mode.title}",
-            show=False,
-            priority=True,
-        )
-        for mode in MODES
-    ),
-    Binding(
-        "question_mark",
-        "app.help",
-        "Help",
-        id="help",
-        tooltip="Show the keys and what the numbers mean",
-        key_display="?",
-    ),
-    INSIGHT,
-    Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
-    ConsoleBinding(
-        "a", "app.toggle_api", "API", id="api.toggle", mutates=True, tooltip="Switch the HTTP API on or off"
-    ),
-    Binding(
-        "m",
-        "app.next_model",
-        "Model",
-        id="model.next",
-        tooltip="Show the next model: state, knobs, chat",
-    ),
+KNOBS: tuple[ConsoleBinding, ...] = (
     ConsoleBinding(
         "left_square_bracket",
         "app.step('workers', -1)",
@@ -105,6 +68,79 @@ BINDINGS: list[Binding] = [
         tooltip="Raise max prompts by one",
         key_display="+",
         group=PROMPTS,
+    ),
+)
+DRAIN = ConsoleBinding(
+    "D",
+    "app.toggle_drain",
+    "Drain",
+    id="drain.toggle",
+    mutates=True,
+    tooltip="Drain: finish what runs and refuse new requests, or take new ones again",
+    show=False,
+)
+HELP = Binding(
+    "question_mark", "app.help", "Help", id="help", tooltip="Show the keys and what the numbers mean", key_display="?"
+)
+READOUT: tuple[Binding, ...] = (
+    Binding(
+        "left_parenthesis",
+        "readout(-1)",
+        "Earlier",
+        id="graphs.earlier",
+        tooltip="Read the values of an earlier moment in the graphs",
+        key_display="(",
+        show=False,
+    ),
+    Binding(
+        "right_parenthesis",
+        "readout(1)",
+        "Later",
+        id="graphs.later",
+        tooltip="Read the values of a later moment in the graphs",
+        key_display=")",
+        show=False,
+    ),
+)
+ALERTS = Binding("A", "app.alerts", "Alerts", id="alerts", tooltip="Alerts: what went wrong lately", show=False)
+INSIGHT = Binding(
+    "n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go", show=False
+)
+
+BINDINGS: list[Binding] = [
+    *(
+        Binding(
+            mode.digit,
+            f"app.open('{mode.name}')",
+            mode.title,
+            id=f"open.{mode.name}",
+            tooltip=f"Go to {mode.title}",
+            show=False,
+        )
+        for mode in MODES
+    ),
+    *(
+        Binding(
+            f"f{mode.digit}",
+            f"app.open('{mode.name}')",
+            mode.title,
+            id=f"open.{mode.name}.always",
+            tooltip=f"Go to {mode.title}",
+            show=False,
+            priority=True,
+        )
+        for mode in MODES
+    ),
+    HELP,
+    INSIGHT,
+    ALERTS,
+    Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
+    Binding(
+        "m",
+        "app.next_model",
+        "Model",
+        id="model.next",
+        tooltip="Show the next model: state, knobs, chat",
     ),
     Binding("ctrl+q", "app.quit", "Quit", id="quit.always", tooltip="Quit the console", show=False, priority=True),
     Binding(

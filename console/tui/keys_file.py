@@ -67,14 +67,14 @@ def check_keys(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -
     problems, good = list(file.problems), dict(file.keys)
     for name, keys in file.keys.items():
         if name not in ids:
-            problems.append(f"{name} is no action{did_you_mean(name, ids)}")
+            problems.append(f"{name} is not an action{did_you_mean(name, ids)}")
             del good[name]
         elif wrong := [key for key in keys.split(",") if not is_key(key)]:
             problems.append(f"{name}: {_quote(wrong[0])} is no key{did_you_mean(wrong[0], _NAMED)}")
             del good[name]
     clashes = list(_clashes(good, bound, meets))
     for one, other, key in clashes:
-        problems.append(f"{_quote(key)} would be both {one} and {other}")
+        problems.append(f"{_quote(key)} would mean both {one} and {other}")
     spoilt = {name for one, other, _ in clashes for name in (one, other)}
     return KeysFile({name: keys for name, keys in good.items() if name not in spoilt}, tuple(dict.fromkeys(problems)))
 

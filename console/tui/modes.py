@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One screen: `module` and `screen` say where its class is; `digit` and F<digit> open it."""
+    """One screen: `module` and `screen` say where its class is; `digit` and F<digit> open it.
+
+    short: its name on a tab where there is no room for the title; "" is the title.
+    """
 
     name: str
     digit: str
     title: str
     module: str
     screen: str
+    short: str = ""
 
     @property
     def factory(self) -> Callable[[], ConsoleScreen]:
@@ -39,12 +43,12 @@ def import_screens() -> None:
 
 
 MODES: tuple[Mode, ...] = (
-    Mode("dashboard", "1", "Dashboard", "console.tui.screens.dashboard.screen", "DashboardScreen"),
+    Mode("dashboard", "1", "Dashboard", "console.tui.screens.dashboard.screen", "DashboardScreen", "Dash"),
     Mode("models", "2", "Models", "console.tui.screens.models.screen", "ModelsScreen"),
     Mode("chat", "3", "Chat", "console.tui.screens.chat.screen", "ChatScreen"),
-    Mode("requests", "4", "Requests", "console.tui.screens.requests.screen", "RequestsScreen"),
+    Mode("requests", "4", "Requests", "console.tui.screens.requests.screen", "RequestsScreen", "Reqs"),
     Mode("tune", "5", "Tune", "console.tui.screens.tune.screen", "TuneScreen"),
     Mode("api", "6", "API", "console.tui.screens.api.screen", "ApiScreen"),
     Mode("logs", "7", "Logs", "console.tui.screens.logs.screen", "LogsScreen"),
-    Mode("settings", "8", "Settings", "console.tui.screens.settings.screen", "SettingsScreen"),
+    Mode("settings", "8", "Settings", "console.tui.screens.settings.screen", "SettingsScreen", "Set"),
 )

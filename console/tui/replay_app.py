@@ -12,6 +12,7 @@ from textual.widgets import Input, TextArea
 from console.link.recording.link import ReplayLink, time_of
 from console.link.rpc import as_link
 from console.tui.app import EricApp
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.attach.replay import PlayReading, ReplayBar
 from console.tui.screens.base import ConsoleRow
 
@@ -19,9 +20,17 @@ _OWN = frozenset({"pause", "seek", "seek_end", "speed", "go_to"})
 
 
 def _key(key: str, action: str, title: str, name: str, tooltip: str, *, shown: str = "", show: bool = False) -> Binding:
-    """A key of the replay, which goes before those of tables and lists."""
-    return Binding(
-        key, action, title, id=f"replay.{name}", tooltip=tooltip, show=show, priority=True, key_display=shown
+    """A key of the replay, which goes before those of tables and lists. Pausing is the main thing."""
+    return ConsoleBinding(
+        key,
+        action,
+        title,
+        id=f"replay.{name}",
+        tooltip=tooltip,
+        show=show,
+        priority=True,
+        key_display=shown,
+        primary=name == "pause",
     )
 
 
@@ -29,11 +38,11 @@ class ReplayApp(EricApp):
     """replay: the recording."""
 
     BINDINGS: ClassVar[list[Binding]] = [
-        _key("space", "pause", "Pause", "pause", "Pause the recording, or go on", shown="space", show=True),
+        _key("space", "pause", "Pause", "pause", "Pause or resume the recording", shown="space", show=True),
         _key("left", "seek(-10)", "−10 s", "back", "Go back 10 seconds", shown="←", show=True),
-        _key("right", "seek(10)", "+10 s", "on", "Go on 10 seconds", shown="→", show=True),
+        _key("right", "seek(10)", "+10 s", "on", "Go forward 10 seconds", shown="→", show=True),
         _key("shift+left", "seek(-60)", "−1 min", "back_minute", "Go back a minute"),
-        _key("shift+right", "seek(60)", "+1 min", "on_minute", "Go on a minute"),
+        _key("shift+right", "seek(60)", "+1 min", "on_minute", "Go forward a minute"),
         _key("home", "seek_end(False)", "Start", "start", "Go to the start of the recording"),
         _key("end", "seek_end(True)", "End", "end", "Go to the end of the recording"),
         _key("less_than_sign", "speed(-1)", "Slower", "slower", "Play slower", shown="<", show=True),

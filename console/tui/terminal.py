@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from console.link.protocol import ApiStatus, EngineLink
@@ -75,11 +76,12 @@ def _log_lines(read_fd: int) -> None:
 class OpeningLink:
     """A link that polls empty until the engine is there; other calls wait for it, well under a second.
 
-    opening: gives the link of the engine.  api: what is said of the HTTP server until then.
+    opening: gives the link of the engine.  api: what is said of the HTTP server until then, model: that will be loaded.
     """
 
-    def __init__(self, opening: Future[EngineLink], api: ApiStatus) -> None:
+    def __init__(self, opening: Future[EngineLink], api: ApiStatus, model: str = "") -> None:
         self._opening = opening
+        self._model = model
         self._api = api
 
     def snapshot(self) -> Snapshot:
@@ -100,7 +102,7 @@ class OpeningLink:
     def standing(self) -> LinkStatus:
         """That of the engine; starting before."""
         link = self._link
-        return link_status(link) if link is not None else LinkStatus(reach="starting")
+        return link_status(link) if link is not None else LinkStatus(reach="starting", model=self._model)
 
     @property
     def _link(self) -> EngineLink | None:
@@ -130,7 +132,9 @@ def run_console(
             say(f"joining the cluster {settings.cluster}")
             engine.open()
             engine.opened.result()
-        link: Any = OpeningLink(engine.opened, ApiStatus(host=settings.host, port=settings.port))
+        link: Any = OpeningLink(
+            engine.opened, ApiStatus(host=settings.host, port=settings.port), PurePath(choice.name).name
+        )
         app = (make_app or EricApp)(
             _read_only(link) if settings.read_only else link,
             theme=settings.theme,

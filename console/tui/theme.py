@@ -30,7 +30,7 @@ def _colour(value: str) -> str:
     try:
         Color.parse(value)
     except ColorParseError as error:
-        raise ValueError(f"{value!r} is no colour") from error
+        raise ValueError(f"{value!r} is not a colour") from error
     return value
 
 
@@ -205,15 +205,15 @@ def _mistaken(variables: Mapping[str, str]) -> Iterator[str]:
     names = Theme(name="", primary="teal").to_color_system().generate() | dict.fromkeys(_STAND_INS, "")
     for name, value in variables.items():
         if name not in names:
-            yield f"{name} is no variable{did_you_mean(name, names)}"
+            yield f"{name} is not a variable{did_you_mean(name, names)}"
         elif name.endswith("-style"):
             if not set(value.split()) <= VALID_STYLE_FLAGS:
-                yield f"{name}: {value!r} is no style"
+                yield f"{name}: {value!r} is not a style"
         elif not value.startswith("auto ") and value != "initial":
             try:
                 Color.parse(value)
             except ColorParseError:
-                yield f"{name}: {value!r} is no colour"
+                yield f"{name}: {value!r} is not a colour"
 
 
 def load_themes(folders: Iterable[Path]) -> Themes:
@@ -246,7 +246,7 @@ def _reasons(error: Exception) -> Iterator[str]:
         if found["type"] == "extra_forbidden":
             owner = ThemeFile.model_fields[groups[0]].annotation if groups else ThemeFile
             fields = owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
-            yield f"{where} is nothing that a theme has{did_you_mean(name, fields)}"
+            yield f"{where} is not part of a theme{did_you_mean(name, fields)}"
         elif found["type"] == "missing":
             yield f"{where} is missing"
         else:

@@ -188,6 +188,19 @@ class DraftPosition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     accepted: int = 0
 
 
+StepLimit = Literal["none", "max_prompts", "kv_pages", "step_tokens"]
+"""What kept a step from doing more: a knob, the KV pages, or that there was no more work."""
+
+
+class TimeLost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds that a request lost on its worker, by cause: "slot", "pages", "step_tokens" and "grammar" before its
+    prompt is computed, "prefill_prompts" and "prompts" to other requests' prompts in its steps, before its first token
+    and after it, and "preempted". behind: the request whose prompt took most of it, "" for none."""
+
+    seconds: dict[str, float] = {}
+    behind: str = ""
+
+
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused.
 
@@ -197,6 +210,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens, draft_accepted: tokens drafted, and those of them that were accepted.  drafts: the same by
     position, where the backend counts them so.
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
+    limited: steps by what limited them, {} where that is not known.
     """
 
     waiting: int = 0
@@ -217,6 +231,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[DraftPosition, ...] = ()
     prompts_limit: int = 0
     sequences: tuple[SequenceStats, ...] = ()
+    limited: dict[StepLimit, int] = {}
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +287,9 @@ class Backend(Protocol):
 
     def stats(self) -> BackendStats:
         """Counters and gauges now."""
+
+    def time_lost(self, request_id: str) -> TimeLost:
+        """Return what a live request has lost so far, or one that has ended, once; nothing where that is not known."""
 
     def prefix_changes(self) -> PrefixChanges:
         """Return changes of the prefix cache since the last call; none where the backend does not track them."""

@@ -51,7 +51,7 @@ def _refusals(backend: str) -> tuple[tuple[str, str], ...]:
 
 
 def bounds(name: str) -> str:
-    """Return the range of a parameter in words; "" for one that is no number."""
+    """Return the range of a parameter in words; "" for one that is not a number."""
     if name not in RANGES:
         return ""
     low, high = RANGES[name]

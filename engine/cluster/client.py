@@ -68,7 +68,7 @@ class DriverClient:
             return future.result(patience_s)
         except TimeoutError:
             name = type(request).__name__.lower()
-            hint = f"; Ray says: {self._tail[-1]}" if self._tail else ""
+            hint = f"; Ray: {self._tail[-1]}" if self._tail else ""
             raise ClusterUnavailable(f"the cluster did not answer ({name}) within {patience_s:g} s{hint}") from None
 
     def call_soon(self, request: messages.Request) -> Future[Result]:

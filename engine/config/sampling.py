@@ -45,7 +45,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
         size = len(self.source.encode(errors="surrogatepass"))
         if size > max_bytes:
             raise InvalidRequest(
-                f"{self.param} has {size} bytes; it may have {max_bytes}", param=self.param, value=size, limit=max_bytes
+                f"{self.param} has {size} bytes; the max is {max_bytes}", param=self.param, value=size, limit=max_bytes
             )
 
 

@@ -7,12 +7,13 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
 
-from engine.snapshot import DeviceLimits, DeviceReading, ProcessMemory
+from engine.snapshot import DeviceLimits, DeviceReading, DeviceSensors, ProcessMemory
 from engine.system.memory import read_ram
 
 # The most that a GPU can, worked out of what NVML says. Nothing is guessed: one that is not in the table has no
@@ -68,17 +69,48 @@ def nvidia_limits(
     )
 
 
+# What lowers a clock, bit by bit (nvml.h, "NvmlClocksEventReasons"). An idle GPU lowers its own: that is no throttling.
+
+_THROTTLE_REASONS: Mapping[int, str] = {
+    0x002: "clocks set by the operator",
+    0x004: "power limit",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "temperature",
+    0x040: "temperature (hardware)",
+    0x080: "power brake",
+    0x100: "display clocks",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+
+
+def throttle_reasons(bits: int) -> tuple[str, ...]:
+    """Return the reasons of a throttled clock in words; () where nothing throttles it."""
+    return tuple(reason for bit, reason in _THROTTLE_REASONS.items() if bits & bit)
+
+
 _log = logging.getLogger("engine")
 _MIG = "MIG-"
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_SLOW_READS = 10
+"""Readings that change rarely are read once in this number of samples."""
+_MAX_XIDS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Gpu:
-    """A device under the id that CUDA gives it, and NVML's handle of it. limits: None for a slice of one."""
+    """A device under the id that CUDA gives it, and NVML's handle of it. limits: None for a slice of one.
+
+    sensors: the last readings, of which a sample renews a part.  events: where its Xid errors are reported, None where
+    they are not.
+    """
 
     id: str
     handle: Any
     limits: DeviceLimits | None = None
+    sensors: DeviceSensors = field(default_factory=DeviceSensors)
+    events: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +135,25 @@ class NvmlProbe:
         self._nvml: Any = None
         self._gpus: list[_Gpu] = []
         self._silent: set[str] = set()
+        self._samples = 0
         try:
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._gpus = self._find(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            for gpu in self._gpus:
+                gpu.sensors = self._constants(gpu.handle)
+                gpu.events = self._xid_events(gpu.handle)
         except Exception as error:  # NVMLError's class is only known once the library is there
             _log.debug("no NVIDIA GPU: %s", error)
 
     def read(self, pids: Iterable[int] = ()) -> Sequence[DeviceReading]:
         """One reading per GPU that answers."""
         ours = frozenset(pids)
-        readings = (self._read(gpu, ours) for gpu in self._gpus)
-        return tuple(reading for reading in readings if reading is not None)
+        found = [reading for gpu in self._gpus if (reading := self._read(gpu, ours)) is not None]
+        if self._gpus:
+            self._sample_pcie(self._gpus[self._samples % len(self._gpus)])
+        self._samples += 1
+        return tuple(found)
 
     # --- which there are ------------------------------------------------------------------------------------------
 
@@ -164,6 +203,7 @@ class NvmlProbe:
         used = memory.total_bytes - memory.free_bytes
         work = min(used, sum(size for pid, size in bytes_by_pid.items() if pid in ours))
         utilisation = self._ask("nvmlDeviceGetUtilizationRates", gpu.handle)
+        gpu.sensors = self._sensors(gpu, utilisation)
         sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
         return DeviceReading(
             id=gpu.id,
@@ -179,7 +219,74 @@ class NvmlProbe:
             power_limit_w=_milli(self._ask("nvmlDeviceGetEnforcedPowerLimit", gpu.handle)),
             others=_name_processes({pid: size for pid, size in bytes_by_pid.items() if pid not in ours}),
             limits=gpu.limits,
+            own=_name_processes({pid: size for pid, size in bytes_by_pid.items() if pid in ours}),
+            sensors=gpu.sensors,
         )
+
+    def _constants(self, handle: Any) -> DeviceSensors:
+        """Return the readings that stay the same while the driver is loaded."""
+        return DeviceSensors(
+            max_sm_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
+            max_memory_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY_CLOCK),
+            max_pcie_generation=self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            max_pcie_width=self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        )
+
+    def _sensors(self, gpu: _Gpu, utilisation: Any) -> DeviceSensors:
+        """Renew the readings of the moment; those that change rarely once in _SLOW_READS samples."""
+        handle = gpu.handle
+        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if bits is None:  # an older library
+            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        changes: dict[str, object] = {
+            "memory_utilisation": None if utilisation is None else utilisation.memory / 100,
+            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            "memory_clock_mhz": self._ask("nvmlDeviceGetClockInfo", handle, _MEMORY_CLOCK),
+            "throttle_reasons": None if bits is None else throttle_reasons(bits),
+            "xid_errors": self._xid_errors(gpu),
+        }
+        if self._samples % _SLOW_READS == 0:
+            fan = self._ask("nvmlDeviceGetFanSpeed", handle)
+            uncorrected = getattr(self._nvml, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", 1)
+            volatile = getattr(self._nvml, "NVML_VOLATILE_ECC", 0)
+            changes |= {
+                "pcie_generation": self._ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                "pcie_width": self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+                "ecc_errors": self._ask("nvmlDeviceGetTotalEccErrors", handle, uncorrected, volatile),
+                "fan": None if fan is None else fan / 100,
+            }
+        return msgspec.structs.replace(gpu.sensors, **changes)
+
+    def _sample_pcie(self, gpu: _Gpu) -> None:
+        """Measure the PCIe traffic of one GPU for its next reading: NVML watches it for 20 ms in either direction, so
+        that each sample has time for one."""
+        kib_per_s = (self._ask("nvmlDeviceGetPcieThroughput", gpu.handle, counter) for counter in (1, 0))
+        received, sent = (None if each is None else each * 1024.0 for each in kib_per_s)
+        gpu.sensors = msgspec.structs.replace(gpu.sensors, pcie_rx_bytes_per_s=received, pcie_tx_bytes_per_s=sent)
+
+    def _xid_events(self, handle: Any) -> Any:
+        """Return a set of events that gets the Xid errors of a GPU; None where it or its driver reports none."""
+        events = self._ask("nvmlEventSetCreate")
+        if events is None:
+            return None
+        try:
+            self._nvml.nvmlDeviceRegisterEvents(handle, getattr(self._nvml, "nvmlEventTypeXidCriticalError", 8), events)
+        except (self._nvml.NVMLError, AttributeError):
+            self._ask("nvmlEventSetFree", events)
+            return None
+        return events
+
+    def _xid_errors(self, gpu: _Gpu) -> tuple[int, ...] | None:
+        """The Xid errors so far, with those since the last sample."""
+        if gpu.events is None:
+            return None
+        found = list(gpu.sensors.xid_errors or ())
+        for _ in range(_MAX_XIDS):
+            event = self._ask("nvmlEventSetWait_v2", gpu.events, 0)
+            if event is None:  # none is waiting
+                break
+            found.append(int(event.eventData))
+        return tuple(found[-_MAX_XIDS:])
 
     def _limits(self, handle: Any) -> DeviceLimits | None:
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
@@ -187,9 +294,9 @@ class NvmlProbe:
             capability=None if capability is None else (int(capability[0]), int(capability[1])),
             geforce="geforce" in _text(self._ask("nvmlDeviceGetName", handle)).lower(),
             cores=self._ask("nvmlDeviceGetNumGpuCores", handle),
-            clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, getattr(self._nvml, "NVML_CLOCK_SM", 1)),
+            clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
             memory_bits=self._ask("nvmlDeviceGetMemoryBusWidth", handle),
-            memory_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, getattr(self._nvml, "NVML_CLOCK_MEM", 2)),
+            memory_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY_CLOCK),
         )
 
     def _memory(self, gpu: _Gpu) -> _Memory | None:

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.backends.base import LoadedModel
 from engine.config import DeviceShare
+from engine.devices.simulated import under_load
 from engine.snapshot import DeviceReading
 
 WINDOW_S = 1.0
@@ -53,10 +54,11 @@ def account(
     """
     shares = [share for of_worker in shares_by_worker.values() for share in of_worker]
     return tuple(
-        _simulated_reading(reading, claim_of(reading.id, shares), (busy or {}).get(reading.id, 0.0))
+        _simulated_reading(under_load(reading, use), claim_of(reading.id, shares), use)
         if reading.kind == "simulated"
         else split_memory(reading, claim_of(reading.id, shares))
         for reading in readings
+        for use in ((busy or {}).get(reading.id, 0.0),)
     )
 
 

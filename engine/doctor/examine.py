@@ -148,8 +148,8 @@ def why_no_gpu_is_seen(facts: Facts) -> str:
     if not torch.cuda:
         return "it is a build for CPUs"
     if driver_too_old(facts.driver, torch.cuda):
-        return f"torch needs CUDA {torch.cuda}, and driver {facts.driver.version} runs CUDA {facts.driver.cuda} at most"
-    return f"torch sees none of them: {torch.gpu_error or 'it does not say why'}"
+        return f"torch needs CUDA {torch.cuda}, and driver {facts.driver.version} runs max CUDA {facts.driver.cuda}"
+    return f"torch sees none of them: {torch.gpu_error or 'no cause given'}"
 
 
 def driver_too_old(driver: Driver, cuda: str) -> bool:

@@ -13,7 +13,7 @@ ADVISED_CUDA = "12.8"
 
 
 def version_numbers(version: str) -> Version:
-    """ "2.9.1+cu128" -> (2, 9, 1); what is no number ends it."""
+    """ "2.9.1+cu128" -> (2, 9, 1); what is not a number ends it."""
     found: list[int] = []
     for part in version.partition("+")[0].split("."):
         if not part.isdecimal():

@@ -45,7 +45,7 @@ def ask(
     try:
         return msgspec.json.decode(output, type=answer)
     except msgspec.DecodeError as error:
-        raise ProbeFailed(f"looking at it gave no answer: {error}") from None
+        raise ProbeFailed(f"the check gave no answer: {error}") from None
 
 
 def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]) -> bytes:
@@ -66,7 +66,7 @@ def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline or cancelled():
                     _end(process)
-                    raise ProbeFailed(f"it was not done after {timeout_s:g} s") from None
+                    raise ProbeFailed(f"it took longer than {timeout_s:g} s") from None
             except BaseException:
                 _end(process)
                 raise

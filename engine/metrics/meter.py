@@ -8,14 +8,14 @@ Prometheus has them (`usage`, `totals`); since an operator reset the session (`i
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import msgspec
 
-from engine.backends.base import BackendStats, DraftPosition, FinishReason
+from engine.backends.base import BackendStats, DraftPosition, FinishReason, StepLimit
 from engine.metrics.distributions import (
     WINDOW_S,
     HistogramCounter,
@@ -25,6 +25,7 @@ from engine.metrics.distributions import (
     SampleWindow,
     percentiles,
 )
+from engine.metrics.history import History
 from engine.metrics.slo import Slo
 from engine.snapshot import Goodput, Histogram, Insight, Mark, Percentiles, Second, Session, Totals
 
@@ -81,7 +82,6 @@ _HISTOGRAM_BOUNDS = {
 _STATS_COUNTERS = ("preemptions", "prefix_query_tokens", "prefix_hit_tokens", "draft_tokens", "draft_accepted")
 """Counters of BackendStats that are counted by model under the same name."""
 
-HISTORY_SECONDS = 600
 _MAX_MARKS = 100
 _MAX_GAPS = 256
 
@@ -285,22 +285,25 @@ class _Session:
 class Meter:
     """Everything that is counted. Times are seconds of one monotonic clock, except where `at` says unix time.
 
-    recent: percentiles of TTFT, ITL and E2E over the last minute, as of the last `tick`.  history: one-second values.
+    recent: percentiles of TTFT, ITL and E2E over the last minute, as of the last `tick`.
     """
 
     def __init__(self, slo: Slo | None = None) -> None:
         self.recent = {name: Percentiles() for name in (TTFT, ITL, E2E)}
-        self.history: tuple[Second, ...] = ()
+        self.history = History()
         self._slo = slo or Slo()
         self._models: dict[str, _ModelCounters] = {}
         self._unlabelled = _ModelCounters()
         self._session = _Session()
         self._busy = BusyClock()
         self._output_rate, self._prompt_rate, self._finish_rate = Rate(), Rate(), Rate(WINDOW_S)
+        self._error_rate = Rate(WINDOW_S)
         self._worker_rates: dict[str, Rate] = {}
         self._windows = {name: SampleWindow() for name in self.recent}
         self._second_counts: Counter[str] = Counter()
         self._second_samples: dict[str, Counter[float]] = {TTFT: Counter(), ITL: Counter()}
+        self._second_limits: defaultdict[StepLimit | None, float] = defaultdict(float)
+        self._limit: StepLimit | None = None
         self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -345,9 +348,11 @@ class Meter:
         gaps: Mapping[float, int],
         stats: BackendStats,
         before: BackendStats,
+        queued: bool = False,
     ) -> None:
         """Count a worker's report of `steps` of `step_s` each with `sequences` requests, the last of which ended at
-        `ended_at`. gaps: seconds between output tokens, and how often each; stats: after them, and before."""
+        `ended_at`. gaps: seconds between output tokens, and how often each; stats: after them, and before.
+        queued: True if requests wait for a slot of the worker."""
         counters = self._models[model]
         for name in _STATS_COUNTERS:
             if grown := getattr(stats, name) - getattr(before, name):
@@ -359,6 +364,11 @@ class Meter:
             counters.counts["sequence_steps"] += steps * sequences
             counters.histograms[STEP_TOKENS].observe((computed + output_tokens) / steps, steps)
             self._busy.add(ended_at - steps * step_s, ended_at)
+            if not stats.limited:
+                self._second_limits[None] += steps * step_s
+            for limit, times in stats.limited.items():
+                if (more := times - before.limited.get(limit, 0)) > 0:
+                    self._second_limits["max_prompts" if queued and limit == "none" else limit] += more * step_s
         if stats.drafts != before.drafts:
             counters.drafts = _add_drafts(counters.drafts, _draft_increase(stats.drafts, before.drafts))
         if output_tokens:
@@ -374,6 +384,8 @@ class Meter:
         self._models[model].finish(request)
         self._session.finish(now, request, self._slo)
         self._finish_rate.add(now)
+        if request.reason in ("error", "timeout"):
+            self._error_rate.add(now)
         if request.is_whole:
             self._windows[E2E].add(now, request.e2e_s)
 
@@ -386,9 +398,10 @@ class Meter:
         before: float | None = None,
         after: float | None = None,
         model: str = "",
+        kind: str = "knob",
     ) -> None:
-        """Remember an operator's action; see Mark."""
-        self._marks.append(Mark(at=at, text=text, knob=knob, before=before, after=after, model=model))
+        """Remember an operator's action or an event; see Mark."""
+        self._marks.append(Mark(at=at, text=text, knob=knob, before=before, after=after, model=model, kind=kind))
 
     def settle(self, model: str, at: float) -> None:
         """Note that the workers of a model are as its knobs say."""
@@ -462,6 +475,10 @@ class Meter:
 
     # -- the last seconds ---------------------------------------------------------------------------------------
 
+    def errors_per_min(self, now: float) -> int:
+        """Return how many requests failed or timed out in the last minute."""
+        return self._error_rate.events(now)
+
     def output_tokens_per_s(self, now: float, worker: str | None = None) -> float:
         """Return the rate of output tokens, of one worker or of all."""
         if worker is None:
@@ -491,6 +508,10 @@ class Meter:
         """Close the second that ends now: add it to the history and bring the percentiles up to date."""
         ttft_p50, ttft_p95 = percentiles(self._second_samples[TTFT], 0.50, 0.95)
         itl_p50, itl_p95 = percentiles(self._second_samples[ITL], 0.50, 0.95)
+        if self._second_limits:
+            self._limit = max(self._second_limits, key=self._second_limits.__getitem__)
+        elif not running + queued:
+            self._limit = "none"
         second = Second(
             at=at,
             output_tokens=self._second_counts["output_tokens"],
@@ -504,10 +525,12 @@ class Meter:
             ttft_p95=ttft_p95,
             itl_p50=itl_p50,
             itl_p95=itl_p95,
+            limit=self._limit,
         )
-        self.history = (*self.history[-(HISTORY_SECONDS - 1) :], second)
+        self.history.add(second)
         self.recent = {name: window.percentiles(now) for name, window in self._windows.items()}
         self._second_counts.clear()
+        self._second_limits.clear()
         self._second_samples = {name: Counter() for name in self._second_samples}
         self._worker_rates = {worker: rate for worker, rate in self._worker_rates.items() if rate.events(now)}
 

@@ -11,11 +11,14 @@ import msgspec
 
 from engine.config import DeviceShare
 from engine.devices import account
+from engine.devices.health import DeviceWatch
 from engine.devices.sampler import DeviceSampler
 from engine.metrics.insight import InsightCollector
 from engine.metrics.meter import E2E, ITL, TTFT, Meter
 from engine.models.deployment import Deployment
 from engine.models.manager import ModelManager
+from engine.requests.admission import RequestAdmission
+from engine.requests.causes import describe_all
 from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
 from engine.system.log import LogRing
@@ -31,6 +34,7 @@ def build_snapshot(
     started: float,
     models: ModelManager,
     tracker: RequestTracker,
+    draining_since: float | None,
     meter: Meter,
     devices: Sequence[DeviceReading],
     log_total: int,
@@ -38,6 +42,7 @@ def build_snapshot(
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
     config, replicas, first = models.config, models.replicas(), models.first
+    knobs = {deployment.key: _knobs(deployment) for deployment in models}
     queued = models.num_queued
     return Snapshot(
         at=at,
@@ -54,6 +59,7 @@ def build_snapshot(
                 model=deployment.spec.name,
                 max_prompts=deployment.config.max_prompts,
                 tokens_per_s=meter.output_tokens_per_s(now, replica.id),
+                why=describe_all(tracker.causes.recent(replica.id), knobs[deployment.key]),
             )
             for deployment in models
             for replica in deployment.replicas()
@@ -68,11 +74,16 @@ def build_snapshot(
         ttft=meter.recent[TTFT],
         itl=meter.recent[ITL],
         e2e=meter.recent[E2E],
-        history=meter.history,
+        history=meter.history.seconds,
+        hour=meter.history.hour,
         marks=meter.marks,
         totals=meter.totals(),
         log_total=log_total,
         insight=insight,
+        errors_per_min=meter.errors_per_min(now),
+        alerts=models.alerts.latest,
+        why=describe_all(tracker.causes.recent(), next(iter(knobs.values())) if len(knobs) == 1 else {}),
+        draining_since=draining_since,
     )
 
 
@@ -131,6 +142,10 @@ def model_reading(deployment: Deployment) -> ModelReading:
     )
 
 
+def _knobs(deployment: Deployment) -> dict[str, int]:
+    return {"max_prompts": deployment.config.max_prompts, "step_tokens": deployment.config.step_tokens}
+
+
 def _live_rows(tracker: RequestTracker, replicas: Iterable[Replica], now: float) -> list[RequestRow]:
     computed = {
         sequence.request_id: sequence.computed_tokens for replica in replicas for sequence in replica.stats.sequences
@@ -153,6 +168,7 @@ class SnapshotPublisher:
         self,
         models: ModelManager,
         tracker: RequestTracker,
+        admission: RequestAdmission,
         *,
         meter: Meter,
         sampler: DeviceSampler,
@@ -161,10 +177,12 @@ class SnapshotPublisher:
     ) -> None:
         self._models = models
         self._tracker = tracker
+        self._admission = admission
         self._meter = meter
         self._sampler = sampler
         self._insight = insight
         self._log = log
+        self._device_watch = DeviceWatch(models.alerts)
         self._started = 0.0
         self._disagreement = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -195,6 +213,7 @@ class SnapshotPublisher:
             started=self._started,
             models=self._models,
             tracker=self._tracker,
+            draining_since=self._admission.draining_since,
             meter=self._meter,
             devices=self._sampler.latest,
             log_total=self._log.total,
@@ -213,7 +232,7 @@ class SnapshotPublisher:
         except AssertionError as error:
             if str(error) != self._disagreement:
                 self._disagreement = str(error)
-                _log.error("the engine's accounts do not agree: %s", error)
+                _log.error("internal accounting error: %s", error)
 
     def _tick(self) -> None:
         loop, replicas = asyncio.get_running_loop(), self._models.replicas()
@@ -229,7 +248,9 @@ class SnapshotPublisher:
         )
         if not self._tracker.live:
             self._check_accounts()
+        self._tracker.tick([replica.id for replica in replicas])
         self._insight.tick(now, time.time(), replicas)
+        self._device_watch.look(self.snapshot.devices)
         self._models.tick(now)
         self._sampler.poll(self._models.pids())
         self._timers["tick"] = loop.call_later(_TICK_S, self._tick)

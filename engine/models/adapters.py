@@ -276,7 +276,7 @@ def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
         match = _FACTOR.fullmatch(name)
         if match is None:
             raise UnsupportedModel(
-                f"the tensor {quote_value(name)} in {file.name} is no plain LoRA factor", tensor=quote_value(name)
+                f"the tensor {quote_value(name)} in {file.name} is not a plain LoRA factor", tensor=quote_value(name)
             )
         if header.dtype not in _FLOATS:
             raise UnsupportedModel(

@@ -26,11 +26,13 @@ from engine.errors import (
     ModelLoadFailed,
     NoModelLoaded,
 )
+from engine.metrics.alerts import advice_after_load, is_out_of_memory
 from engine.models.attached_adapters import ModelAdapters
 from engine.models.handover import Handover, retokenize
 from engine.models.knobs import knob_changes
 from engine.placement.load_history import PlacementPlanner
 from engine.placement.plan import Placement
+from engine.requests.causes import Cause
 from engine.requests.request import Request
 from engine.scheduling.queue import Dispatcher, ModelQueue, Slot
 from engine.snapshot import DeviceReading, ModelState, ModelStatus
@@ -152,7 +154,7 @@ class Deployment:
             "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "idle": (f"{name} is idle until the next request", _RETRY_AFTER_S),
-            "failed": (f"{name} has failed: {error.message if error is not None else 'why is not known'}", None),
+            "failed": (f"{name} has failed: {error.message if error is not None else 'cause unknown'}", None),
         }.get(self.state, ("no model is loaded", None))
         return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
 
@@ -338,10 +340,12 @@ class Deployment:
             self._abandon(error)
         elif (failure := work.exception()) is not None:
             error = _as_load_error(self.spec.name, failure)
+            self._alert_load_failed(error)
             self._abandon(error)
         if error is None:
             self._load_error = None
             self._go("ready", work.result())
+            self._mark_loaded()
             asyncio.get_running_loop().call_later(_WARM_UP_S, self._warm_up)
             if self.handover is not None:
                 self.handover.complete()
@@ -453,6 +457,14 @@ class Deployment:
     def _fail(self, error: ErrorInfo) -> None:
         """No worker can answer: what waits ends with the reason."""
         self._allow("failed")
+        if self.state in ("ready", "draining"):
+            self.models.alerts.add(
+                "model_failed",
+                self.spec.name,
+                f"{self.spec.name} has no worker left that could answer: {error.message}",
+                done="Requests that waited for it ended with an error.",
+                advice="Restart a worker (r on its page) or load the model again.",
+            )
         if self.pool is None:  # else a dead worker may be restarted
             self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
@@ -471,9 +483,19 @@ class Deployment:
 
     def dispatch(self) -> None:
         """Give waiting requests to workers with a free place."""
+        self._note_wait()
         if self.model_queue.queued and self.pool is not None:
             for request, worker in self.models.tracker.assign(self.model_queue, self.slots()):
                 self.pool[worker].submit(request)
+
+    def _note_wait(self) -> None:
+        """Note what its requests wait for from now on."""
+        reason: Cause = "slot"
+        if self.state in ("unloaded", "idle", "loading", "unloading"):
+            reason = "load" if self.handover is None else "swap"
+        elif not self.slots():
+            reason = "lost_worker"
+        self.model_queue.waits.turn(_now(), reason)
 
     def take(self, request: Request) -> None:
         """Queue a request that waits; one whose prompt another model's tokenizer made, once it is made again.
@@ -577,6 +599,28 @@ class Deployment:
         for turn in knob_changes(before, self.config):
             meter.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
             _log.info("%s: %s", model, turn)
+
+    def _mark_loaded(self) -> None:
+        """Mark that it answers now, in place of another model or not."""
+        old = self.handover.old.spec.name if self.handover is not None and self.handover.new is self else ""
+        text, kind = (f"{old} → {self.spec.name}", "swap") if old else (f"{self.spec.name} loaded", "load")
+        self.models.meter.mark(time.time(), text, model=self.spec.name, kind=kind)
+
+    def _alert_load_failed(self, error: EngineError) -> None:
+        """Say on every screen that its load failed, and what serves meanwhile."""
+        if isinstance(error, LoadCancelled):
+            return
+        name, info, handover = self.spec.name, error.info, self.handover
+        replaces = handover is not None and handover.new is self and not handover.old.ended.is_set()
+        serving = handover.old.spec.name if handover is not None and replaces else ""
+        self.models.alerts.add(
+            "out_of_memory" if is_out_of_memory(info) else "load_failed",
+            name,
+            f"{name} could not be loaded: {error.message}",
+            done=f"{serving} continues to serve." if serving else "Its memory was freed.",
+            advice=advice_after_load(info),
+        )
+        self.models.meter.mark(time.time(), f"{name}: load failed", model=name, kind="failure")
 
     def workers_changed(self) -> None:
         """Look again: a worker's state or progress is another one, or requests came back to the queue."""

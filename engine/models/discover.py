@@ -53,7 +53,7 @@ def _with_download(entry: ModelEntry, model: FoundModel) -> ModelEntry:
     if not model.downloaded or hub_id is None or is_complete(model.path):
         return entry
     num_bytes = kept_bytes(repo)
-    problem = f"its download stopped with {num_bytes / 2**30:.2f} GiB; loading it goes on from there"
+    problem = f"its download stopped with {num_bytes / 2**30:.2f} GiB; loading it continues the download"
     return msgspec.structs.replace(entry, unfinished=hub_id, kept_bytes=num_bytes, problem=problem)
 
 

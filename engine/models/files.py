@@ -1,5 +1,5 @@
 """Opening and reading the files of a model folder, which anybody may have made: never one from outside of the folder,
-nothing that is no plain file, and no more of it than its reader can afford."""
+nothing that is not a plain file, and no more of it than its reader can afford."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def file_names(folder: Path) -> list[str]:
         for entry in entries:
             names.append(entry.name)
             if len(names) > MAX_FILES:
-                raise UnsupportedModel(f"{folder} is no model folder: it holds more than {MAX_FILES:,} files")
+                raise UnsupportedModel(f"{folder} is not a model folder: it holds more than {MAX_FILES:,} files")
     return sorted(names)
 
 
@@ -78,7 +78,7 @@ def open_file(file: Path, folder: Path | None = None) -> BufferedReader:
 
     A link may lead to another file of the folder or to a blob of a hub cache, which is where downloads have
     their files. Checked is the file that was opened, whatever becomes of its path meanwhile. Raises
-    UnsupportedModel for a link that leads elsewhere and for what is no plain file (it is not waited for); OSError,
+    UnsupportedModel for a link that leads elsewhere and for what is not a plain file (it is not waited for); OSError,
     FileNotFoundError among them.
     """
     if not stat.S_ISREG(file.stat().st_mode):  # before opening it, which may do something to a device
@@ -157,7 +157,10 @@ def decode_values(content: bytes, kind: type[T], file: Path, max_values: int = M
 def refuse_wide_text(content: bytes, file: Path) -> None:
     """Raise UnsupportedModel for JSON of more than MAX_JSON_BYTES with other characters than ASCII's: one of them can
     make a text take four times the memory."""
-    if len(content) > MAX_JSON_BYTES and (b"\\u" in content or not content.isascii()):
+    if len(content) <= MAX_JSON_BYTES:
+        return
+    escaped = b"\\" in content and b"\\u" in content  # one byte is looked for ten times as fast as two
+    if escaped or not content.isascii():
         raise UnsupportedModel(
             f"{quote_value(file.name)} in {file.parent} is larger than {MAX_JSON_BYTES / 2**20:g} MiB and not in "
             "ASCII alone"
@@ -186,7 +189,9 @@ def problem_with(folder: Path, error: Exception) -> str:
 
 
 def _not_plain(file: Path) -> UnsupportedModel:
-    return UnsupportedModel(f"{quote_value(file.name)} in {file.parent} is no plain file", file=quote_value(file.name))
+    return UnsupportedModel(
+        f"{quote_value(file.name)} in {file.parent} is not a plain file", file=quote_value(file.name)
+    )
 
 
 def _path_of(descriptor: int) -> Path:

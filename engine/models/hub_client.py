@@ -91,7 +91,7 @@ class HubClient:
     """Safe from any thread. The token goes to the endpoint alone, and over plain HTTP only within this machine.
 
     endpoint: the hub's address for messages.  withholds_token: whether there is a token that the endpoint does not get.
-    Raises ValueError where HF_ENDPOINT is no address, ModelLoadFailed where the token cannot be read or is none.
+    Raises ValueError where HF_ENDPOINT is not an address, ModelLoadFailed where the token cannot be read or is none.
     """
 
     def __init__(self) -> None:
@@ -237,10 +237,10 @@ def _refused(response: Any) -> HubRefused:
 
 
 def _redirected(url: str, headers: Any) -> str:
-    """Return where an answer to `url` redirects. Raises ValueError for what is no address of a web server."""
+    """Return where an answer to `url` redirects. Raises ValueError for what is not an address of a web server."""
     target: str = urljoin(url, headers["location"])
     if urlsplit(target).scheme not in ("http", "https"):
-        raise ValueError("it redirects to what is no web address")
+        raise ValueError("it redirects to what is not a web address")
     return target
 
 
@@ -286,7 +286,7 @@ def explain_hub_error(
     if isinstance(error, PermissionError):
         return ModelLoadFailed(f"the hub cache cannot be written: {error.filename}", model=repo_id)
     reason = quote_value((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON)
-    return ModelLoadFailed(f"{repo_id} could not be fetched from the hub at {endpoint}: {reason}", model=repo_id)
+    return ModelLoadFailed(f"{repo_id} could not be downloaded from the hub at {endpoint}: {reason}", model=repo_id)
 
 
 def _refusal(error: HubRefused, repo_id: str, revision: str | None, endpoint: str, token: str) -> EngineError:

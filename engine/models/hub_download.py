@@ -126,7 +126,7 @@ def progress_text(plan: DownloadPlan) -> str:
     """ "3.1 of 9.4 GiB are kept, ..." """
     there, total = cached_bytes(plan), plan.total_bytes
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
-    return f"{there / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download goes on from there"
+    return f"{there / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download continues from there"
 
 
 def _is_usable(name: str) -> bool:
@@ -391,7 +391,7 @@ def _require_names(repo_id: str, revision: str | None) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        raise ModelNotFound(f"{repo_id} is no valid hub id", model=repo_id) from None
+        raise ModelNotFound(f"{repo_id} is not a valid hub id", model=repo_id) from None
     if revision is not None and not is_revision(revision):
         raise ModelNotFound(f"{repo_id} has no revision {revision}", model=repo_id)
 
@@ -400,7 +400,7 @@ def _open_hub(repo_id: str) -> HubClient:
     try:
         return HubClient()
     except ValueError as error:
-        raise ModelLoadFailed(f"HF_ENDPOINT is no address of a hub: {error}", model=repo_id) from None
+        raise ModelLoadFailed(f"HF_ENDPOINT is not an address of a hub: {error}", model=repo_id) from None
 
 
 def _interruptible(work: Callable[[], T], repo_id: str, cancelled: Callable[[], bool]) -> T:

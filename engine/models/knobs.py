@@ -45,7 +45,7 @@ class KnobChange(NamedTuple):
 
 
 def changed_fields(knobs: Knobs) -> dict[str, Any]:
-    """Fields of EngineConfig that are to be others. Raises KeyError for what is no knob."""
+    """Fields of EngineConfig that are to be others. Raises KeyError for what is not a knob."""
     return {_FIELDS[name]: value for name, value in knobs.items() if value is not None}
 
 

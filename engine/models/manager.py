@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -32,12 +33,14 @@ from engine.errors import (
     RequestTimeout,
     WorkerNotFound,
 )
+from engine.metrics.alerts import AlertLog
 from engine.metrics.meter import Meter
 from engine.models.deployment import Deployment
 from engine.models.handover import Handover
 from engine.placement.load_history import LoadHistoryFile
 from engine.placement.plan import Placement
 from engine.placement.reservations import with_reservations
+from engine.requests.causes import Cause
 from engine.requests.history import RequestText, text_of
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker
@@ -57,6 +60,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """A model that answers now. key: its deployment; config: the engine's settings with its own knobs.
 
     adapter: the adapter that the name meant, else "".  adapters: the names of all that a request may use.
+    waited: seconds until it answered, by cause.
     """
 
     key: str
@@ -67,6 +71,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     adapters: tuple[str, ...] = ()
     config: EngineConfig = EngineConfig()
+    waited: dict[Cause, float] = {}
 
 
 class ModelManager:
@@ -89,6 +94,7 @@ class ModelManager:
         self.defaults = config
         self.first: Deployment | None = None
         self.meter = meter
+        self.alerts = AlertLog()
         self.tracker = RequestTracker(self, meter)
         self.busy_time = BusyTime()
         self.load_history = LoadHistoryFile(config.state_dir) if config.state_dir is not None else None
@@ -197,7 +203,7 @@ class ModelManager:
 
     async def serving(self, name: str) -> Serving:
         """Return the model that a name means once it answers; wake it, or wait for its successor."""
-        limit_s = self.defaults.timeout_s
+        limit_s, waited = self.defaults.timeout_s, defaultdict[Cause, float](float)
         try:
             async with asyncio.timeout(limit_s or None):
                 while True:
@@ -207,8 +213,11 @@ class ModelManager:
                     if deployment.state == "ready":
                         if deployment.desired == "asleep":
                             deployment.serve()
-                        return _serving(deployment, adapter)
+                        return _serving(deployment, adapter, waited)
+                    cause: Cause = "load" if deployment.handover is None else "swap"
+                    began = asyncio.get_running_loop().time()
                     await self._until_ready(deployment)
+                    waited[cause] += asyncio.get_running_loop().time() - began
         except TimeoutError:
             raise RequestTimeout(f"the model was not ready within {limit_s:g} s", timeout_s=limit_s) from None
 
@@ -223,7 +232,8 @@ class ModelManager:
             raise deployment.not_ready()
         if self._waiting >= self.defaults.max_queue:
             raise QueueFull(
-                f"{self._waiting} requests wait for {deployment.spec.name}, and {self.defaults.max_queue} may",
+                f"the queue for {deployment.spec.name} is full: {self._waiting} requests wait, max "
+                f"{self.defaults.max_queue}",
                 queued=self._waiting,
                 limit=self.defaults.max_queue,
             )
@@ -240,6 +250,12 @@ class ModelManager:
         deployment = self._by_queue(request.model_queue)
         if deployment is not None:
             deployment.finished(request)
+
+    def knobs_of(self, request: Request) -> Mapping[str, int]:
+        """RequestOwner: as they are now."""
+        deployment = self._by_queue(request.model_queue)
+        config = self.defaults if deployment is None else deployment.config
+        return {"max_prompts": config.max_prompts, "step_tokens": config.step_tokens}
 
     def text_of(self, request: Request) -> RequestText | None:
         """RequestOwner: nothing, unless the settings allow it."""
@@ -273,7 +289,7 @@ class ModelManager:
         return await asyncio.shield(new.serve(failed))
 
     async def cancel_load(self) -> None:
-        """Stop the load under way, if any, and wait until its workers are gone."""
+        """Cancel the current load, if any, and wait until its workers are gone."""
         loads = [load for each in self if (load := each.cancel_load()) is not None]
         if loads:
             await asyncio.wait(loads)
@@ -304,7 +320,7 @@ class ModelManager:
             if each.unloading:
                 return f"{each.spec.name} is being unloaded; wait until it is"
             if each.arriving:
-                return f"{each.spec.name} is loading; wait, or cancel that first"
+                return f"{each.spec.name} is loading; wait, or cancel the load first"
             if each.state == "loading":
                 return f"the load of {each.spec.name} is being cancelled; wait until it is"
         return ""
@@ -481,7 +497,7 @@ class ModelManager:
         )
 
 
-def _serving(deployment: Deployment, adapter: str) -> Serving:
+def _serving(deployment: Deployment, adapter: str, waited: dict[Cause, float]) -> Serving:
     model, tokenizer = deployment.require_ready()
     deployment.model_queue.last_used = asyncio.get_running_loop().time()
     return Serving(
@@ -490,6 +506,7 @@ def _serving(deployment: Deployment, adapter: str) -> Serving:
         spec=deployment.spec,
         model=model,
         tokenizer=tokenizer,
+        waited=waited,
         adapter=adapter,
         adapters=tuple(each.name for each in deployment.adapters.specs()),
         config=deployment.config,

@@ -61,7 +61,7 @@ def resolve_local(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether `name` has the form of a hub id, org/name or org/name@revision, and is no folder here."""
+    """Return whether `name` has the form of a hub id, org/name or org/name@revision, and is not a folder here."""
     return _HUB_ID.fullmatch(name) is not None and not is_folder(Path(name))
 
 
@@ -93,7 +93,7 @@ def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     if name.startswith(_PATH_STARTS):
         return ModelNotFound(f"there is no folder {name}", model=name)
     if "/" in name and is_folder(Path(name)):
-        return ModelNotFound(f"{name} has no config.json, so it is no Hugging Face model folder", model=name)
+        return ModelNotFound(f"{name} has no config.json, so it is not a Hugging Face model folder", model=name)
     available = [model.name for model in find_models(folders)]
     close = difflib.get_close_matches(name, available, n=3)
     listed = ", ".join(available[:_LISTED]) + (" ..." if len(available) > _LISTED else "")

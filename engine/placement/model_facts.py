@@ -113,7 +113,7 @@ def _read_config(folder: Path) -> Mapping[str, object]:
     if not is_folder(folder):
         raise UnsupportedModel(f"{folder} is not a folder")
     if not is_file(folder / "config.json"):
-        raise UnsupportedModel(f"{folder} has no config.json, so it is no Hugging Face model folder")
+        raise UnsupportedModel(f"{folder} has no config.json, so it is not a Hugging Face model folder")
     names = file_names(folder)
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in names):

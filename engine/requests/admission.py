@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -16,7 +18,7 @@ import msgspec
 from engine.backends.base import LoadedModel
 from engine.backends.parameters import refuse_lacking
 from engine.config import ModelSpec, PrefixSharing, SamplingParams
-from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded, QueueFull
+from engine.errors import ContextLengthExceeded, Draining, InvalidRequest, ModelNotFound, NoModelLoaded, QueueFull
 from engine.requests.request import GenerateRequest, Request, compact_ids
 from engine.requests.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
@@ -25,23 +27,50 @@ if TYPE_CHECKING:
     from engine.models.deployment import Deployment
     from engine.models.manager import ModelManager
 
+_log = logging.getLogger("engine")
 _MAX_RETRY_AFTER_S = 60
+_DRAINING_RETRY_AFTER_S = 30
+"""A drain lasts minutes: a client that can go elsewhere should."""
 
 
 class RequestAdmission:
-    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on."""
+    """Belongs to the engine's loop. prefix_sharing: as in EngineConfig, for the requests that come from now on.
+    draining_since: unix time since which new requests are refused, None while they are taken."""
 
     def __init__(self, models: ModelManager) -> None:
         self.prefix_sharing: PrefixSharing = models.defaults.prefix_sharing
+        self.draining_since: float | None = None
         self._models = models
         self._orders = count(1)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on, and log it; those that were admitted go on. Does nothing while draining."""
+        if self.draining_since is None:
+            self.draining_since = time.time()
+            unfinished = len(self._models.tracker.live)
+            _log.info("draining: new requests are refused, %d unfinished go on", unfinished)
+            self._models.meter.mark(self.draining_since, "drain")
+
+    def resume(self) -> None:
+        """Take new requests again, and log it. Does nothing where they are taken."""
+        if self.draining_since is not None:
+            now = time.time()
+            _log.info("taking new requests again after %.0f s of draining", now - self.draining_since)
+            self.draining_since = None
+            self._models.meter.mark(now, "resume")
+
+    def refuse_while_draining(self) -> None:
+        """Raise Draining while new requests are refused."""
+        if self.draining_since is not None:
+            raise Draining("draining for maintenance: no new requests are taken", retry_after_s=_DRAINING_RETRY_AFTER_S)
 
     def admit(self, wanted: GenerateRequest) -> tuple[Request, Deployment]:
         """Return the request, which is in no queue yet, and the model that is to have it.
 
-        Raises NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its prompt has to
-        be made again for that model, the latter two end the request later.
+        Raises Draining, NoModelLoaded, ModelNotFound, QueueFull, ContextLengthExceeded or InvalidRequest; where its
+        prompt has to be made again for that model, the latter two end the request later.
         """
+        self.refuse_while_draining()
         deployment, prompt_of = self._destination(wanted)
         model, tokenizer = deployment.require_ready()
         if wanted.adapter and wanted.adapter not in deployment.adapters:
@@ -73,6 +102,7 @@ class RequestAdmission:
             adapter=wanted.adapter,
             adapter_key=deployment.adapters.key(wanted.adapter),
             client=wanted.client,
+            key_name=wanted.key_name,
             cache_scope=self._cache_scope(wanted),
             shared_tokens=wanted.shared_tokens if self.prefix_sharing == "system" and not wanted.cache_salt else 0,
             encode=wanted.encode,
@@ -80,6 +110,7 @@ class RequestAdmission:
             continues=wanted.continues,
             embed=wanted.embed,
         )
+        request.timeline.ledger.seconds.update(wanted.waited)
         return request, deployment
 
     def _destination(self, wanted: GenerateRequest) -> tuple[Deployment, Path | None]:
@@ -107,7 +138,7 @@ class RequestAdmission:
         free = sum(slot.free for slot in deployment.slots())
         if queue.queued >= limit + free and not queue.has_share_left(client, limit):
             raise QueueFull(
-                f"{queue.queued} requests are waiting, and {limit} may; try again later",
+                f"the queue is full: {queue.queued} of max {limit} requests wait; try again later",
                 queued=queue.queued,
                 limit=limit,
                 retry_after_s=self._retry_after_s(),
@@ -215,7 +246,7 @@ def _max_new_tokens(prompt_ids: Sequence[int], params: SamplingParams, spec: Mod
     if len(params.negative_prompt_ids) > tokens:
         tokens, param = len(params.negative_prompt_ids), "negative_prompt"
     limit, why = min(
-        (model.max_model_len - 1, f"with the answer's first token it may have {model.max_model_len}"),
+        (model.max_model_len - 1, f"with the answer's first token the max is {model.max_model_len}"),
         (spec.max_input_len or model.max_model_len, f"prompts may have {spec.max_input_len}"),
         (model.kv_tokens - 1, f"the KV pages of a worker hold {model.kv_tokens}"),
     )

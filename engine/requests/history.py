@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from engine.config import Grammar, SamplingParams
+from engine.requests.causes import TimeLedger, Why
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: parameters that are not neutral, by name.  timeline: whether it is still kept, as it is of the last
     thousand that ended; where not, only `row` is given.  texts: whether the operator allows texts to be kept.
+    why: what its time went into.
     """
 
     row: RequestRow
@@ -77,12 +79,14 @@ class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
     bursts: tuple[TokenBatch, ...] = ()
     text: RequestText | None = None
     texts: bool = False
+    why: Why | None = None
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request's stays and bursts, by the clock that its owner uses."""
+    """One request's stays and bursts, by the clock that its owner uses. ledger: what its time went into."""
 
+    ledger: TimeLedger = field(default_factory=TimeLedger)
     _stays: list[tuple[str, float, float | None, bool]] = field(default_factory=list)
     _since: array[float] = field(default_factory=lambda: array("d"))
     _until: array[float] = field(default_factory=lambda: array("d"))
@@ -250,6 +254,7 @@ class RequestHistory:
             bursts=stored.timeline.bursts(stored.start),
             text=self._texts.get(found[1]),
             texts=texts,
+            why=stored.timeline.ledger.why(stored.start),
         )
 
 

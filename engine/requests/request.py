@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from engine.backends.base import BackendRequest, FinishReason
 from engine.config import SamplingParams
 from engine.errors import ErrorInfo
 from engine.metrics.meter import Choices
+from engine.requests.causes import Cause
 from engine.requests.history import RequestDetail, Timeline, non_default_params
 from engine.requests.stream import RequestStream
 from engine.snapshot import RequestRow, RequestState
@@ -45,13 +46,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: higher goes first, equal ones in order of arrival.  timeout_s: from submit to the last token, time in the
     queue included; None takes the engine's default, 0 is no limit.  model: the name it is for; "" is the first one.
     key: the deployment (ModelReading.key) whose tokenizer made prompt_ids; "" is the one that `model` means now.
-    adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.
+    adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.  key_name: of its API key.
     tenant: shares the prefix cache with no other tenant (EngineConfig.prefix_sharing).  cache_salt: nor with requests
     of the tenant that have another one.  shared_tokens: leading tokens of prompt_ids that hold its system prompt alone.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
     choices: shared by the answers to its prompt that were requested together; None where it is the only one.
     continues: as in BackendRequest.
     embed: the result is the prompt's vector (see TokenEvent), no answer.
+    waited: seconds before it was submitted, by cause.
     """
 
     prompt_ids: Sequence[int]
@@ -64,6 +66,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     adapter: str = ""
     client: str = ""
+    key_name: str = ""
     tenant: str = ""
     cache_salt: str = ""
     shared_tokens: int = 0
@@ -71,6 +74,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: Choices | None = None
     continues: bool = False
     embed: bool = False
+    waited: Mapping[Cause, float] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +113,7 @@ class Request:
     adapter: str = ""
     adapter_key: str = ""
     client: str = ""
+    key_name: str = ""
     cache_scope: str = ""
     shared_tokens: int = 0
     encode: Encode | None = None
@@ -222,6 +227,7 @@ class Request:
             error=self.error,
             model=self.model,
             client=self.client,
+            key_name=self.key_name,
             priority=self.priority,
             order=self.order,
             created_at=self.created_at,

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends.base import FinishReason, TokenLogprob
 from engine.errors import ErrorInfo
+from engine.requests.causes import TimeLedger
 from engine.requests.history import WorkerSpan
 from engine.snapshot import RequestRow
 
@@ -43,7 +44,8 @@ class RequestStream:
     """An async iterator of deltas, for one reader on the engine's loop. The last one has `finish` set.
 
     Leave it early through `aclose()`, `cancel()` or `async with`: the worker stops computing at once.
-    row, stays: its line in the request table and its times on workers, once it has ended.
+    row, stays, ledger: its line in the request table, its times on workers and what its time went into, once it has
+    ended.
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class RequestStream:
         "_logprobs",
         "_news",
         "_on_cancel",
+        "_on_read",
         "_output_tokens",
         "_prompt_logprobs",
         "_stop",
@@ -63,6 +66,7 @@ class RequestStream:
         "_ttft_s",
         "_vector",
         "_waiter",
+        "ledger",
         "prompt_tokens",
         "request_id",
         "row",
@@ -74,7 +78,9 @@ class RequestStream:
         self.prompt_tokens = prompt_tokens
         self.row: RequestRow | None = None
         self.stays: tuple[WorkerSpan, ...] = ()
+        self.ledger: TimeLedger | None = None
         self._on_cancel = on_cancel
+        self._on_read: Callable[[], object] | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._gaps: list[float] = []
@@ -107,6 +113,8 @@ class RequestStream:
                     self._waiter = None
         self._news = False
         self._ended = self._finish is not None
+        if self._ended and self._on_read is not None:
+            self._on_read()
         delta = StreamDelta(
             text="".join(self._text),
             token_ids=self._token_ids,
@@ -186,9 +194,11 @@ class RequestStream:
         error: ErrorInfo | None = None,
         row: RequestRow | None = None,
         stays: tuple[WorkerSpan, ...] = (),
+        on_read: Callable[[], object] | None = None,
+        ledger: TimeLedger | None = None,
     ) -> None:
-        """Make the next delta the last."""
-        self.row, self.stays = row, stays
+        """Make the next delta the last. on_read: called when it is taken."""
+        self.row, self.stays, self._on_read, self.ledger = row, stays, on_read, ledger
         self._finish = finish
         self._error = error
         self._wake()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from engine.backends.base import BackendStats, FinishReason
 from engine.errors import ErrorInfo, RequestNotFound, RequestTimeout, WorkerFailed
 from engine.metrics.meter import FinishedRequest, Meter
+from engine.requests.causes import CauseWindow
 from engine.requests.history import RequestDetail, RequestHistory, RequestText
 from engine.requests.request import Request
 from engine.scheduling.queue import ModelQueue, Slot
@@ -28,6 +31,9 @@ class RequestOwner(Protocol):
     def finished(self, request: Request) -> None:
         """Free the place on a worker of a request that ended."""
 
+    def knobs_of(self, request: Request) -> Mapping[str, int]:
+        """Return max_prompts and step_tokens of the model that answers a request."""
+
     def text_of(self, request: Request) -> RequestText | None:
         """Return the text of a request that may be shown; None for nothing."""
 
@@ -36,13 +42,14 @@ class RequestTracker:
     """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the queue of
     the model that is to answer it.
 
-    records: those that ended.
+    records: those that ended.  causes: what the time of all of them goes into.
     """
 
     def __init__(self, owner: RequestOwner, meter: Meter) -> None:
         self.live: dict[str, Request] = {}
         self.recent: deque[RequestRow] = deque(maxlen=_RECENT_REQUESTS)
         self.records = RequestHistory()
+        self.causes = CauseWindow()
         self._owner = owner
         self._meter = meter
 
@@ -61,6 +68,8 @@ class RequestTracker:
         assigned = model_queue.dispatcher.assign(slots, now)
         for request, worker in assigned:
             request.timeline.dispatched(worker, now)
+            request.timeline.ledger.dispatched(now)
+            self.causes.add(request.timeline.ledger.count(now))
             if request.dispatched is None:
                 request.dispatched = now
                 self._meter.count_dispatch(model_queue.model, now - request.created)
@@ -70,11 +79,14 @@ class RequestTracker:
         """Return all about a request, live or ended. texts: True if texts may be shown. Raises RequestNotFound."""
         live = self.live.get(request_id)
         if live is not None and order in (0, live.order):
-            detail = live.detail(live.row(_now()))
-            return msgspec.structs.replace(detail, text=self._owner.text_of(live), texts=texts)
+            now, ledger = _now(), live.timeline.ledger
+            ledger.knobs = self._owner.knobs_of(live)
+            why = ledger.why(now, _slowness(live))
+            detail = live.detail(live.row(now))
+            return msgspec.structs.replace(detail, text=self._owner.text_of(live), texts=texts, why=why)
         ended = self.records.detail(request_id, order, texts=texts)
         if ended is None:
-            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
+            raise RequestNotFound(f"unknown request {request_id}: it is neither running nor recent", id=request_id)
         return ended
 
     def cancel(self, request_id: str) -> bool:
@@ -102,6 +114,15 @@ class RequestTracker:
         """End a request that has no room for another token: with finish "length", or `error` where it has none yet."""
         self._finish(request, "length" if request.generated else "error", None if request.generated else error)
 
+    def tick(self, workers: Collection[str]) -> None:
+        """Bring the causes of the last minute up to date, once a second. workers: those that there are."""
+        now, slowness = _now(), dict[str | None, float]()
+        for request in self.live.values():
+            if (slower := slowness.get(request.worker)) is None:
+                slower = slowness[request.worker] = _slowness(request)
+            self.causes.add(request.timeline.ledger.count(now, slower), request.worker)
+        self.causes.tick(workers)
+
     # -- reports of workers -------------------------------------------------------------------------------------
 
     def stepped(self, replica: Replica, batch: StepBatch, before: BackendStats, model: str) -> None:
@@ -113,10 +134,16 @@ class RequestTracker:
         sequences = max(0, len(replica.active) - batch.stats.waiting)
         tokens = 0
         gaps: Counter[float] = Counter()  # requests of one step mostly have the same
+        queued = any(request.model_queue.queued for request in islice(replica.active.values(), 1))
+        for wire_id, lost in batch.lost.items():
+            if (request := replica.active.get(wire_id)) is not None:
+                request.timeline.ledger.worker_reported(lost)
         for output in batch.outputs:
             request = replica.active.get(output.request_id)
             if request is None:
                 continue
+            if output.lost is not None:
+                request.timeline.ledger.worker_reported(output.lost)
             tokens += len(output.token_ids)
             self._take(request, output, now, gaps)
             if output.finish is not None:
@@ -134,6 +161,7 @@ class RequestTracker:
             gaps=gaps,
             stats=batch.stats,
             before=before,
+            queued=queued,
         )
 
     def lost(self, worker: str, requests: Iterable[Request], error: ErrorInfo) -> None:
@@ -142,6 +170,8 @@ class RequestTracker:
         now = _now()
         for request in requests:
             request.timeline.leave(now, lost=True)
+            request.timeline.ledger.left(now, lost=True)
+            self.causes.add(request.timeline.ledger.count(now), worker)
             if request.given_up:
                 request.worker = None
                 failed = WorkerFailed(
@@ -160,6 +190,7 @@ class RequestTracker:
         now = _now()
         request.worker = None
         request.timeline.leave(now)
+        request.timeline.ledger.enter(now, request.model_queue.waits)
         request.model_queue.enter(request, now)
 
     def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
@@ -172,6 +203,7 @@ class RequestTracker:
             if begins:
                 self._count_prefill(request, output, now)
             request.timeline.add_tokens(now, len(output.token_ids))
+            request.timeline.ledger.got_tokens(now)
         elif output.finish is not None and output.error is None and not request.params.max_tokens:
             self._count_prefill(request, output, now)
         if output.prompt_logprobs or output.vector:
@@ -207,7 +239,10 @@ class RequestTracker:
     def _finish(self, request: Request, reason: FinishReason, error: ErrorInfo | None = None) -> None:
         if request.finish is not None:
             return
-        now = _now()
+        now, ledger = _now(), request.timeline.ledger
+        ledger.knobs = self._owner.knobs_of(request)
+        ledger.left(now, slower=_slowness(request))
+        self.causes.add(ledger.count(now), request.worker)
         request.finish, request.error, request.finished = reason, error, now
         self.live.pop(request.id, None)
         request.model_queue.leave(request, now)
@@ -225,8 +260,14 @@ class RequestTracker:
             adapter=request.adapter,
             text=self._owner.text_of(request),
         )
-        request.stream.end(reason, error, row, request.timeline.stays(request.created))
+        on_read = partial(self._read_to_end, request, now)
+        request.stream.end(reason, error, row, request.timeline.stays(request.created), on_read, ledger)
         self._owner.finished(request)
+
+    def _read_to_end(self, request: Request, ended: float) -> None:
+        now, ledger = _now(), request.timeline.ledger
+        ledger.read_to_end(now - ended)
+        self.causes.add(ledger.count(now))
 
     def _account(self, request: Request, reason: FinishReason, now: float) -> None:
         output_tokens = len(request.generated)
@@ -251,6 +292,10 @@ class RequestTracker:
         self._meter.count_finish(now, request.model_queue.model, finished)
 
 
+def _slowness(request: Request) -> float:
+    return 1.0 if request.worker is None else request.model_queue.dispatcher.router.slowness(request.worker)
+
+
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -262,4 +307,4 @@ def _between(began: float | None, ended: float | None) -> float | None:
 def _error_of(output: RequestOutput, worker: str) -> ErrorInfo | None:
     if output.finish != "error":
         return None
-    return output.error or WorkerFailed(f"worker {worker} failed the request without saying why", worker=worker).info
+    return output.error or WorkerFailed(f"worker {worker} failed the request without a cause", worker=worker).info

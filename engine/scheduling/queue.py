@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Generic, TypeVar
 
+from engine.requests.causes import WaitClock
 from engine.requests.request import Request
 from engine.scheduling.routing import Fit, Router, Slot
 
@@ -443,7 +444,7 @@ class ModelQueue:
     """The queue of one model with its decisions, and how many of its requests live. Pure: every call gets the time.
 
     model: its name.  dispatcher: who is next, and where to.  longest_tokens: prompt and answer of the longest request
-    that ended.
+    that ended.  waits: what its requests wait for.
     """
 
     def __init__(self, dispatcher: Dispatcher, model: str, now: float) -> None:
@@ -451,6 +452,7 @@ class ModelQueue:
         self.dispatcher = dispatcher
         self.last_used = now
         self.longest_tokens = 0
+        self.waits = WaitClock(now)
         self._live: dict[str, Request] = {}
         self._prepared: dict[str, asyncio.Task[None]] = {}
 

@@ -323,6 +323,18 @@ class Router:
             if output.finish is not None:
                 self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
 
+    def slowness(self, worker: str) -> float:
+        """Return how many times as long a step of a worker takes as the same one on the median of the others; 1 where
+        too few steps were seen of it or of any other."""
+        mine = self._workers.get(worker)
+        answers = max(1, sum(each.worker == worker for each in self._running.values()))
+        prices = (each.cost.price for each in self._workers.values() if each is not mine and each.cost.is_reliable)
+        others = sorted(price.fixed_s + answers * price.answer_s for price in prices)
+        if mine is None or not mine.cost.is_reliable or not others:
+            return 1.0
+        price, usual_s = mine.cost.price, others[len(others) // 2]
+        return (price.fixed_s + answers * price.answer_s) / usual_s if usual_s > 0 else 1.0
+
     def forget(self, worker: str) -> None:
         """The worker is gone, and its pages with it."""
         self._workers.pop(worker, None)

@@ -241,7 +241,9 @@ def _traced(path: Path, number: int, row: dict[str, str]) -> Ask:
     try:
         at_s, prompt, output = float(row["at_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
     except (TypeError, ValueError):
-        raise InvalidRequest(f"line {number} of {path} is no time and two numbers of tokens", param="trace") from None
+        raise InvalidRequest(
+            f"line {number} of {path} is not a time and two numbers of tokens", param="trace"
+        ) from None
     if not (math.isfinite(at_s) and prompt >= 1 and output >= 1):
         raise InvalidRequest(f"line {number} of {path} has a time or a number of tokens out of range", param="trace")
     return Ask(at_s=at_s, prompt_tokens=prompt, output_tokens=output)

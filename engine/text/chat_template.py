@@ -281,7 +281,7 @@ class _Process:
         """Return why there is no answer."""
         limits, status = self._limits, self._child.returncode
         if isinstance(error, TimeoutError):
-            return _Lost(f"it was not done after {limits.wait_s:g} s")
+            return _Lost(f"it took longer than {limits.wait_s:g} s")
         if status == -signal.SIGPROF:
             return _Failed(f"it takes longer than {limits.cpu_s:g} s of processor time")
         if status == OUT_OF_MEMORY:

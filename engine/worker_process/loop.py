@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from engine.backends.base import Backend, BackendStats, PrefixChanges
+from engine.backends.base import Backend, BackendStats, PrefixChanges, TimeLost
 from engine.errors import EngineError, NoModelLoaded, WorkerFailed, first_line
 from engine.worker_process import protocol
 from engine.worker_process.channel import WorkerChannel
@@ -226,12 +226,14 @@ class WorkerLoop:
         except AssertionError as error:
             if self._strict:
                 raise
-            _logger.error("the backend's accounts do not add up: %s", first_line(error))
+            _logger.error("internal accounting error in the backend: %s", first_line(error))
 
     def _send_batch(self, *, everything: bool = True) -> None:
         """Send the engine the outputs since the last batch, delayed ones too if `everything`, and the gauges."""
         now_s = time.monotonic()
+        lost: dict[str, TimeLost] = {}
         if now_s - self._gauges_read_s >= GAUGE_S:
+            lost = self._requests.time_lost() if self._requests is not None else lost
             self._gauges_read_s, self._rss_bytes = now_s, self._process.memory_info().rss
         done = self._outbox.done
         backend = self._replica.backend if self._replica is not None else None
@@ -245,5 +247,6 @@ class WorkerLoop:
                 sent_s=now_s,
                 rss_bytes=self._rss_bytes,
                 prefix=backend.prefix_changes() if backend is not None else PrefixChanges(),
+                lost=lost,
             )
         )

@@ -16,6 +16,7 @@ from engine.backends.base import (
     LoadedModel,
     LoadProgress,
     PrefixChanges,
+    TimeLost,
     TokenLogprob,
 )
 from engine.config import AdapterSpec, ModelSpec
@@ -36,7 +37,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class CancelLoad(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_load"):
-    """Stop the load under way; answered by LoadFailed with code load_cancelled."""
+    """Cancel the current load; answered by LoadFailed with code load_cancelled."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
@@ -138,6 +139,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     gaps: seconds between tokens as the worker made them, one for each token that has one of this worker's before it.
     stop: the stop string that ended the answer, "" where something else did.
     prompt_logprobs, vector: as in TokenEvent, the former packed.
+    lost: of its time on this worker, with its end.
     """
 
     request_id: str
@@ -151,6 +153,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int | None = None
     prompt_logprobs: bytes = b""
     vector: bytes = b""
+    lost: TimeLost | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -174,6 +177,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     steps: how many, 0 when idle; several short ones may share a batch.  step_s: mean duration.
     answers: tokens that continued an answer, sent or still delayed; first tokens belong to prompts.
     sent_s: the worker's monotonic clock at sending, 0 if unknown.
+    lost: of live requests' time here, about once a second.
     """
 
     outputs: list[RequestOutput]
@@ -184,6 +188,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     sent_s: float = 0.0
     rss_bytes: int = 0
     prefix: PrefixChanges = PrefixChanges()
+    lost: dict[str, TimeLost] = {}
 
 
 class WorkerError(msgspec.Struct, frozen=True, kw_only=True, tag="worker_error"):

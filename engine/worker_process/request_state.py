@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.backends.base import BackendRequest, FinishReason, TokenEvent, TokenLogprobs, pack_logprobs
+from engine.backends.base import BackendRequest, FinishReason, TimeLost, TokenEvent, TokenLogprobs, pack_logprobs
 from engine.errors import EngineError, InvalidRequest, WorkerFailed
 from engine.text.grammar import GrammarMask, unusable
 from engine.text.output_processor import OutputProcessor
@@ -27,10 +27,12 @@ class RequestState:
     where no token is left in a place, the one before it is ruled out, as long as that was not sent.
 
     mask: the grammar's, which constrains the tokens; None without one, or while it is compiled.
+    lost: of its time, before the backend had it, and before it was taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
         self.mask: GrammarMask | None = None
+        self.lost = TimeLost()
         self._tokenizer = tokenizer
         self._request = request
         self._output = OutputProcessor(tokenizer, request)
@@ -67,6 +69,12 @@ class RequestState:
     def rewinding(self) -> bool:
         """True if the backend has to resume from an earlier place: see `rewound`."""
         return self._rewind_to is not None
+
+    def time_lost(self, more: TimeLost) -> TimeLost:
+        """Return what it lost in all. more: since it was given to the backend."""
+        names = self.lost.seconds.keys() | more.seconds.keys()
+        seconds = {name: self.lost.seconds.get(name, 0.0) + more.seconds.get(name, 0.0) for name in names}
+        return TimeLost(seconds=seconds, behind=more.behind or self.lost.behind)
 
     def take(self, event: TokenEvent, output: RequestOutput) -> None:
         """Take in one token or end of the backend's. The output processor's end goes before the backend's own, but for

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.backends.base import BackendRequest, TokenEvent
+from engine.backends.base import BackendRequest, TimeLost, TokenEvent
 from engine.errors import EngineError, InvalidRequest, first_line
 from engine.text.grammar import GrammarMask, GrammarMasks
 from engine.worker_process.loading import Replica
@@ -28,7 +29,7 @@ class GrammarCompiler:
 
     masks: GrammarMasks
     wake: Callable[[], None]
-    _waiting: dict[str, tuple[BackendRequest, PendingMask]] = field(default_factory=dict)
+    _waiting: dict[str, tuple[BackendRequest, PendingMask, float]] = field(default_factory=dict)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
@@ -36,19 +37,20 @@ class GrammarCompiler:
     def begin(self, request: BackendRequest) -> None:
         """Start compiling the grammar of a request; `done` yields it then."""
         compiling = self.masks.begin(request)
-        self._waiting[request.id] = (request, compiling)
+        self._waiting[request.id] = (request, compiling, time.monotonic())
         compiling.add_done_callback(lambda _: self.wake())
 
     def forget(self, request_id: str) -> None:
         """Forget a request."""
         self._waiting.pop(request_id, None)
 
-    def done(self) -> Iterator[tuple[BackendRequest, PendingMask]]:
-        """Take out the requests that are ready; each future has the mask, or the reason why there is none."""
-        for request_id, (request, compiling) in list(self._waiting.items()):
+    def done(self) -> Iterator[tuple[BackendRequest, PendingMask, float]]:
+        """Take out the requests that are ready, with the seconds that they waited; each future has the mask, or the
+        reason why there is none."""
+        for request_id, (request, compiling, began_s) in list(self._waiting.items()):
             if compiling.done():
                 del self._waiting[request_id]
-                yield request, compiling
+                yield request, compiling, time.monotonic() - began_s
 
 
 _logger = logging.getLogger(__name__)
@@ -93,8 +95,9 @@ class Requests:
 
     def take_masks(self) -> None:
         """Give the backend the requests whose grammars are compiled."""
-        for request, compiling in self._compiler.done():
+        for request, compiling, waited_s in self._compiler.done():
             state = self._states[request.id]
+            state.lost = TimeLost(seconds={"grammar": waited_s})
             try:
                 state.mask = compiling.result()
                 self._backend.submit(request, state.mask)
@@ -123,12 +126,18 @@ class Requests:
             except Exception as error:
                 self._fail(event.request_id, error, "the answer's text could not be made")
             if output.finish is not None:
+                output.lost = state.time_lost(self._backend.time_lost(state.id))
                 del self._states[event.request_id]
                 if event.finish is None:
                     self._backend.cancel(event.request_id)
         for state in [state for state in self._states.values() if state.rewinding]:
             self._rewind(state)
         return continued
+
+    def time_lost(self) -> dict[str, TimeLost]:
+        """Return what each request lost so far, of those that lost anything."""
+        found = {name: state.time_lost(self._backend.time_lost(name)) for name, state in self._states.items()}
+        return {name: lost for name, lost in found.items() if lost.seconds}
 
     def fail(self, why: str) -> None:
         """Fail every request of a step that failed."""
@@ -139,7 +148,9 @@ class Requests:
 
     def _rewind(self, state: RequestState) -> None:
         """Resume a request before the place where a banned string began; the prefix cache makes that cheap."""
+        state.lost = state.time_lost(self._backend.time_lost(state.id))
         self._backend.cancel(state.id)
+        self._backend.time_lost(state.id)  # read already
         try:
             request = state.rewound()
             if state.mask is not None:

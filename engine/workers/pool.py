@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.errors import ErrorInfo, InvalidRequest, from_info
+from engine.metrics.alerts import advice_after_death, cause_of_death
 from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.scheduling.queue import Slot
@@ -23,6 +26,15 @@ if TYPE_CHECKING:
     from engine.models.deployment import Deployment
 
 _log = logging.getLogger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """A worker's last death, until it is back. at: the loop's clock; alert: its id; requeued: a sentence."""
+
+    at: float
+    alert: int
+    requeued: str
 
 
 class Pool:
@@ -40,6 +52,7 @@ class Pool:
         self._unnoted: dict[str, Placement] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
+        self._deaths: dict[str, _Death] = {}
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
 
     def __iter__(self) -> Iterator[Replica]:
@@ -196,15 +209,17 @@ class Pool:
         placement = self._deployment.place_again(spec)
         if placement is None:
             return self._desired.restarted(spec)
-        _log.warning("%s is placed again, on other devices", replica.id, extra={"source": replica.id})
+        _log.warning("%s is moved to other devices", replica.id, extra={"source": replica.id})
         return self._desired.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
         if replica.state == "ready" and replica.model is not None and not self._desired.follow(replica.model):
-            _log.warning("%s is restarted: it computes unlike the other workers of its model", replica.id)
+            _log.warning("%s is restarted: its results differ from those of the model's other workers", replica.id)
             replica.restart()
             return
+        if replica.state == "ready":
+            self._note_return(replica)
         if not self._first.done():
             if replica.model is not None:
                 self._first.set_result(replica.model)
@@ -215,6 +230,8 @@ class Pool:
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
+        if batch.stats.prompts_limit != before.prompts_limit and batch.stats.prompts_limit:
+            self._alert_short_memory(replica, batch.stats.prompts_limit)
         self._router.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
@@ -231,9 +248,46 @@ class Pool:
             f"; {len(requests)} of its requests go back to the queue" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
+        if replica.state in ("restarting", "failed", "draining"):
+            self._alert_death(replica, len(requests), error)
         self._router.forget(replica.id)
         self._models.tracker.lost(replica.id, requests, error)
         self._deployment.workers_changed()
+
+    def _alert_death(self, replica: Replica, requeued: int, error: ErrorInfo) -> None:
+        """Say on every screen that a worker died; where none ever got ready, the model's failed load says it."""
+        if not self._first.done() and self.all_dead() is not None:
+            return
+        follows = {
+            "restarting": "Restarting.",
+            "draining": "It was draining, so it is not restarted.",
+            "failed": "Not restarted. Restart it from its page (r).",
+        }[replica.state]
+        back = f" {requeued} of its requests went back to the queue." if requeued else ""
+        alert = self._models.alerts.add(
+            cause_of_death(error), replica.id, error.message, done=follows + back, advice=advice_after_death(error)
+        )
+        now, model = asyncio.get_running_loop().time(), self._deployment.spec.name
+        self._deaths[replica.id] = _Death(now, alert.id, back)
+        self._models.meter.mark(time.time(), f"{replica.id} died", model=model, kind="worker")
+
+    def _note_return(self, replica: Replica) -> None:
+        """A worker that died is ready again."""
+        if (death := self._deaths.pop(replica.id, None)) is not None:
+            took_s = asyncio.get_running_loop().time() - death.at
+            _log.info("%s is ready again after %.1f s", replica.id, took_s, extra={"source": replica.id})
+            self._models.alerts.add_done(death.alert, f"Restarted; ready again after {took_s:.1f} s.{death.requeued}")
+
+    def _alert_short_memory(self, replica: Replica, limit: int) -> None:
+        """A step ran out of memory, and the worker takes fewer requests from now on."""
+        self._models.alerts.add(
+            "out_of_memory",
+            replica.id,
+            f"{replica.id} ran out of memory in a step",
+            done=f"It now runs max {limit} requests at once.",
+            advice="Lower max prompts or the context, or load with fewer KV cache bits.",
+            level="warning",
+        )
 
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""
@@ -263,4 +317,5 @@ class Pool:
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)
+            self._deaths.pop(replica.id, None)
         self._deployment.workers_changed()

@@ -64,7 +64,7 @@ async def test_it_is_answered_and_counted(api: Served) -> None:
 
 
 async def test_it_refuses_what_it_does_not_take_in_its_own_shape_and_words(api: Served) -> None:
-    assert await refused(api, 400, say="x", pitch=1) == "pitch is not a field that this endpoint knows"
+    assert await refused(api, 400, say="x", pitch=1) == "pitch is not a field of this endpoint"
     assert await refused(api, 400, say="x", volume=3) == "volume is not supported: all answers are equally loud"
     assert await refused(api, 400, say="x", length=0) == "length is 0; it must be at least 1"
     assert await refused(api, 400) == "say is missing"

@@ -190,4 +190,4 @@ async def test_stdout_is_given_only_where_no_screen_has_it(tmp_path: Path, capfd
 async def test_there_is_no_log_unless_it_is_asked_for(api: Served) -> None:
     await api.get("/ready")
     assert ApiSettings().access_log is None
-    assert [type(watcher).__name__ for watcher in api.server._context.observers] == ["HttpMetrics"]
+    assert [type(watcher).__name__ for watcher in api.server._context.observers] == ["HttpMetrics", "RefusedClients"]

@@ -72,6 +72,34 @@ async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
                 assert (await response.json())["models"] == []
 
 
+async def test_a_request_that_ended_says_what_its_time_went_into_and_nothing_of_its_text(admin: Served) -> None:
+    answer = await admin.post("/v1/completions", prompt="a secret", max_tokens=5)
+    found = await admin.get(f"/admin/requests/{answer['id']}")
+    assert found["request"]["output_tokens"] == 5
+    assert sum(found["why"]["causes"].values()) == pytest.approx(found["why"]["total_s"], rel=0.01)
+    assert found["why"]["total_s"] == pytest.approx(found["request"]["age_s"], rel=0.01, abs=0.01)
+    assert "secret" not in str(found)
+    assert (await admin.get("/admin/requests/nobody", status=404))["error"]["code"] == "request_not_found"
+
+
+async def test_the_time_of_all_requests_is_summed_by_cause_and_by_worker(admin: Served) -> None:
+    await admin.post("/v1/completions", prompt="x", max_tokens=5)
+    await until(lambda: bool(admin.engine.publish().why.causes))
+    found = await admin.get("/admin/why")
+    assert found["all"]["total_s"] >= found["workers"]["w0"]["total_s"] > 0
+    assert "decode" in found["workers"]["w0"]["causes"]
+
+
+async def test_a_client_that_is_refused_again_and_again_is_an_alert(admin: Served) -> None:
+    assert (await admin.get("/admin/alerts"))["alerts"] == []
+    for _ in range(10):
+        async with admin.http.post("/admin/unload", headers={"X-Forwarded-For": "203.0.113.7"}) as response:
+            assert response.status == 403
+    (alert,) = (await admin.get("/admin/alerts"))["alerts"]
+    assert (alert["cause"], alert["level"]) == ("client_refused_403", "warning")
+    assert "10 requests refused" in alert["text"] and alert["advice"]
+
+
 @pytest.mark.parametrize(
     ("headers", "host"),
     [
@@ -319,3 +347,30 @@ async def test_an_unknown_model_cannot_be_unloaded_or_reconfigured(admin: Served
     for path, body in (("/admin/unload", {}), ("/admin/reconfigure", {"workers": 2})):
         error = await admin.refusal(path, status=404, model="three", **body)
         assert error["message"].endswith("available: one")
+
+
+async def test_drain_finishes_what_runs_and_refuses_what_comes_until_resume(tmp_path: Path) -> None:
+    operator = FolderOperator(tmp_path, "one")
+    backend = FakeBackend(gate=Gate())
+    async with serving(tmp_path, backend, operator=operator, spec=named_spec(tmp_path, "one")) as api:
+        running = asyncio.create_task(api.post("/generate", prompt="x", max_tokens=3))
+        await api.until_row(state="prefill")
+        assert (await api.post("/admin/drain"))["models"][0]["name"] == "one"
+        async with api.http.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "30")
+            assert (await response.json())["error"]["code"] == "draining"
+        async with api.http.get("/ready") as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["message"].startswith("Draining for 0 s: 1 unfinished")
+        health = await api.get("/health")
+        assert (health["status"], health["unfinished"]) == ("draining", 1)
+        assert "ericllm_draining 1.0" in await (await api.http.get("/metrics")).text()
+        backend.gate.open()  # type: ignore[union-attr]
+        await running
+        await until(lambda: api.engine.snapshot().running == 0)
+        assert (await api.get("/health"))["unfinished"] == 0
+        await api.post("/admin/resume")
+        assert (await api.get("/ready"))["status"] == "ready"
+        assert (await api.get("/health"))["status"] == "ok"
+        await api.post("/generate", prompt="x", max_tokens=3)
+        assert "ericllm_draining 0.0" in await (await api.http.get("/metrics")).text()

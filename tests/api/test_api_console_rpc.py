@@ -228,7 +228,7 @@ async def test_reading_the_log_is_no_line_of_the_log(tmp_path: Path, caplog: pyt
             pass
         async with http.post("/admin/call/engine.unload", json={}):
             pass
-    said = [record.getMessage() for record in caplog.records if record.name == "api"]
+    said = [record.getMessage() for record in caplog.records if record.name == "api.access"]
     assert [line.split()[:2] for line in said if "/admin/" in line] == [["POST", "/admin/call/engine.unload"]]
 
 

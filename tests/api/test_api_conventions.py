@@ -205,7 +205,7 @@ async def test_what_a_stopping_server_ends_or_turns_away_is_said_as_its_doing(pa
     stopping.cancel()
     await paced_api.server.stop(drain_s=0)
     status, answer = await begun
-    stopped = "The server was stopped before the answer was complete"
+    stopped = "The server stopped before the answer was complete"
     assert (status, *type_and_sentence(answer)) == (503, kind, stopped)
 
 

@@ -164,6 +164,6 @@ async def test_the_settings_switch_dialects_off_from_the_start_and_no_more_than_
 
 async def test_a_dialect_that_there_is_not_is_told_by_its_name_at_the_start(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, dialects_off=("shoot",))
-    with pytest.raises(InvalidRequest, match="no dialect called shoot; there are: openai, generate, shout"):
+    with pytest.raises(InvalidRequest, match="Unknown dialect shoot; there are: openai, generate, shout"):
         async with serving(tmp_path, settings=settings, load=False):
             pass

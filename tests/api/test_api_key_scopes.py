@@ -62,7 +62,7 @@ async def test_a_revoked_key_is_refused_at_once(keyed: Served) -> None:
     headers = await bearer(keyed, "app", "use")
     assert (await told(keyed, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     await keyed.server.revoke_key("app")
-    assert await told(keyed, "POST", "/v1/completions", headers, **PROMPT) == (401, "That key is not valid here")
+    assert await told(keyed, "POST", "/v1/completions", headers, **PROMPT) == (401, "The API key is not valid")
 
 
 async def test_a_revoked_key_is_shown_no_more_of_what_it_watches(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ async def test_a_revoked_key_is_shown_no_more_of_what_it_watches(tmp_path: Path)
         await api.server.revoke_key("watcher")
         for ended in (open_to_all, watching):
             async with asyncio.timeout(PATIENCE_S):
-                assert "That key is not valid here any more" in (await ended.text()).splitlines()[-2]
+                assert "The API key is no longer valid" in (await ended.text()).splitlines()[-2]
         assert not kept.content.at_eof()
         kept.close()
 

@@ -116,7 +116,7 @@ async def test_a_packed_body_that_is_cut_short_is_said_to_be(small: Served, name
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 async def test_a_body_that_is_not_packed_as_it_says_is_said_to_be_broken(small: Served, name: str) -> None:
     headers = {"Content-Encoding": name, "Content-Type": "application/json"}
-    for wrong, more in ((b"x no such thing", ""), (PACKED[name] + b"more", ": it goes on after its end")):
+    for wrong, more in ((b"x no such thing", ""), (PACKED[name] + b"more", ": there is data after its end")):
         async with small.http.post("/generate", data=wrong, headers=headers) as response:
             assert response.status == 400, wrong
             assert (await response.json())["error"]["message"] == f"The body is not valid {name}{more}"

@@ -34,7 +34,7 @@ async def test_a_dialect_stays_off_when_the_server_is_started_again(api: Served)
 
 
 async def test_a_dialect_that_there_is_not_is_refused_by_name(api: Served) -> None:
-    with pytest.raises(InvalidRequest, match="no dialect called smoke; there are: openai, generate"):
+    with pytest.raises(InvalidRequest, match="Unknown dialect smoke; there are: openai, generate"):
         await api.server.switch_dialect("smoke", False)
 
 
@@ -91,7 +91,7 @@ async def test_failures_are_counted_and_the_last_are_told_without_bodies(api: Se
         (404, "not_found"): 1,
     }
     newest, *_, oldest = report.failures
-    assert (newest.method, newest.path, newest.message) == ("POST", "/nowhere", "There is nothing at /nowhere")
+    assert (newest.method, newest.path, newest.message) == ("POST", "/nowhere", "Not found: /nowhere")
     assert (oldest.path, oldest.client) == ("/generate", "127.0.0.1")
     assert report.failures_per_min == 3
     assert report.requests_per_min == 3

@@ -52,7 +52,7 @@ async def test_a_taken_port_is_one_sentence_that_the_status_keeps() -> None:
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
 async def test_a_host_that_is_not_ours_is_one_sentence(host: str) -> None:
-    with pytest.raises(CannotListen, match=f"{host} is no address of this machine"):
+    with pytest.raises(CannotListen, match=f"{host} is not an address of this machine"):
         await server_on(host=host, port=0, no_auth=True).start()
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from console.api.metrics import SnapshotCollector
 from console.api.server import ApiSettings
 from console.api.status_endpoints import is_stalled
 from engine.engine import Engine
-from engine.snapshot import Snapshot, WorkerReading
+from engine.snapshot import DeviceSensors, Snapshot, WorkerReading
 from tests.api.harness import Served, serving
 from tests.api.operators import FolderOperator
+from tests.fakes import scenes
 from tests.fakes.backend import FakeBackend, Gate
 
 VLLM_NAMES = {
@@ -218,3 +221,17 @@ async def test_who_polls_reads_the_snapshot_that_was_published_last(
         await api.post("/api/show", model="fake")
         await api.post("/api/v1/model", action="list")
         assert not built
+
+
+def test_readings_of_a_device_are_gauges_and_an_absent_one_has_no_sample() -> None:
+    device = msgspec.structs.replace(scenes.gpu(0), sensors=DeviceSensors(sm_clock_mhz=1695, xid_errors=(79,), fan=0.5))
+    collector = SnapshotCollector(lambda: scenes.busy(devices=(device, scenes.cpu())), lambda: ())
+    found = {
+        family.name: [(sample.labels["device"], sample.value) for sample in family.samples]
+        for family in collector.collect()
+        if family.name.startswith("ericllm_device_")
+    }
+    assert found["ericllm_device_sm_clock_mhz"] == [(device.id, 1695)]
+    assert found["ericllm_device_xid_errors"] == [(device.id, 1)]
+    assert found["ericllm_device_fan_ratio"] == [(device.id, 0.5)]
+    assert found["ericllm_device_ecc_errors"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,22 @@ async def test_a_stream_with_usage_ends_with_it_and_is_null_before(api: Served) 
     assert all(piece["usage"] is None for piece in pieces)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/v1/completions", {"prompt": "Once"}), ("/v1/chat/completions", {"messages": USER})]
+)
+async def test_an_answer_says_in_its_usage_what_its_time_went_into_where_requested(
+    api: Served, path: str, asked: dict[str, Any]
+) -> None:
+    answer = await api.post(path, **asked, max_tokens=4, n=2, why=True)
+    *pieces, last, done = await api.events(path, **asked, max_tokens=4, why=True, stream=True)
+    for usage in (answer["usage"], last["usage"]):
+        why = usage["why"]
+        assert sum(why["causes_ms"].values()) == pytest.approx(why["total_ms"], rel=0.01) and why["total_ms"] > 0
+        assert set(why) == {"total_ms", "causes_ms"}
+    assert done == "[DONE]" and not any(piece.get("usage") for piece in pieces)
+    assert "why" not in (await api.post(path, **asked, max_tokens=4))["usage"]
 
 
 async def test_a_stream_with_continuous_usage_counts_in_every_chunk(api: Served) -> None:

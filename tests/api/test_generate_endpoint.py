@@ -118,6 +118,18 @@ async def test_a_stream_is_lines_of_all_texts_so_far_as_vllm_s_demo_server_sends
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
+async def test_an_answer_says_what_its_time_went_into_where_requested(
+    api: Served,
+) -> None:
+    answer = await api.post("/generate", prompt="Once", max_tokens=6, why=True)
+    body = {"prompt": "Once", "max_tokens": 6, "stream": True, "why": True}
+    async with api.http.post("/generate", json=body) as response:
+        *lines, last = [json.loads(line) for line in (await response.text()).splitlines()]
+    for found in (answer["why"], last["why"]):
+        assert sum(found["causes_ms"].values()) == pytest.approx(found["total_ms"], rel=0.01)
+    assert isinstance(answer["text"], str) and not any("why" in line for line in lines)
+
+
 async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, FakeBackend(fail_at_steps=range(4, 1000)), config=EngineConfig(worker_host="thread")) as api,

@@ -147,10 +147,10 @@ def with_field(path: tuple[str, ...], value: object) -> bytes:
         (whole(b"data: [" + b"[]," * (4 * MIB) + b"[]]\n\n"), "holds more than 500,000 values"),
         (whole(b"data: " + b"[" * 10**5 + b"\n\n"), "nested too deeply"),
         (whole(b"data: " + b"9" * 400 + b"\n\n"), "a number of too many digits"),
-        (whole(b'data: "\xff"\n\n'), "sends no JSON"),
+        (whole(b'data: "\xff"\n\n'), "it is not JSON"),
         (whole(b"data: [1, 2]\n\n"), "is of another version"),
         (whole(b"data: 5\n\n"), "is of another version"),
-        (whole(b'data: {"error": 5}\n\n'), "it did not say why"),
+        (whole(b'data: {"error": 5}\n\n'), "no cause given"),
         (whole(b'data: {"error": {"code": [], "message": {}, "param": 1e18}}\n\n'), "{}"),
         (whole(event({"error": {"message": "\x1b]0;x\x07" * 10_000}})), r"\x1b]0;x\x07"),
         (whole(event({"full": 5})), "is of another version"),
@@ -163,9 +163,9 @@ def with_field(path: tuple[str, ...], value: object) -> bytes:
         (whole(with_field(("api",), None)), "is of another version"),
         (whole(with_field(("snapshot", "log_total"), -1) + event({"delta": {"gone": None}})), "another version"),
         (packed(event({"full": 5})), "ended the connection"),
-        (whole(b"x" * 10_000, 302, Location="http://127.0.0.1:1/"), "no ericllm (HTTP 302)"),
-        (endless(b"", b"x" * 2**16, 500), "no ericllm (HTTP 500)"),
-        (whole(b"[" * MIB, 400), "no ericllm (HTTP 400)"),
+        (whole(b"x" * 10_000, 302, Location="http://127.0.0.1:1/"), "not EricLLM (HTTP 302)"),
+        (endless(b"", b"x" * 2**16, 500), "not EricLLM (HTTP 500)"),
+        (whole(b"[" * MIB, 400), "not EricLLM (HTTP 400)"),
         (whole(b'{"error": {"message": ["no"]}}', 401), "['no']"),
     ],
 )
@@ -186,7 +186,7 @@ async def test_whatever_it_sends_is_one_sentence(stream: Answer, said: str, capl
         (whole(b'{"result": [' + b"9" * 300 + b", []]}"), "too many digits"),
         (whole(b'{"result": [1, [{"at": "now"}]]}'), "is of another version"),
         (endless(b"[", b" " * 2**16), "sends more than 16 MiB in one answer"),
-        (packed(b""), "sends no JSON"),
+        (packed(b""), "it is not JSON"),
     ],
 )
 async def test_whatever_its_log_is_is_one_sentence(log: Answer, said: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,18 +232,18 @@ def alive() -> Answer:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (whole(b"data: 5\n\n"), "not understood"),
-        (whole(b'data: {"choices": 5}\n\n'), "not understood"),
-        (whole(b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'), "not understood"),
-        (whole(b'data: {"choices": [{"delta": null}]}\n\n'), "not understood"),
-        (whole(b'data: {"choices": [{"finish_reason": {}}]}\n\n'), "not understood"),
+        (whole(b"data: 5\n\n"), "cannot be read"),
+        (whole(b'data: {"choices": 5}\n\n'), "cannot be read"),
+        (whole(b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'), "cannot be read"),
+        (whole(b'data: {"choices": [{"delta": null}]}\n\n'), "cannot be read"),
+        (whole(b'data: {"choices": [{"finish_reason": {}}]}\n\n'), "cannot be read"),
         (
             whole(b'data: {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": "x"}}\n\n'),
-            "not understood",
+            "cannot be read",
         ),
         (
             whole(b'data: {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1e18}}\n\n'),
-            "not understood",
+            "cannot be read",
         ),
         (
             endless(b"", event({"choices": [{"delta": {"content": "x" * 2**16}}]})),

@@ -307,4 +307,4 @@ async def test_limits_of_the_server_are_told_in_ollama_s_words(tmp_path: Path) -
 
 async def test_an_unknown_option_is_named_as_it_was_sent(api: Served) -> None:
     told = await refusal(api, "/api/generate", prompt="x", options={"max_tokens": 4})
-    assert told == "max_tokens is not a field that this endpoint knows"
+    assert told == "max_tokens is not a field of this endpoint"

@@ -239,3 +239,10 @@ async def shared_text(folder: Path, template: str, body: dict[str, Any]) -> str:
         await api.post("/v1/chat/completions", max_tokens=1, **body)
         (request,) = api.backend.submitted
         return bytes(request.prompt_ids[: request.shared_tokens]).decode()
+
+
+async def test_a_request_names_its_key_and_never_has_the_key_itself(computing_api: Served) -> None:
+    await cached(computing_api, {"Authorization": "Bearer open sesame"})
+    _, rows = computing_api.engine.finished_requests()
+    assert [row.key_name for row in rows] == ["settings"]
+    assert "open sesame" not in str(rows)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from console.api.requests.chat_body import ChatBody
 from console.api.server import ApiServer, ApiSettings
+from console.link.api import Scope
 from console.link.benches import BenchOrder
 from console.link.chat import ChatMessage
 from console.link.frames import Frame, FrameEvent, to_plain
@@ -192,6 +193,24 @@ async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> No
     await again.stop(drain_s=0.0)
 
 
+@pytest.mark.parametrize("scope", ["watch", "admin"])
+async def test_a_link_knows_whether_its_key_may_change_anything(tmp_path: Path, scope: Scope) -> None:
+    engine, loop = Engine(EngineConfig(worker_host="thread")), LoopThread("remote")
+    server = ApiServer(engine, ApiSettings(port=0), FolderOperator(tmp_path, "demo").admit, remembering)
+    await engine.start()
+    await server.start()
+    key = (await server.make_key("k", (scope,))).key
+    link = RemoteLink(address_of(server.status().url), loop=loop, hz=10, api_key=key)
+    try:
+        await until(lambda: link.standing().reach == "live")
+        assert link.standing().read_only == (scope == "watch")
+    finally:
+        link.close()
+        loop.stop()
+        await server.stop(drain_s=0.0)
+        await engine.close(drain_s=0.0)
+
+
 async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> None:
     link = as_link(ReadOnlyLink(as_link(served.link)))  # type: ignore[arg-type]
     assert [entry.name for entry in await link.list_models()] == [entry.name for entry in MODELS]
@@ -207,11 +226,11 @@ async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> 
     ("status", "body", "error", "said"),
     [
         (200, b"<html>\n", OutOfReach, "ended the connection"),
-        (404, b"not here", OutOfReach, "no ericllm"),
-        (302, b"over there", OutOfReach, "no ericllm"),
+        (404, b"not here", OutOfReach, "not EricLLM"),
+        (302, b"over there", OutOfReach, "not EricLLM"),
         (401, b'{"error": {"message": "This server needs a key"}}', NotAllowed, "needs a key"),
         (200, b"data: {}\n\n", OutOfReach, "another version"),
-        (200, b"data: <html>\n\n", OutOfReach, "no ericllm"),
+        (200, b"data: <html>\n\n", OutOfReach, "not EricLLM"),
     ],
 )
 async def test_what_answers_but_is_no_instance_of_ours_is_said(

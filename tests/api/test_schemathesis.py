@@ -44,7 +44,7 @@ EXPLAINED = {
     r"|tool_call_id should be|a call that was not made|messages\[\d+\]\.tool_call_id",
     "JSON, patterns, grammars and names within values": r"JSON object, as text|is not valid JSON|something satisfies"
     r"|that answers can be held to|is not a sampler|custom_token_bans should be|dry_sequence_breakers",
-    "two dialects at one path": r"is not a field that this endpoint knows",
+    "two dialects at one path": r"is not a field of this endpoint",
 }
 """Why the server may refuse what the document allows: JSON Schema cannot say it, or only this model is so."""
 

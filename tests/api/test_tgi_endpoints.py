@@ -321,7 +321,7 @@ async def test_where_tgi_is_off_its_bodies_are_told_so_and_the_others_answered(a
 
 async def test_a_parameter_that_is_not_tgi_s_is_named_as_it_was_sent(api: Served) -> None:
     refused = await refusal(api, inputs="x", parameters={"max_tokens": 4})
-    assert refused["error"] == "max_tokens is not a field that this endpoint knows"
+    assert refused["error"] == "max_tokens is not a field of this endpoint"
 
 
 async def test_a_text_of_any_length_is_cut_to_its_last_tokens(tmp_path: Path) -> None:

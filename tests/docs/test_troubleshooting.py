@@ -140,11 +140,11 @@ async def dumb(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 PROVOKED: dict[str, Provoke] = {
     "The package 'console' in ...": not_ours,
     "There is no home folder to keep settings and state in": no_home,
-    "stderr is no terminal; running headless": no_screen,
+    "stderr is not a terminal; running headless": no_screen,
     "This terminal can show no screen (TERM=dumb)": dumb,
     "there is no folder /models/x": no_folder,
     "no model is called x": no_name,
-    "org/name could not be fetched from the hub ...": no_hub,
+    "org/name could not be downloaded from the hub ...": no_hub,
     "the folder holds no weights: it has no *.safetensors file": no_weights,
     "pytorch_model.bin is a pickle, which can run code when read ...": pickled,
     "unsupported architecture: ...": unknown,

@@ -14,6 +14,7 @@ from engine.backends.base import (
     LoadProgress,
     PrefixChanges,
     SequenceStats,
+    TimeLost,
     TokenEvent,
     TokenLogprob,
     TokenMask,
@@ -158,6 +159,7 @@ class FakeBackend:
         self.checks = 0
         self.cancelled: list[str] = []
         self.changes = PrefixChanges()
+        self.lost: dict[str, TimeLost] = {}
         self.adapters: dict[str, AdapterSpec] = {}
         self.submitted: list[BackendRequest] = []
         self._live: dict[str, tuple[BackendRequest, list[int]]] = {}
@@ -313,8 +315,12 @@ class FakeBackend:
             ),
         )
 
+    def time_lost(self, request_id: str) -> TimeLost:
+        """What the test put into `lost`."""
+        return self.lost.get(request_id, TimeLost())
+
     def prefix_changes(self) -> PrefixChanges:
-        """What the test put into `changes`, once."""
+        """Return what the test put into `changes`, once."""
         changes, self.changes = self.changes, PrefixChanges()
         return changes
 

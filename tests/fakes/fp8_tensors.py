@@ -1,7 +1,7 @@
 """FP8 layers packed and unpacked one value at a time, by the rules of the formats alone.
 
 The bytes are the OCP's 8-bit floats (OFP8 1.0): sign, exponent, mantissa, of 1, 4 and 3 bits with a bias of 7 (E4M3: no
-infinity, all ones is no number) or of 1, 5 and 2 with a bias of 15 (E5M2: as IEEE 754). A weight is its byte's value
+infinity, all ones is not a number) or of 1, 5 and 2 with a bias of 15 (E5M2: as IEEE 754). A weight is its byte's value
 times the scale of its block (DeepSeek-V3's report, section 3.3; its `weight_dequant`).
 """
 

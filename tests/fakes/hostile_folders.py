@@ -105,7 +105,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "a base of 300 digits": (as_config(rope_theta=10**300), "rope_theta"),
     "a scaling beyond any context": (as_config(rope_scaling={"type": "linear", "factor": 1e12}), "rope_scaling"),
     "a scaling of nothing": (as_config(rope_scaling={"type": "linear", "factor": 0}), "factor"),
-    "part of a head that is no number": (as_config(partial_rotary_factor=1e300), "partial_rotary_factor"),
+    "part of a head that is not a number": (as_config(partial_rotary_factor=1e300), "partial_rotary_factor"),
     "logits divided by nothing": (as_config(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling"),
     "a root of nothing": (
         as_config(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0),

@@ -204,6 +204,12 @@ class FakeLink(RpcLink):
             max_prompts=self.current.max_prompts if max_prompts is None else max_prompts,
         )
 
+    def on_drain(self) -> None:
+        self.change(draining_since=self.current.at)
+
+    def on_resume(self) -> None:
+        self.change(draining_since=None)
+
     def on_cancel_request(self, request_id: str) -> None:
         self.change(requests=_cancelled(self.current.requests, lambda row: row.id == request_id))
 
@@ -455,7 +461,7 @@ class FakeRequests(FakeGroup):
         rows = [*self._link.current.requests, *reversed(self.ended)]
         row = next((row for row in rows if row.id == request_id and order in (0, row.order)), None)
         if row is None:
-            raise RequestNotFound(f"nothing is known of a request {request_id} any more", id=request_id)
+            raise RequestNotFound(f"unknown request {request_id}: it is neither running nor recent", id=request_id)
         return story(row)
 
     def on_cancel_queued(self, model: str) -> int:
@@ -531,3 +537,9 @@ class FakeTuning(FakeGroup):
 
     def on_use_best(self) -> None:
         self.change_report(applied=True)
+
+    def on_start_load(self, model: str, seconds: float) -> None:
+        self.change_report(load_left_s=seconds, load_clients=32)
+
+    def on_stop_load(self) -> None:
+        self.change_report(load_left_s=0.0, load_clients=0)

@@ -14,6 +14,7 @@ import msgspec
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import ModelSpec
 from engine.errors import ErrorInfo
+from engine.requests.causes import describe_all
 from engine.snapshot import (
     DeviceReading,
     Mark,
@@ -129,6 +130,7 @@ def history(seconds: int = 180, *, peak_tokens: int = 612, devices: int = 2) -> 
                 ttft_p95=0.12 + 0.2 * level,
                 itl_p50=0.009 + 0.006 * level,
                 itl_p95=0.02 + 0.012 * level,
+                limit="max_prompts" if 9 * level > 4.5 else "none",
             )
         )
     return tuple(rows)
@@ -237,6 +239,7 @@ def busy(**changes: Any) -> Snapshot:
         "marks": (Mark(at=NOW - 72, text="max_prompts 4 → 8"), Mark(at=NOW - 25, text="workers 1 → 2")),
         "totals": Totals(prompt_tokens=1_904_220, output_tokens=611_034, requests=4120),
         "log_total": 3,
+        "why": describe_all({"slot": 48.2, "decode": 20.0, "prompts": 6.0, "prefill": 4.0}, {"max_prompts": 8}),
     }
     return Snapshot(**(values | changes))
 

@@ -42,7 +42,7 @@ class Device:
     token, `kv_s` per sequence for its 16-bit KV pages.
 
     cores: that the workers share; `alone` of the step's work cannot be spread over threads.  memory: places' worth of
-    16-bit KV pages there is memory for, a worker's weights being worth `weights_places`.
+    16-bit KV pages there is memory for, weights per worker being worth `weights_places`.
     quantised_s: per sequence and step for less than 16 bits.  accepted: the share of guesses that hold.
     noise: of a slice of a second, and of a window as a whole.
     """

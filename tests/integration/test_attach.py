@@ -168,7 +168,7 @@ async def test_what_the_key_does_not_allow_is_one_sentence(tmp_path: Path, model
     allowed = RemoteLink(address_of(f"127.0.0.1:{made.port}"), loop=loop, api_key="sesame", hz=10)
     try:
         await until(lambda: link.standing().reach == "refused")
-        assert link.standing().reason == "This server needs a key: send it as Authorization: Bearer KEY"
+        assert link.standing().reason == "This server needs an API key: send it as Authorization: Bearer KEY"
         await until(lambda: allowed.standing().reach == "live")
         key = await as_link(allowed).api.make_key("watcher", ("watch",))
         watching = RemoteLink(address_of(f"127.0.0.1:{made.port}"), loop=loop, api_key=key.key, hz=10)

@@ -95,7 +95,7 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
         process.send_signal(signal.SIGINT)
         said, errors = await process.communicate()
     assert process.returncode == 130, errors.decode()
-    assert b"It ended early" in said and b"Traceback" not in errors
+    assert b"Ended early" in said and b"Traceback" not in errors
     result = read_result(file)
     assert not result.complete
     assert 1 <= len(result.rows[0].values["response_s"]) < 1000

@@ -64,8 +64,8 @@ async def test_a_server_is_measured_with_its_key_and_kept_under_its_address(tmp_
 @pytest.mark.parametrize(
     ("wrong", "param", "said"),
     [
-        ({"url": "ftp://x"}, "url", "is no address of a server"),
-        ({"url": "http://[::1"}, "url", "is no address of a server"),
+        ({"url": "ftp://x"}, "url", "is not an address of a server"),
+        ({"url": "http://[::1"}, "url", "is not an address of a server"),
         ({"url": "http://me:pw@x"}, "url", "a key is given by itself"),
         ({"url": "http://127.0.0.1:9"}, "url", "cannot be asked: connection refused"),
         ({"dialect": "morse"}, "dialect", "morse is no dialect"),
@@ -96,7 +96,7 @@ async def test_a_server_that_answers_no_more_ends_the_bench_with_its_reason() ->
             await until(lambda: len(kind.bodies) > 5)
         await found.finished()
         assert found.report().state == "cancelled"
-        assert found.report().outcome.startswith("It ended early")
+        assert found.report().outcome.startswith("Ended early")
         assert clients() == []
 
 

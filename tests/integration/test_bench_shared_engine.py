@@ -152,7 +152,7 @@ async def test_a_model_that_goes_away_is_said_and_what_was_measured_is_kept(tmp_
         await found.finished()
         report = found.report()
         assert report.state == "cancelled"
-        assert report.outcome.startswith("It ended early")
+        assert report.outcome.startswith("Ended early")
         assert not (await found.history())[0].complete
 
 

@@ -192,7 +192,7 @@ async def test_prompts_for_an_unknown_vocabulary_are_words(served: Served) -> No
 
 @pytest.mark.parametrize("url", ["", "ftp://here", "http://"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="no address of a server"):
+    with pytest.raises(InvalidRequest, match="not an address of a server"):
         HttpTarget(url)
 
 

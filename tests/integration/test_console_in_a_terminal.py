@@ -110,7 +110,7 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     terminal.wait_for("demo is unloaded")
 
     terminal.press("3")
-    terminal.wait_for("Ask something")
+    terminal.wait_for("Message. Enter sends")
     terminal.type("What does max_prompts do?")
     terminal.press("Enter")
     answered = terminal.wait_for("tok/s", "TTFT")
@@ -172,7 +172,7 @@ def test_the_console_attached_to_a_headless_instance_tunes_it_and_leaves_it_runn
             terminal.press("+")
             terminal.wait_for("1 worker × 5 prompts")
             terminal.press("3")
-            terminal.wait_for("Ask something")
+            terminal.wait_for("Message. Enter sends")
             terminal.type("What does max_prompts do?")
             terminal.press("Enter")
             terminal.wait_for("tok/s", "TTFT")
@@ -197,7 +197,7 @@ def test_killing_the_console_takes_its_workers_along(terminal: Terminal) -> None
 def test_the_console_works_in_the_smallest_terminal(tmp_path: Path, size: tuple[int, int]) -> None:
     with console("--no-api", home=tmp_path, size=size) as terminal:
         terminal.wait_for("ready", "Workers")
-        for key, seen in (("2", "Models"), ("7", "Log"), ("3", "Ask something")):
+        for key, seen in (("2", "Models"), ("7", "Log"), ("3", "Message. Enter sends")):
             terminal.press(key)
             terminal.wait_for(seen)
         terminal.press("C-q")

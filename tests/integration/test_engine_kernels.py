@@ -79,7 +79,7 @@ async def test_a_worker_that_found_kernels_its_sibling_missed_is_loaded_again_wi
         await until(lambda: len(backends.made) == 3)
         await all_ready(engine)
         assert natives(backends) == [None, None, False]
-        assert "computes unlike the other workers of its model" in caplog.text
+        assert "its results differ from those of the model's other workers" in caplog.text
         answers = await asyncio.gather(*(read(engine.submit(ask(f"{number}"))) for number in range(4)))
         assert {answer.last.finish for answer in answers} == {"length"}
         assert not second.submitted

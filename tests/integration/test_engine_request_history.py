@@ -73,7 +73,7 @@ async def test_where_it_is_allowed_prompt_and_answer_can_be_read_also_while_it_r
 
 async def test_a_request_that_nobody_knows_is_not_found(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
-        with pytest.raises(RequestNotFound, match="nothing is known of a request x"):
+        with pytest.raises(RequestNotFound, match="unknown request x"):
             engine.request_detail("x")
 
 
@@ -95,11 +95,11 @@ async def test_a_turned_knob_leaves_a_mark_with_its_values_that_says_when_it_was
         name = engine.status.spec.name if engine.status.spec else ""
         await engine.reconfigure(workers=2)
         await engine.reconfigure(idle_unload_s=60)
-        workers, idle = engine.publish().marks
+        _, workers, idle = engine.publish().marks
         assert (workers.knob, workers.before, workers.after, workers.model) == ("workers", 1, 2, name)
         assert (idle.knob, idle.before, idle.after, idle.text) == ("idle_unload", 0, 60, "idle_unload 0 -> 60")
         assert workers.settled_at is None
         gate.open()
-        await until(lambda: engine.publish().marks[0].settled_at is not None)
-        settled = engine.publish().marks[0]
+        await until(lambda: engine.publish().marks[1].settled_at is not None)
+        settled = engine.publish().marks[1]
         assert settled.settled_at is not None and settled.settled_at >= settled.at

@@ -48,7 +48,7 @@ def test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind(
     server = Headless("--model", str(model), "--port", "0", home=tmp_path)
     start.append(server)
     url = server.wait_for(r"listening on (http://\S+)")[1]
-    assert server.lines[0] == "ericllm: stdout is no terminal; running headless"
+    assert server.lines[0] == "ericllm: stdout is not a terminal; running headless"
     server.wait_for("is ready")
     children = psutil.Process(server.process.pid).children(recursive=True)
     assert children
@@ -70,7 +70,7 @@ def test_where_one_of_the_three_streams_is_no_terminal_it_says_which_and_shows_n
         process.terminate()
         said += read("stopping")
         assert process.wait(timeout=60) == 0
-    assert said.startswith(f"ericllm: {redirected} is no terminal; running headless")
+    assert said.startswith(f"ericllm: {redirected} is not a terminal; running headless")
     assert "\x1b[?1049h" not in said
 
 
@@ -187,7 +187,7 @@ def test_without_a_terminal_a_hang_up_has_the_settings_read_again(
         server.process.send_signal(signal.SIGHUP)
         server.wait_for(said)
 
-    reload("max_prompts = 3\n", f"{config} was read again; nothing has changed")
+    reload("max_prompts = 3\n", f"{config} was reloaded; nothing has changed")
     reload("max_prompts = 5\ndrain_seconds = 9\nport = 1\n", "used now: max_prompts$")
     server.wait_for("used by the next load or start: port$")
     reload("max_prompts = 'many'\n", f"the settings stay as they are: 'max_prompts' in {config} many: ")

@@ -189,7 +189,7 @@ def test_a_part_that_is_too_long_is_fetched_anew(stopped_half_way: Path, model_f
 
 def test_a_cancelled_download_says_what_is_kept(hub: FakeHub, repo: FakeRepo, model_files: dict) -> None:
     hub.hold = "model.safetensors"
-    with pytest.raises(LoadCancelled, match=r"cancelled; 0\.0 of 0\.0 MiB are kept, and the next download goes on"):
+    with pytest.raises(LoadCancelled, match=r"cancelled; 0\.0 of 0\.0 MiB are kept, and the next download continues"):
         resolve("org/name", [], cancelled=cancel_when_half_sent(hub))
 
 
@@ -280,7 +280,7 @@ def test_a_hub_in_trouble_is_told_with_its_answer(hub: FakeHub) -> None:
 
 def test_a_hub_out_of_reach_is_told(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(ModelLoadFailed, match=r"could not be fetched from the hub at http://127\.0\.0\.1:1: "):
+    with pytest.raises(ModelLoadFailed, match=r"could not be downloaded from the hub at http://127\.0\.0\.1:1: "):
         resolve("org/name", [])
 
 

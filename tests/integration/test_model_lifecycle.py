@@ -283,7 +283,7 @@ async def test_accounts_that_disagree_are_logged_once_while_the_engine_is_idle(
         engine._publisher._check_accounts()
         engine._publisher._check_accounts()
         del model_queue._live["x"]
-        assert caplog.text.count("accounts do not agree") == 1
+        assert caplog.text.count("internal accounting error") == 1
 
 
 # -- unloading and closing ----------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_more_experts_than_there_are_or_none_are_refused_with_their_number(mixtr
 
 
 def test_num_experts_of_a_model_without_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="num_experts is 2; this model is no mixture of experts"):
+    with pytest.raises(InvalidRequest, match="num_experts is 2; this model is not a mixture of experts"):
         load_runner(make_tiny_model(tmp_path, with_tokenizer=False), num_experts=2)
 
 

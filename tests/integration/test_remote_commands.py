@@ -70,8 +70,8 @@ def test_top_goes_on_and_speaks_json(url: str) -> None:
     [
         (("top", NOBODY), None, "127.0.0.1:9 cannot be reached: connection refused"),
         (("record", "night.rec", NOBODY), None, "127.0.0.1:9 cannot be reached: connection refused"),
-        (("top", "{url}"), "wrong", "That key is not valid here"),
-        (("top", "{url}"), None, "This server needs a key"),
+        (("top", "{url}"), "wrong", "The API key is not valid"),
+        (("top", "{url}"), None, "This server needs an API key"),
     ],
 )
 def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
@@ -87,10 +87,10 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("top", "ftp://x"), "is no address of an instance"),
-        (("top", "--interval", "soon"), "soon is no number between"),
+        (("top", "ftp://x"), "is not an address of an instance"),
+        (("top", "--interval", "soon"), "soon is not a number between"),
         (("attach", "http://user@host"), "says more than where the instance is"),
-        (("replay", "pyproject.toml"), "is no recording of ericllm"),
+        (("replay", "pyproject.toml"), "is not a recording of ericllm"),
         (("replay", "nothing.rec"), "There is no file nothing.rec"),
         (("attach", NOBODY), "There is no terminal"),
         (("--headless", "--read-only"), "--read-only is about the screens"),

@@ -17,8 +17,9 @@ from tests.ui.idling import wait_for_idle
 
 @pytest.fixture(autouse=True)
 def a_neutral_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Own configuration folder, UTC, a terminal that knows UTF-8 and does not animate."""
+    """Own folders for configuration and data, UTC, a terminal that knows UTF-8 and does not animate."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from textual.app import App
 from textual.pilot import Pilot
+from textual.widgets import Static
 
+from console.tui.commands import BindingCommands
 from console.tui.screens.models.panel import FitPreview, ModelDetails
 from console.tui.screens.models.table import ModelTable
 from tests.fakes.link import MODELS
@@ -48,7 +51,8 @@ async def listed(pilot: Pilot[None]) -> ModelTable:
 def selected(pilot: Pilot[None]) -> str:
     """What is said of the selected model, and of a load of it."""
     screen = pilot.app.screen
-    return f"{screen.query_one(ModelDetails).content}\n{screen.query_one(FitPreview).content}"
+    brief = [line.content for line in screen.query("#brief").results(Static) if line.display]
+    return "\n".join(map(str, (*brief, screen.query_one(ModelDetails).content, screen.query_one(FitPreview).content)))
 
 
 def cells(table: ModelTable, name: str) -> list[str]:
@@ -89,3 +93,11 @@ def shows(
 
     asyncio.run(run())
     return True
+
+
+async def choose(app: App[Any], title: str) -> None:
+    """Run a command as the palette does."""
+    hits = {hit.text: hit async for hit in BindingCommands(app.screen).discover()}
+    done = hits[title].command()
+    if inspect.isawaitable(done):
+        await done

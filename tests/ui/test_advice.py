@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 from engine.snapshot import Snapshot
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows
+from tests.ui.seen import rows, screen_text, shows, until
 
 _SHARE = DeviceShare(
     device="cuda:0",
@@ -101,7 +101,7 @@ async def test_t_turns_the_knob_and_the_advice_waits_for_its_effect() -> None:
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        assert "18 requests wait, all 16 slots are in use: KV pages are 71% full, more fit." in screen_text(app)
+        assert "18 requests wait, all 16 slots are in use: KV pages are 71% full, 10 at a time fit." in screen_text(app)
         await pilot.press("t")
         await _settled(pilot)
         assert QUEUE not in screen_text(app)
@@ -157,6 +157,17 @@ async def test_advice_that_is_a_screen_goes_there() -> None:
         await pilot.press("t")
         await pilot.pause()
         assert app.current_mode == "models"
+
+
+async def test_advice_is_on_tune_too_and_the_same_key_takes_it() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press("5")
+        await until(pilot, lambda: "t max prompts +" in screen_text(app))
+        await pilot.press("t")
+        await until(pilot, lambda: link.names() == ["reconfigure"])
 
 
 async def test_advice_about_a_worker_opens_it() -> None:

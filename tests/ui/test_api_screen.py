@@ -19,7 +19,7 @@ from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.tui.screens.api.screen import ApiScreen, curl_line, place_line, traffic_line
 from console.tui.screens.api.tables import ago, failures_title
 from console.tui.screens.dialogs import ConfirmScreen
-from console.tui.widgets.header import status_line
+from console.tui.widgets.status_line import status_line
 from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from tests.fakes import scenes
@@ -394,7 +394,7 @@ def test_the_form_of_a_key_covers_the_screen() -> None:
         "○ watch",
         "○ admin",
         "requests/min  any",
-        "Make it (enter)     Close (esc)",
+        "Make key (enter)     Cancel (esc)",
         "Failures",
     )
     assert shows(an_app(link_of(OPEN)), *form, terminal_size=(120, 40), run_before=ready, press=["w"])
@@ -406,6 +406,6 @@ def test_the_form_of_an_address_fits_a_small_terminal() -> None:
         "address  127.0.0.1",
         "port     8000",
         "0.0.0.0 every machine",
-        "Listen (enter)     Close (esc)",
+        "Listen (enter)     Cancel (esc)",
     )
     assert shows(an_app(link_of(SERVED)), *form, terminal_size=(80, 24), run_before=ready, press=["l"])

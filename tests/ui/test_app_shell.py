@@ -14,7 +14,8 @@ from textual.widgets import Input
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
 from console.tui.commands import BindingCommands, entries
-from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.modes import MODES, Mode
+from console.tui.screens.dialogs import FinishOrCutScreen
 from console.tui.screens.help import HelpScreen
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes import scenes
@@ -104,6 +105,39 @@ async def test_the_knobs_can_be_clicked() -> None:
         await pilot.click(offset=(row.index("Models"), 1))
         assert app.current_mode == "models"
     assert ("reconfigure", {"workers": 3}) in link.commands
+
+
+async def opened(pilot: Pilot[None], mode: Mode) -> None:
+    """Open a screen and wait until its tab is the one that is marked."""
+    await pilot.press(f"f{mode.digit}")
+    await until(pilot, lambda: pilot.app.current_mode == mode.name and f" {mode.title} " in rows(pilot.app)[1])
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (160, 48)])
+async def test_every_tab_has_its_name_on_every_screen(size: tuple[int, int]) -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test(size=size) as pilot:
+        for mode in MODES:
+            await opened(pilot, mode)
+            assert [each.title for each in MODES if each.title not in rows(app)[1]] == []
+
+
+@pytest.mark.parametrize(("width", "names"), [(72, ["1 Dash", "4 Reqs", "8 Set"]), (50, ["1 Dash"])])
+async def test_a_terminal_too_narrow_for_the_names_has_short_ones_and_then_digits(width: int, names: list[str]) -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test(size=(width, 24)) as pilot:
+        await pilot.pause()
+        row = rows(app)[1]
+        assert [name for name in ("1 Dash", "4 Reqs", "8 Set") if name in row] == names
+        assert all(mode.digit in row for mode in MODES)
+
+
+async def test_the_knobs_stand_on_dashboard_and_tune_alone() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test(size=(160, 48)) as pilot:
+        for mode in MODES:
+            await opened(pilot, mode)
+            assert ("Workers  −" in rows(app)[1]) == (mode.name in ("dashboard", "tune")), mode.name
 
 
 async def test_a_switches_the_api_off_and_on_at_once_where_nobody_uses_it() -> None:
@@ -201,10 +235,10 @@ async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> Non
     busy = EricApp(FakeLink(scenes.busy()))
     async with busy.run_test() as pilot:
         await pilot.press(key)
-        assert isinstance(busy.screen, ConfirmScreen)
+        assert isinstance(busy.screen, FinishOrCutScreen)
         assert "17 requests are not finished" in screen_text(busy)
         await pilot.press("n")
-        assert not isinstance(busy.screen, ConfirmScreen)
+        assert not isinstance(busy.screen, FinishOrCutScreen)
         await pilot.press(key, "y")
     assert busy.return_code == 0
 

@@ -11,7 +11,7 @@ from console.link.status import LinkStatus
 from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
 from console.tui.screens.attach.instances import InstancesScreen
-from console.tui.widgets.header import status_line
+from console.tui.widgets.status_line import status_line
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
@@ -157,6 +157,4 @@ def test_the_list_of_instances_covers_the_screen() -> None:
     first, second = two()
     second.lose(LOST)
     words = "Instances", "instance", "state", "model", "queued", "10.0.0.7:8000", "● ready", "10.0.0.8:8000", "✖ lost"
-    assert shows(
-        AttachedApp([first, second]), *words, "enter goes there", terminal_size=(120, 40), press=["f9", "down"]
-    )
+    assert shows(AttachedApp([first, second]), *words, "⏎ Open", terminal_size=(120, 40), press=["f9", "down"])

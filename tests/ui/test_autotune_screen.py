@@ -17,7 +17,7 @@ from engine.errors import EngineBusy
 from tests.fakes import tune_scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
-from tests.ui.seen import screen_text, shows, until
+from tests.ui.seen import choose, screen_text, shows, until
 
 pytestmark = pytest.mark.long
 
@@ -53,7 +53,7 @@ async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_th
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _shown(pilot, "Effect of changes")
         await pilot.press("v")
-        await _shown(pilot, "No settings were tried yet. Press f to do so.")
+        await _shown(pilot, "No settings tried yet. Press f to find the best.")
         _link(app).script["tuning.report"] = tune_scenes.found()
         app.refresh_screen()
         await _shown(pilot, "8 of 540 tried")
@@ -107,7 +107,7 @@ async def test_a_bad_setting_is_told_at_its_field() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await _formed(pilot)
         await pilot.press("tab", "tab", *"soon", "enter")
-        await _shown(pilot, "✖ Soon is no time; one looks like 500ms or 0.5s")
+        await _shown(pilot, "✖ Soon is not a time, such as 500ms or 0.5s")
         assert app.focused is not None and app.focused.has_class("-wrong")
         assert _link(app).names() == []
 
@@ -117,7 +117,7 @@ async def test_elsewhere_no_trace_is_asked_for() -> None:
     app = EricApp(link, start="tune")
     async with app.run_test(size=(120, 40)) as pilot:
         await _formed(pilot)
-        await _shown(pilot, "for a console on that machine.")
+        await _shown(pilot, "Traces: only on a console on that machine.")
         assert "ShareGPT" not in screen_text(app)
 
 
@@ -126,8 +126,7 @@ async def test_the_palette_has_it_on_every_screen_and_goes_to_the_tune_screen_on
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        found = {command.title: command for command in app.get_system_commands(app.screen)}
-        found["Autotune"].callback()
+        await choose(app, "Autotune…")
         await until(pilot, lambda: isinstance(app.screen, TuneFormScreen))
         await _shown(pilot, "minutes 10")
         await pilot.press("enter")
@@ -149,7 +148,7 @@ async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _shown(pilot, "trying settings")
         await pilot.press("w")
-        await _shown(pilot, "Nothing was found yet.")
+        await _shown(pilot, "No best settings yet.")
         _link(app).script["tuning.report"] = tune_scenes.found("done")
         app.refresh_screen()
         await _shown(pilot, "it keeps what is asked of latency")

@@ -61,7 +61,7 @@ async def test_the_address_of_a_server_asks_for_its_dialect_model_and_key(size: 
         await pilot.press("ctrl+o", *URL)
         await shown(pilot, "dialect openai ▼ model the first listed key none")
         await shown(pilot, "/v1/completions (vLLM, others)")
-        await shown(pilot, "It measures that server")
+        await shown(pilot, "Measures that server")
 
 
 async def test_enter_runs_the_bench_on_the_server() -> None:
@@ -201,7 +201,7 @@ def test_the_form_fits_a_small_terminal() -> None:
         await shown(pilot, "Mean response time by number of users")
 
     fields = "target       this engine", "latency", "users         1,2,4", "threads", "repeats       1", "serve", "load"
-    end = "are slower.", "Start (enter)    In full (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
+    end = "slower. A first look", "Start (enter)    In full (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
     assert shows(app_with(), *fields, *end, terminal_size=(80, 24), run_before=form)
 
 
@@ -219,5 +219,5 @@ def test_a_server_that_refuses_is_told_above_the_buttons(size: tuple[int, int]) 
         assert isinstance(pilot.app.screen, BenchFormScreen)
 
     fields = f"target       {URL}", "dialect", "openai", "key", "requests", " 16 ", "serve", "trace"
-    end = "✖ http", "answered 401: no such key", "Start (enter)", "Cancel (esc)", "esc Close"
+    end = "✖ http", "answered 401: no such key", "Start (enter)", "Cancel (esc)", "⏎ Start", "esc Cancel"
     assert shows(app, *fields, *end, terminal_size=size, run_before=form)

@@ -36,7 +36,7 @@ async def test_nothing_measured_yet_says_how_to_begin() -> None:
     app = app_with(results=False)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("b")
-        await shown(pilot, "No result is kept yet. Press b to measure something.")
+        await shown(pilot, "No results yet. Press b to run a bench.")
 
 
 async def test_p_plots_the_next_number_of_the_result_and_shift_p_the_one_before() -> None:
@@ -101,7 +101,7 @@ async def test_a_result_that_was_cut_short_says_so() -> None:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("enter")
-        await shown(pilot, "It ended early: these are the numbers that there were by then.")
+        await shown(pilot, "Ended early: these are the results until then.")
 
 
 async def test_w_writes_the_result_for_programs_and_its_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from console.link.benches import BenchOrder, BenchReport
 from console.link.readonly import ReadOnlyLink
 from console.link.rpc import as_link
 from console.tui.app import EricApp
-from console.tui.screens.benches.form import BenchFormScreen
+from console.tui.commands import palette_entries
+from console.tui.screens.benches.screen import BenchesScreen
 from console.tui.widgets.table import Table
 from engine.errors import EngineBusy, InvalidRequest
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.benching import SIZES, app_with, formed, link_of, opened, shown
-from tests.ui.seen import screen_text, shows, until
+from tests.ui.seen import choose, screen_text, shows, until
 
 pytestmark = pytest.mark.long
 
@@ -36,7 +37,7 @@ async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(s
             *PLANS,
             "numbers of users",
             "1,2,4",
-            "It measures the serving engine",
+            "Measures the engine while it serves",
             "Start (enter)",
         ):
             assert words in text, words
@@ -137,15 +138,13 @@ async def test_when_it_ends_its_result_is_selected() -> None:
         assert "measuring" not in screen_text(app)
 
 
-async def test_every_bench_is_in_the_palette_and_opens_its_form() -> None:
+async def test_the_palette_has_one_command_for_all_benches() -> None:
     app = app_with()
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: "Tune" in screen_text(app))
-        titles = {command.title: command for command in app.get_system_commands(app.screen)}
-        assert {f"Bench {name}" for name in PLANS} | {"Benchmarks"} <= set(titles)
-        titles["Bench prefix"].callback()
-        await until(pilot, lambda: isinstance(app.screen, BenchFormScreen))
-        await shown(pilot, PLANS["prefix"].sentence()[:40])
+        (title,) = [entry.title for entry in palette_entries(app.screen) if "Bench" in entry.title]
+        await choose(app, title)
+        await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
 
 
 async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench() -> None:
@@ -159,9 +158,9 @@ async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench(
         assert "v Compare" in keys
         assert "b Bench" not in keys
         assert "d Forget" not in keys
-        titles = {command.title for command in app.get_system_commands(app.screen)}
-        assert "Benchmarks" in titles
-        assert "Bench users" not in titles
+        await pilot.press("escape")
+        titles = {entry.title for entry in palette_entries(app.screen)}
+        assert "Autotune…" not in titles
 
 
 async def test_another_that_goes_on_is_said() -> None:

@@ -163,4 +163,4 @@ async def test_with_nothing_said_there_is_nothing_to_delete() -> None:
     async with console(FakeLink()).run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press("alt+d")
-        await until(pilot, lambda: said(pilot) == ["There is no turn to delete."])
+        await until(pilot, lambda: said(pilot) == ["No turn to delete."])

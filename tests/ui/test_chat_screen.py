@@ -19,7 +19,7 @@ from console.tui.screens.chat.turn import Answer, Foot, Question, note_line
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import until
+from tests.ui.seen import rows, until
 
 
 def console(link: FakeLink, chats: Path | None = None) -> EricApp:
@@ -82,7 +82,9 @@ async def test_escape_stops_the_answer_and_keeps_what_came(tmp_path: Path) -> No
             await until(pilot, lambda said=said: bool(link.chats) and answers(pilot) == [said])  # type: ignore[misc]
             if said != "one two":
                 link.step("chat")
+        await until(pilot, lambda: "esc Stop" in rows(pilot.app)[-1])
         await pilot.press("escape")
+        await until(pilot, lambda: "esc Stop" not in rows(pilot.app)[-1])
         await until(pilot, lambda: link.closed_chats == 1)
         await until(pilot, lambda: "stopped" in foot(pilot))
         assert answers(pilot) == ["one two"]

@@ -99,7 +99,7 @@ def test_a_conversation_fits_a_small_terminal(chats: Path, size: tuple[int, int]
         "45.2 tok/s",
         "[copy]",
     )
-    box = "86 + 5 of 8,192 tokens", "presets", "And what does it cost?", "esc Stop", "^p palette"
+    box = "86 + 5 of 8,192 tokens", "presets", "And what does it cost?", "⏎ Send", "^p palette"
     assert shows(console(FakeLink(), chats), *answer, *box, terminal_size=size, run_before=drafting)
 
 
@@ -126,6 +126,6 @@ def test_the_presets_of_a_chat_fit_a_small_terminal(chats: Path) -> None:
         "min_p 0.05",
         "Brief",
         "Code",
-        "enter use",
+        "⏎ Use",
     )
     assert shows(app, *names, terminal_size=(80, 24), run_before=presets)

@@ -10,12 +10,13 @@ import pytest
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.screens.requests.row_actions import curl_body
 from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from engine.snapshot import Snapshot
-from tests.fakes import scenes
+from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows
+from tests.ui.seen import rows, screen_text, shows, until
 
 
 async def _seen(snapshot: Snapshot, size: tuple[int, int]) -> str:
@@ -58,8 +59,6 @@ async def test_80x24_shows_the_numbers_workers_and_five_requests() -> None:
     for words in ("out 612 tok/s", "running 14", "queue 3", "KV 71%", "TTFT p50 80 ms", "ITL p50 14 ms", "3.1/9.4 GiB"):
         assert words in seen, words
     assert seen.count("● decode") >= 5
-    assert "Workers  −  2  +" in seen
-    assert "prompts  −  8  +" in seen
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40)])
@@ -189,11 +188,11 @@ async def test_z_shows_a_longer_time() -> None:
     app = EricApp(FakeLink(scenes.busy()))
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.pause()
-        assert "a column is 1 s" in screen_text(app)
+        assert "last 1 min" in screen_text(app)
         assert "max_prompts 4 → 8" not in screen_text(app)
         await pilot.press("z")
         await pilot.pause()
-        assert "a column is 2 s" in screen_text(app)
+        assert "last 5 min" in screen_text(app)
         assert "max_prompts 4 → 8" in screen_text(app)
 
 
@@ -303,7 +302,7 @@ async def test_the_row_under_the_cursor_can_be_seen_below_the_live_ones() -> Non
     app = EricApp(FakeLink(scene(6)))
     async with app.run_test(size=(140, 44)) as pilot:
         await pilot.pause()
-        await pilot.press(*["down"] * 30)
+        await pilot.press("v", *["down"] * 30)
         await pilot.pause()
         assert app.screen.query_one("#request-table", Table).cursor_key == "done-23"
         assert "done-23" in screen_text(app)
@@ -319,7 +318,7 @@ async def test_escape_and_home_show_the_newest_again(key: str) -> None:
     app = EricApp(link)
     async with app.run_test(size=(140, 44)) as pilot:
         await pilot.pause()
-        await pilot.press("end", key)
+        await pilot.press("v", "end", key)
         await pilot.pause()
         assert "done-0" in screen_text(app)
         table = app.screen.query_one("#request-table", Table)
@@ -330,8 +329,71 @@ async def test_more_live_requests_than_there_is_room_for_leave_rows_for_the_othe
     app = EricApp(FakeLink(scene(17)))
     async with app.run_test(size=(140, 44)) as pilot:
         await pilot.pause()
-        await pilot.press("end")
+        await pilot.press("v", "end")
         await pilot.pause()
         seen = screen_text(app)
         assert "live-0 " in seen
         assert "done-39" in seen
+
+
+async def test_ended_requests_are_hidden_until_v_and_the_subtitle_counts_them() -> None:
+    app = EricApp(FakeLink(scene(6)))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        assert "done-0" not in screen_text(app)
+        assert "40 ended (v shows)" in screen_text(app)
+        await pilot.press("v")
+        await pilot.pause()
+        assert "done-0" in screen_text(app)
+        assert "40 ended (v hides)" in screen_text(app)
+
+
+async def test_f_opens_the_requests_of_this_client_alone() -> None:
+    rows_of = [msgspec.structs.replace(row, client=f"client-{at % 2}") for at, row in enumerate(scenes.requests(6, 0))]
+    app = EricApp(FakeLink(scenes.busy(requests=tuple(rows_of))))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        await pilot.press("down", "f")
+        await until(pilot, lambda: "Requests: client-0" in screen_text(app))
+        assert "3 shown" in screen_text(app)
+
+
+def test_a_curl_command_has_the_parameters_that_are_kept_and_a_placeholder_for_the_prompt() -> None:
+    body = curl_body(request_scenes.moved())
+    assert body == {
+        "model": "NeuralHermes-7B",
+        "prompt": "YOUR PROMPT",
+        "max_tokens": 512,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 42,
+    }
+    assert "max_prompts" in str(curl_body(request_scenes.with_text())["prompt"])
+
+
+async def test_the_session_says_what_the_time_of_requests_went_into_and_which_knob_changes_it() -> None:
+    seen = await _seen(scenes.busy(), (100, 30))
+    assert "time      ....." in seen
+    assert "Requests waited 48 s (62%) for a slot: raise" in seen
+    assert "max prompts (now 8)." in seen
+
+
+async def test_no_bar_of_time_is_shown_while_there_were_no_requests() -> None:
+    assert "│ time " not in await _seen(scenes.cpu_idle(), (140, 40))
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [((80, 24), "limit ━ max prompts"), ((100, 30), " limit▕"), ((80, 50), " limit▕")]
+)
+async def test_what_limits_throughput_is_said_at_every_size(size: tuple[int, int], words: str) -> None:
+    assert words in await _seen(scenes.busy(), size)
+
+
+async def test_keys_read_the_values_of_a_moment_in_every_graph() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(160, 48)) as pilot:
+        await pilot.pause()
+        await pilot.press("left_parenthesis", "left_parenthesis")
+        await until(pilot, lambda: ", 1 s ago" in screen_text(app))
+        await pilot.press("right_parenthesis", "right_parenthesis")
+        await until(pilot, lambda: "s ago" not in screen_text(app))

@@ -14,7 +14,7 @@ from engine.doctor.facts import Package
 from engine.errors import EngineClosed
 from tests.fakes import machines
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text
+from tests.ui.seen import choose, rows, screen_text
 
 pytestmark = pytest.mark.long
 
@@ -29,8 +29,7 @@ def a_link_to(facts: Any, backend: Any = "exllamav2") -> FakeLink:
 
 async def opened(pilot: Pilot[Any]) -> DoctorScreen:
     """The doctor, opened as the palette opens it, as soon as it is on the screen."""
-    command = next(each for each in pilot.app.get_system_commands(pilot.app.screen) if each.title == "Doctor")
-    command.callback()
+    await choose(pilot.app, "Doctor")
     await pilot.pause()
     assert isinstance(pilot.app.screen, DoctorScreen)
     return pilot.app.screen
@@ -68,10 +67,10 @@ async def test_it_says_that_it_looks_until_it_has_looked() -> None:
     link.hold("diagnose")
     async with EricApp(link).run_test(size=(100, 40)) as pilot:
         await opened(pilot)
-        assert "Looking at the machine" in screen_text(pilot.app)
+        assert "Checking the machine" in screen_text(pilot.app)
         link.release("diagnose")
         await looked(pilot)
-        assert "Looking at the machine" not in screen_text(pilot.app)
+        assert "Checking the machine" not in screen_text(pilot.app)
         assert "The torch backend can run here." in screen_text(pilot.app)
 
 
@@ -84,7 +83,7 @@ async def test_r_looks_again_with_the_last_findings_still_in_sight() -> None:
         link.script["engine.diagnose"] = examine(machines.TURING, "torch")
         await pilot.press("r")
         await pilot.pause()
-        assert "Looking at the machine" in screen_text(pilot.app)
+        assert "Checking the machine" in screen_text(pilot.app)
         assert "no NVIDIA card" in screen_text(pilot.app)
         link.release("diagnose")
         await looked(pilot)

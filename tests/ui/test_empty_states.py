@@ -19,7 +19,7 @@ from tests.ui.seen import rows, screen_text
 pytestmark = pytest.mark.long
 
 READY = msgspec.structs.replace(scenes.cpu_idle(), requests=())
-WAITING = "Waiting for requests at http://127.0.0.1:8100. A curl command is on the API screen (6)"
+WAITING = "Waiting for requests at http://127.0.0.1:8100. Press c to copy a curl command"
 ON = ApiStatus(running=True, port=8100)
 FAILED = EngineError("port 8100 of 127.0.0.1 is taken").info
 
@@ -64,9 +64,9 @@ class Elsewhere(FakeLink):
             LinkStatus(reach="recording", read_only=True, name="night.rec"),
             READY,
             ON,
-            "No requests at this time of the recording.",
+            "No requests at this time in the recording.",
         ),
-        (LinkStatus(reach="starting"), Snapshot(at=scenes.NOW), ApiStatus(), "Starting …"),
+        (LinkStatus(reach="starting", model="demo"), Snapshot(at=scenes.NOW), ApiStatus(), "Starting demo…"),
         (
             LinkStatus(reach="connecting", name="gpu1:8000"),
             Snapshot(at=scenes.NOW),
@@ -86,11 +86,12 @@ async def test_without_requests_the_truth_is_said_and_what_can_be_done(
 
 
 async def test_a_console_that_starts_offers_no_model_to_choose() -> None:
-    app = EricApp(Elsewhere(LinkStatus(reach="starting"), Snapshot(at=scenes.NOW), api=ApiStatus()))
+    app = EricApp(Elsewhere(LinkStatus(reach="starting", model="demo"), Snapshot(at=scenes.NOW), api=ApiStatus()))
     async with app.run_test(size=(160, 44)) as pilot:
         await pilot.pause()
         seen = screen_text(app)
-        assert "◌ starting" in rows(app)[0]
+        assert "◌ starting demo" in rows(app)[0]
+        assert seen.count("Starting demo…") == 2  # workers and requests
         for words in ("no model", "No model", "API off"):
             assert words not in seen
 

@@ -25,7 +25,7 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
         lines = [line.split()[:6] for line in selected(pilot).splitlines()]
         assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in lines
         assert "1 on GPU0, 1 on GPU1" in selected(pilot)
-        assert "Enter loads it in place of NeuralHermes-7B, b beside it" in screen_text(pilot.app)
+        assert "Enter loads it in place of NeuralHermes-7B, b in addition" in screen_text(pilot.app)
     assert link.models.asked == [("demo", LoadOptions())]
 
 
@@ -96,7 +96,7 @@ def test_a_fit_on_simulated_devices_says_so_and_what_was_learned() -> None:
     shown = "\n".join(line.plain for line in fit_lines(found))
     assert "node2 SIM0" in shown
     assert "The devices are simulated" in shown
-    assert "Corrected by 3 earlier loads." in shown
+    assert "Calibrated from 3 earlier loads" in shown
 
 
 def test_a_model_that_does_not_fit_shows_what_each_device_lacks() -> None:

@@ -57,7 +57,7 @@ async def test_the_largest_counts_that_there_can_be_are_shown_and_compared() -> 
         await until(pilot, lambda: len(table.rows) == 2)
         assert cells(table, "largest")[5] == "9223372036.9B"
         await pilot.press("space", "down", "v")
-        await until(pilot, lambda: "densest" in screen_text(app) and "bits a weight" in screen_text(app))
+        await until(pilot, lambda: "densest" in screen_text(app) and "bits per weight" in screen_text(app))
 
 
 @pytest.mark.parametrize("field", ["parameters", "weights_bytes", "context_tokens", "kept_bytes"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
+from textual.binding import Binding
 from textual.screen import ModalScreen, Screen
 
-from console.tui import modes
+from console.tui import keymap, modes
 from console.tui.app import EricApp
 from console.tui.binding_index import DeclaredBinding, all_bindings, binding_owners, can_conflict
 from console.tui.commands import BindingCommands, entries
+from console.tui.keymap import ConsoleBinding
+from console.tui.screens.base import AppScreen
 from console.tui.screens.help import HelpScreen
 from console.tui.widgets.footer import KeyRow
 from tests.fakes import scenes
@@ -62,6 +65,23 @@ def test_no_screen_takes_a_key_of_the_whole_console() -> None:
     assert taken == set()
 
 
+def test_keys_of_the_whole_console_change_nothing() -> None:
+    assert [binding.id for binding in keymap.BINDINGS if isinstance(binding, ConsoleBinding) and binding.mutates] == []
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES if mode.name not in ("dashboard", "tune")])
+async def test_a_knob_is_turned_by_a_key_on_dashboard_and_tune_alone_and_everywhere_by_the_palette(mode: str) -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(link, start=mode)
+    async with app.run_test() as pilot:
+        await pilot.pause()
+        await pilot.press("left_square_bracket", "right_square_bracket", *(() if mode == "api" else ("a",)))
+        assert (link.commands, isinstance(app.screen, ModalScreen)) == ([], False)
+        hits = [hit async for hit in BindingCommands(app.screen).search("add a worker")]
+        await hits[0].command()  # type: ignore[misc]
+        await until(pilot, lambda: link.commands == [("reconfigure", {"workers": 3})])
+
+
 def test_no_binding_id_is_used_for_two_actions() -> None:
     actions: dict[str, set[str]] = defaultdict(set)
     for bound in BOUND:
@@ -105,7 +125,10 @@ def _can_now(app: EricApp, title: str, meant: list[type | None]) -> bool:
     bound = next(bound for bound in BOUND if bound.tooltip == title and bound.owner in meant)
     name = bound.action.rpartition(".")[2].partition("(")[0]
     node = app if bound.action.startswith("app.") else app.screen
-    return node.check_action(name, ()) is True
+    offered = Binding("", bound.action, id=bound.id)
+    return (
+        node.check_action(name, ()) is True and isinstance(app.screen, AppScreen) and app.screen.offers(node, offered)
+    )
 
 
 async def test_the_palette_knows_keys_that_are_text_to_the_box_with_the_focus() -> None:
@@ -135,7 +158,7 @@ async def test_help_begins_with_the_keys_of_what_has_the_focus() -> None:
         await pilot.press("question_mark")
         await pilot.pause()
         seen = "\n".join(rows(app))
-        order = [seen.index(words) for words in ("Here, in the model table", "On this screen", "Everywhere")]
+        order = [seen.index(words) for words in ("This panel", "This screen", "Everywhere")]
         assert order == sorted(order)
 
 
@@ -172,7 +195,7 @@ async def test_the_key_row_shows_help_and_quit_in_80_columns(mode: str) -> None:
 async def test_keys_that_would_be_typed_are_not_offered_while_typing() -> None:
     app = EricApp(FakeLink(), start="chat")
     async with app.run_test(size=(120, 30)) as pilot:
-        await until(pilot, lambda: "Stop" in rows(app)[-1])
+        await until(pilot, lambda: "Send" in rows(app)[-1])
         assert "Prompts" not in rows(app)[-1]
         assert "Quit" not in rows(app)[-1]
 

@@ -49,7 +49,7 @@ def test_what_is_no_keys_file_is_one_sentence(tmp_path: Path, text: str | bytes)
 
 
 def test_an_id_that_nothing_has_is_named_with_the_nearest() -> None:
-    assert found(workers_mor="K").problems == ("workers.mor is no action; did you mean workers.more?",)
+    assert found(workers_mor="K").problems == ("workers.mor is not an action; did you mean workers.more?",)
 
 
 def test_a_key_that_no_terminal_sends_is_named() -> None:
@@ -63,12 +63,12 @@ def test_keys_that_terminals_send_are_keys(key: str) -> None:
 
 def test_a_key_that_means_two_things_in_one_place_is_a_clash_and_neither_is_changed() -> None:
     file = found(settings_edit="d")
-    assert file.problems == ('"d" would be both settings.edit and settings.reset',)
+    assert file.problems == ('"d" would mean both settings.edit and settings.reset',)
     assert file.keys == {}
 
 
 def test_a_screen_cannot_take_a_key_of_the_console_but_a_dialog_can() -> None:
-    assert found(settings_edit="q").problems == ('"q" would be both quit and settings.edit',)
+    assert found(settings_edit="q").problems == ('"q" would mean both quit and settings.edit',)
     assert found(worker_restart="a").problems == ()
 
 

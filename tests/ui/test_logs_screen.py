@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from console.tui.app import EricApp
+from console.tui.screens.dialogs import LineScreen
 from console.tui.screens.logs.screen import LogSources, LogsScreen
 from console.tui.screens.logs.view import LogView
 from tests.fakes import scenes
@@ -132,7 +133,7 @@ async def test_the_level_can_be_raised_and_comes_round() -> None:
     async with EricApp(logged(0), start="logs").run_test() as pilot:
         await begun(pilot)
         await pilot.press("v")  # no line is below info, so that level would leave nothing out
-        assert "warn and above" in bottom_row(pilot)
+        assert "2 of 3 lines  hidden: info 1" in bottom_row(pilot)
         assert len(shown(pilot)) == 2
         await pilot.press("v", "v")
         assert len(shown(pilot)) == 3
@@ -187,43 +188,71 @@ async def test_a_click_chooses_a_line() -> None:
         assert any(row in screen_text(pilot.app).splitlines()[5] for row in chosen.rows)
 
 
-def exports(folder: Path) -> list[Path]:
-    """The files that were saved."""
-    return list(folder.glob("ericllm-log-*.txt"))
-
-
-async def test_what_is_shown_is_saved_where_the_console_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    async with EricApp(logged(10), start="logs").run_test(notifications=True) as pilot:
+async def test_what_is_shown_is_saved_where_the_operator_says(tmp_path: Path) -> None:
+    async with EricApp(logged(10), start="logs").run_test(notifications=True, size=(140, 40)) as pilot:
         await begun(pilot)
         await pilot.press("v", "v", "v", "e")
-        await until(pilot, lambda: bool(exports(tmp_path)))
+        await until(pilot, lambda: isinstance(pilot.app.screen, LineScreen))
+        assert "Save 3 lines of the log" in screen_text(pilot.app)
+        pilot.app.screen.query_one(Input).value = str(tmp_path / "errors.txt")
+        await pilot.press("enter")
         await until(pilot, lambda: "Saved 3 lines to" in screen_text(pilot.app))
-    (path,) = exports(tmp_path)
-    lines = path.read_text().splitlines()
+    lines = (tmp_path / "errors.txt").read_text().splitlines()
     assert [line.split()[2] for line in lines] == ["ERROR"] * 3
     assert lines[0].endswith("api: port 8000 is taken")
 
 
-async def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> Path:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("console.tui.screens.logs.screen.save", refused)
-    async with EricApp(logged(10), start="logs").run_test(notifications=True, size=(140, 40)) as pilot:
+async def test_access_lines_are_a_source_of_their_own_hidden_until_asked_for() -> None:
+    link = logged(0)
+    for at in range(4):
+        link.log(f"GET /health 200 in 0.00{at} s", source="api.access")
+    more(link, 0)
+    async with EricApp(link, start="logs").run_test(size=(120, 40)) as pilot:
         await begun(pilot)
-        await pilot.press("e")
-        await until(pilot, lambda: "saved: Permission denied" in screen_text(pilot.app))
+        assert len(shown(pilot)) == 3
+        assert "3 of 7 lines  hidden: access 4" in bottom_row(pilot)
+        await pilot.press("h")
+        assert len(shown(pilot)) == 7
+        await pilot.press("escape")
+        assert len(shown(pilot)) == 7
+        await pilot.press("h")
+        await pilot.press("s")
+        _sources(pilot).table.move_to(1)
+        await until(pilot, lambda: {line.source for line in view_of(pilot).lines.shown} == {"access"})
+        assert "4 of 7 lines, access" in bottom_row(pilot)
+        assert "hidden" not in bottom_row(pilot)
 
 
-async def test_two_exports_in_one_second_are_two_files(tmp_path: Path) -> None:
-    from console.tui.screens.logs.screen import save
+async def test_the_level_says_how_many_lines_of_which_levels_it_hides() -> None:
+    async with EricApp(logged(50), start="logs").run_test(size=(120, 40)) as pilot:
+        await begun(pilot)
+        await pilot.press("v", "v")
+        await until(pilot, lambda: "22 of 53 lines  hidden: debug 10, info 21" in bottom_row(pilot))
 
-    first, second = save(["a"], tmp_path), save(["b"], tmp_path)
-    assert first != second
-    assert (first.read_text(), second.read_text()) == ("a\n", "b\n")
+
+async def test_w_goes_to_the_next_warning_and_from_the_last_to_the_first() -> None:
+    async with EricApp(logged(10), start="logs").run_test() as pilot:
+        await begun(pilot)
+        chosen: list[str] = []
+        for key in ("w", "W", "w", "w"):
+            await pilot.press(key)
+            line = view_of(pilot).chosen
+            assert line is not None
+            chosen.append(line.message)
+        assert [words[-3:] for words in chosen[:3]] == ["(9)", "(8)", "(9)"]
+        assert chosen[3] == "[kernels] compiled in 1.2 s"
+        assert not view_of(pilot).follows
+
+
+async def test_without_a_warning_w_says_so() -> None:
+    link = FakeLink(scenes.busy())
+    link.lines.clear()
+    link.log("all is well", source="engine")
+    more(link, 0)
+    async with EricApp(link, start="logs").run_test(notifications=True) as pilot:
+        await begun(pilot)
+        await pilot.press("w")
+        await until(pilot, lambda: "No warnings or errors." in screen_text(pilot.app))
 
 
 async def test_another_width_wraps_anew_and_keeps_what_is_at_the_top() -> None:
@@ -272,7 +301,13 @@ def test_the_logs_look_right(snap_compare: Any) -> None:
         (
             (120, 40),
             ("v", "v"),
-            ("▸ all            63", "warn   api", "error  console", "warm-up 1.9 s (59)", "26 of 63 lines, warn"),
+            (
+                "▸ all            63",
+                "warn   api",
+                "error  console",
+                "warm-up 1.9 s (59)",
+                "26 of 63 lines  hidden: debug 12, info 25",
+            ),
         ),
     ],
     ids=["small", "small, sources", "warnings"],

@@ -29,7 +29,7 @@ UNFINISHED = msgspec.structs.replace(
     name="org/big",
     unfinished="org/big",
     kept_bytes=3 * scenes.GIB,
-    problem="its download stopped with 3.00 GiB; loading it goes on from there",
+    problem="its download stopped with 3.00 GiB; loading it continues the download",
 )
 
 
@@ -249,7 +249,7 @@ async def test_a_download_that_stopped_is_gone_on_with_by_its_hub_id() -> None:
     async with app.run_test(size=(140, 40)) as pilot:
         await until(pilot, lambda: bool(app.screen.query(ModelTable)))
         await until(pilot, lambda: len(app.screen.query_one(ModelTable).rows) == 4)
-        await until(pilot, lambda: "◔ Its download stopped with 3.0 GiB." in selected(pilot))
+        await until(pilot, lambda: "◔ Download stopped at 3.0 GiB." in selected(pilot))
         await pilot.press("enter")
         await until(pilot, lambda: ("load", {"model": "org/big"}) in link.commands)
 

@@ -140,3 +140,19 @@ def test_the_session_tells_of_every_request_that_did_not_get_its_answer() -> Non
         == "4 failed · 3 timed out · 20 cancelled · 2 rejected"
     )
     assert dict(session_facts(scenes.busy(totals=Totals())))["errors"] == "none"
+
+
+@pytest.mark.parametrize(("size", "models"), [((80, 24), 5), ((100, 30), 6)])
+async def test_a_small_terminal_keeps_the_list_and_the_verdict_and_o_opens_the_box(
+    size: tuple[int, int], models: int
+) -> None:
+    app = EricApp(FakeLink(scenes.busy()), start="models")
+    async with app.run_test(size=size) as pilot:
+        table = await listed(pilot)
+        await until(pilot, lambda: "demo  ✓ It fits: 2 workers" in screen_text(app))
+        assert table.size.height > models
+        assert not app.screen.query_one("#other").display
+        await pilot.press("o")
+        await until(pilot, lambda: app.screen.query_one("#other").display)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.screen.query_one("#other").display)

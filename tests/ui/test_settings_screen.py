@@ -8,7 +8,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from console.settings.schema import Settings
+from console.settings.schema import Settings, fields
 from console.settings.sources import Sources
 from console.tui.app import EricApp
 from console.tui.screens.settings.panel import SettingPanel, SettingTable
@@ -35,6 +35,9 @@ async def at(pilot: Pilot[None], name: str) -> SettingTable:
     await until(pilot, lambda: bool(pilot.app.screen.query(SettingTable)))
     table = pilot.app.screen.query_one(SettingTable)
     await until(pilot, lambda: table.cursor_key is not None)
+    if name not in {row.key for row in table.rows}:
+        await pilot.press("v")
+        await until(pilot, lambda: name in {row.key for row in table.rows})
     table.move_to([row.key for row in table.rows].index(name))
     await pilot.pause()
     return table
@@ -49,10 +52,27 @@ def problem(pilot: Pilot[None]) -> str:
     return str(pilot.app.screen.query_one("#problem", Static).content)
 
 
+def listed(table: SettingTable) -> set[str]:
+    return {row.key for row in table.rows if not row.key.startswith("#")}
+
+
 async def test_every_setting_of_the_schema_is_listed() -> None:
     async with an_app(FakeLink()).run_test(size=(120, 40)) as pilot:
         table = await at(pilot, "port")
-        assert {row.key for row in table.rows if not row.key.startswith("#")} == set(Settings.model_fields)
+        await pilot.press("v")
+        await until(pilot, lambda: listed(table) == set(Settings.model_fields))
+        assert f"All {len(Settings.model_fields)} settings" in screen_text(pilot.app)
+
+
+async def test_basic_settings_and_changed_ones_come_first_and_a_search_looks_at_all() -> None:
+    basic = {name for name, _, flag in fields() if flag.basic}
+    async with an_app(FakeLink()).run_test(size=(120, 40)) as pilot:
+        table = await at(pilot, "port")
+        assert listed(table) == basic | {"draft_tokens"}  # which the file sets
+        assert 20 <= len(basic) <= 30
+        assert f"of {len(Settings.model_fields)}, v shows all" in screen_text(pilot.app)
+        await pilot.press("slash", *"json_depth")
+        await until(pilot, lambda: listed(table) == {"max_json_depth"})
 
 
 async def test_a_row_says_its_value_where_it_came_from_and_what_the_file_has_instead() -> None:
@@ -60,7 +80,7 @@ async def test_a_row_says_its_value_where_it_came_from_and_what_the_file_has_ins
         table = await at(pilot, "port")
         assert cells(table, "port") == ["port", "8001", "--port", "file: 9000"]
         assert cells(table, "max_prompts") == ["max_prompts", "8", "config.toml", ""]
-        assert cells(table, "lora") == ["lora", "not set", "default", ""]
+        assert cells(table, "gpu_split") == ["gpu_split", "not set", "default", ""]
         seen = screen_text(pilot.app)
         assert "--port wins over what is saved" in seen
         assert "Listen port" in seen
@@ -190,7 +210,7 @@ async def test_words_find_settings_by_name_group_and_help() -> None:
         await pilot.press("enter")
         assert table.has_focus
         await pilot.press("escape")
-        await until(pilot, lambda: len(table.rows) > len(Settings.model_fields))
+        await until(pilot, lambda: len(table.rows) > 20)
 
 
 async def test_only_what_was_changed_can_be_shown() -> None:
@@ -275,7 +295,7 @@ def test_the_settings_look_right(snap_compare: Any) -> None:
             (140, 40),
             "max_prompts",
             (),
-            ("Max concurrent requests per worker", "value    8", "max_prompts       8", "file: 9000", "enter Edit"),
+            ("Max concurrent requests per worker", "value    8", "max_prompts       8", "file: 9000", "⏎ Edit"),
         ),
     ],
     ids=["small", "choices", "wide"],

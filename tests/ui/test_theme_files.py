@@ -49,12 +49,12 @@ def test_a_user_theme_replaces_the_built_in_one_of_its_name(tmp_path: Path) -> N
     ("content", "complaint"),
     [
         ("secondary = 'red'", "primary is missing"),
-        ("primary = 'reddish'", "primary: 'reddish' is no colour"),
-        ("primary = 'red'\n[gpu]\nwieghts = 'red'", "gpu.wieghts is nothing that a theme has; did you mean weights?"),
+        ("primary = 'reddish'", "primary: 'reddish' is not a colour"),
+        ("primary = 'red'\n[gpu]\nwieghts = 'red'", "gpu.wieghts is not part of a theme; did you mean weights?"),
         ("primary = 'red'\n[worker]\nbusy = 3", "worker.busy: must be a valid string"),
-        ("primary = 'red'\n[variables]\nbordr = 'red'", "bordr is no variable; did you mean border?"),
-        ("primary = 'red'\n[variables]\nborder = 'reddish'", "border: 'reddish' is no colour"),
-        ("primary = 'red'\n[variables]\nlink-style = 'thick'", "link-style: 'thick' is no style"),
+        ("primary = 'red'\n[variables]\nbordr = 'red'", "bordr is not a variable; did you mean border?"),
+        ("primary = 'red'\n[variables]\nborder = 'reddish'", "border: 'reddish' is not a colour"),
+        ("primary = 'red'\n[variables]\nlink-style = 'thick'", "link-style: 'thick' is not a style"),
         ("primary = ", "Invalid value"),
         (b"\xff\xfe", "utf-8"),
     ],
@@ -77,7 +77,7 @@ def test_all_mistakes_of_a_file_are_told_together(tmp_path: Path) -> None:
     )
     (problem,) = load_themes([tmp_path]).problems
     assert all(
-        word in problem for word in ("primary is missing", "primry", "'loud'", "graph.tokns", "lnk is no variable")
+        word in problem for word in ("primary is missing", "primry", "'loud'", "graph.tokns", "lnk is not a variable")
     )
     assert "\n" not in problem
 
@@ -127,7 +127,7 @@ async def test_a_theme_that_is_broken_while_it_is_worn_stays_on_and_is_told_once
         await pilot.pause()
         assert app.theme_variables["primary"] == "#112233"
         (toast,) = app._notifications
-        assert toast.message == "mine.toml: primary: 'reddish' is no colour"
+        assert toast.message == "mine.toml: primary: 'reddish' is not a colour"
 
 
 async def test_a_theme_saved_while_the_console_runs_can_be_chosen() -> None:

@@ -186,9 +186,9 @@ async def test_l_plots_against_the_other_latency_and_z_over_another_time() -> No
     app = _app()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
-        assert "vs. ITL p95" in screen_text(app) and "a column is 5 s" in screen_text(app)
+        assert "vs. ITL p95" in screen_text(app) and "last 5 min" in screen_text(app)
         await pilot.press("l", "z")
-        assert "vs. TTFT p95" in screen_text(app) and "a column is 10 s" in screen_text(app)
+        assert "vs. TTFT p95" in screen_text(app) and "last 10 min" in screen_text(app)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -280,3 +280,36 @@ def test_tuning_fits_a_small_terminal() -> None:
     assert shows(
         app, *knobs, *plots, "u sets max prompts back to 16", "u Undo", terminal_size=(80, 24), run_before=_third
     )
+
+
+async def test_a_sample_load_is_started_shown_and_stopped_by_one_key() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("s")
+        await until(pilot, lambda: "sample load: 32 clients, 30 s left; s stops it" in screen_text(app))
+        await pilot.press("s")
+        await until(pilot, lambda: "sample load" not in screen_text(app))
+    assert _link(app).names() == ["start_load", "stop_load"]
+
+
+async def test_a_sample_load_needs_a_model() -> None:
+    app = _app(scenes.empty())
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await _ready(pilot)
+        await pilot.press("s")
+        await until(pilot, lambda: "No model loaded. Press 2 to load one." in screen_text(app))
+    assert _link(app).names() == []
+
+
+async def test_keys_read_the_values_of_a_moment_as_the_mouse_does() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: "Throughput at 14:02:1" in screen_text(app))
+        newest = screen_text(app)
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: "Throughput at 14:02:0" in screen_text(app) and screen_text(app) != newest)
+        await pilot.press("right_parenthesis", "right_parenthesis")
+        await until(pilot, lambda: "Throughput at" not in screen_text(app))

@@ -10,15 +10,30 @@ from hypothesis import strategies as st
 from console import text
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
+from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_columns
 from console.tui.widgets.glyphs import wants_ascii
-from console.tui.widgets.graph import Graph
-from console.tui.widgets.header import status_line
-from console.tui.widgets.plot import BarSegment, column_of, columns, draw, meter, missed_columns, nice_bound, stack
+from console.tui.widgets.graph import Graph, merged_marks, next_zoom, span_of
+from console.tui.widgets.plot import (
+    BarSegment,
+    column_of,
+    columns,
+    draw,
+    meter,
+    missed_columns,
+    nice_bound,
+    seconds_per_column,
+    spark,
+    stack,
+    time_axis,
+)
+from console.tui.widgets.status_line import status_line
 from console.tui.widgets.table import Column, fitting_columns, spread
 from engine.backends.base import LoadProgress
-from engine.snapshot import Second
+from engine.metrics.history import tens_of
+from engine.snapshot import Goodput, Insight, Mark, Second
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
+from tests.ui.seen import screen_text
 
 
 def _drawn(front: list[float | None], behind: list[float | None], top: float, rows: int, **how: bool) -> list[str]:
@@ -178,4 +193,118 @@ async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:
     async with app.run_test(size=(140, 44)) as pilot:
         await pilot.pause()
         graph = app.screen.query_one("#tokens", Graph)
-        assert graph.line(graph.size.height - 1).plain.endswith("██····██")
+        assert graph.line(graph.size.height - 2).plain.endswith("██····██")
+
+
+def test_a_time_axis_names_the_age_of_columns() -> None:
+    assert time_axis(40, 1) == "      −30 s          −15 s          now"[1:].rjust(40)
+    assert "−5 min" in time_axis(80, 5)
+    assert time_axis(2, 1) == "no"
+    for width in (10, 40, 93):
+        assert len(time_axis(width, 1)) == width
+
+
+def test_zooms_go_from_a_minute_to_an_hour_and_back() -> None:
+    assert [next_zoom(zoom) for zoom in (60, 300, 600, 3600)] == [300, 600, 3600, 60]
+    assert [seconds_per_column(zoom, 60, max(600, zoom)) for zoom in (60, 300, 600, 3600)] == [1, 5, 10, 60]
+    assert seconds_per_column(600, 70, 600) == 8
+
+
+def test_an_hour_is_shown_in_tens_of_seconds_and_its_gaps_stay_gaps() -> None:
+    past = [Second(at=36_000.0 + at, running=2) for at in range(3600) if not 1200 <= at < 1800]
+    span = span_of(scenes.busy(history=tuple(past[-600:]), hour=tens_of(past), marks=()), 3600)
+    shown = columns(span.history, 60, 60, lambda at: at.running)
+    assert shown == [2.0] * 20 + [None] * 10 + [2.0] * 30
+    assert missed_columns(span.history, 60, 60) == list(range(20, 30))
+    assert span.history[-1] == past[-1]
+
+
+def test_several_steps_of_a_knob_are_one_mark() -> None:
+    steps = [
+        Mark(at=100.0 + step, text="", knob="max_prompts", before=16 - step, after=15 - step) for step in range(13)
+    ]
+    death = Mark(at=105.0, text="w1 died", kind="worker")
+    merged = merged_marks([*steps, death])
+    assert [(mark.at, mark.text, mark.kind) for mark in merged] == [
+        (100.0, "max prompts 16 → 3", "knob"),
+        (105.0, "w1 died", "worker"),
+    ]
+
+
+def test_a_missing_share_is_a_dot_and_not_a_zero() -> None:
+    assert spark([None, 0.5, None, 0.0, 1.0], "$primary").plain == " ▄· █"
+
+
+async def test_a_mark_never_hides_a_bar_and_stands_on_the_axis() -> None:
+    seconds = tuple(Second(at=scenes.NOW - back, output_tokens=90 if back % 2 else 0) for back in range(20, -1, -1))
+    marks = (Mark(at=scenes.NOW - 3, text="w0 died", kind="worker"), Mark(at=scenes.NOW - 6, text="x"))
+    app = EricApp(FakeLink(scenes.busy(history=seconds, marks=marks)))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        graph = app.screen.query_one("#tokens", Graph)
+        height = graph.size.height
+        assert graph.line(height - 2).plain.endswith("█ █┊█ █ █ ")
+        assert graph.line(height - 1).plain[-4] == "✖"
+
+
+async def test_the_mouse_reads_the_values_of_one_moment_in_every_graph() -> None:
+    seconds = tuple(Second(at=scenes.NOW - back, output_tokens=back, running=4) for back in range(100, -1, -1))
+    app = EricApp(FakeLink(scenes.busy(history=seconds, marks=())))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        graph = app.screen.query_one("#tokens", Graph)
+        await pilot.hover(graph, offset=(graph.size.width - 6, 2))
+        assert graph.line(0).plain.strip() == "■ out tok/s 5"
+        assert "running 4" in app.screen.query_one("#requests", Graph).line(0).plain
+        assert "14:02:06, 5 s ago" in screen_text(app)
+        await pilot.hover("#request-table")
+        assert "last 1 min" in screen_text(app)
+        await pilot.press("z", "z", "z")
+        assert "last 1 h" in screen_text(app)
+
+
+async def test_a_p95_over_its_slo_says_so_next_to_the_limit() -> None:
+    insight = Insight(goodput=Goodput(slo_ttft_s=0.2, slo_itl_s=0.05))
+    app = EricApp(FakeLink(scenes.busy(insight=insight)))
+    async with app.run_test(size=(160, 48)) as pilot:
+        await pilot.pause()
+        assert "p95 310 ms > 200 ms" in screen_text(app)
+        assert "p95 31 ms ≤ 50 ms" in screen_text(app)
+
+
+def test_a_column_has_the_limit_of_most_of_its_seconds_and_gaps_stay_gaps() -> None:
+    history = [Second(at=float(at), limit="kv_pages" if at % 5 else "none") for at in range(100, 110)]
+    assert limit_columns(history, 3, 5) == [None, "kv_pages", "kv_pages"]
+    assert limit_columns([Second(at=100.0, limit="none"), Second(at=101.0)], 2, 1) == ["none", None]
+    gap = [Second(at=100.0, limit="step_tokens"), Second(at=105.0, limit="none")]
+    assert limit_columns(gap, 6, 1) == ["step_tokens", None, None, None, None, "none"]
+
+
+async def test_a_strip_beneath_the_throughput_says_what_limits_steps_in_colours_and_words() -> None:
+    app = EricApp(FakeLink(scenes.busy(marks=())))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        assert app.screen.query_one("#limits").region.y == app.screen.query_one("#tokens").region.bottom
+        assert "■ out tok/s  ━ max prompts  ─ no work" in app.screen.query_one("#tokens", Graph).line(0).plain
+        strip = app.screen.query_one(LimitStrip).line(0)
+        assert strip.plain.startswith(" limit▕─") and strip.plain.endswith("━━━")
+        styles = {strip.plain[span.start]: str(span.style) for span in strip.spans}
+        assert styles["━"] == "$graph-queued"
+        await pilot.press("z", "z", "z")
+        assert "━" in app.screen.query_one(LimitStrip).line(0).plain
+
+
+async def test_the_strip_has_letters_where_the_terminal_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "linux")
+    app = EricApp(FakeLink(scenes.busy(marks=())))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        assert app.screen.query_one(LimitStrip).line(0).plain.endswith("MMM")
+        assert "# out tok/s  M max prompts  - no work" in app.screen.query_one("#tokens", Graph).line(0).plain
+
+
+async def test_no_strip_is_shown_where_the_limits_of_steps_are_not_known() -> None:
+    app = EricApp(FakeLink(scenes.busy(history=(Second(at=scenes.NOW, output_tokens=3),))))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        assert not app.screen.query_one(LimitStrip).display

@@ -13,10 +13,11 @@ from console.tui.commands import entries
 from console.tui.screens.dashboard.panels.requests import request_row
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.worker.screen import WorkerScreen
-from console.tui.widgets.header import BREVITIES, KnobValues, knob_row
+from console.tui.widgets.tab_row import BREVITIES, KnobValues, knob_row
 from console.tui.widgets.worker_text import crash_reason, difference, failure_text, placement_map
 from engine.backends.base import LoadProgress
 from engine.errors import EngineError, ErrorInfo
+from engine.requests.causes import describe_all
 from engine.snapshot import Snapshot, WorkerReading
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -208,7 +209,7 @@ async def test_what_a_worker_said_last_is_shown_and_goes_on() -> None:
 async def test_what_can_be_done_with_a_worker_can_be_clicked() -> None:
     app = EricApp(FakeLink(fleet_scenes.simulated()))
     async with app.run_test(size=(100, 40)) as pilot:
-        for word, title in (("r restart", "w0 works on 7 requests"), ("d drain", "Drain w0?")):
+        for word, title in (("r Restart", "w0 works on 7 requests"), ("d Drain", "Drain w0?")):
             await pilot.press("i")
             await pilot.pause()
             line = next(at for at, row in enumerate(rows(app)) if word in row)
@@ -225,7 +226,7 @@ async def test_d_asks_once_and_drains() -> None:
     async with app.run_test(size=(100, 40)) as pilot:
         await _opened(pilot, 0)
         await pilot.press("d")
-        assert "It finishes 7 requests, takes nothing new and goes: one worker less." in screen_text(app)
+        assert "It finishes 7 requests, takes no new requests and stops: one worker less." in screen_text(app)
         await pilot.press("n")
         assert link.commands == []
         await pilot.press("d", "y")
@@ -292,7 +293,7 @@ def test_planned_and_used_stand_beneath_each_other() -> None:
 async def test_the_knobs_show_the_limit_that_memory_set_and_workers_that_come() -> None:
     wide = (await _seen(fleet_scenes.memory_ran_out(), (160, 40))).splitlines()[1]
     assert "Workers  −  1→2  +   Max prompts  −  16, memory allows 11  +" in wide
-    narrow = (await _seen(fleet_scenes.memory_ran_out(), (80, 24))).splitlines()[1]
+    narrow = (await _seen(fleet_scenes.memory_ran_out(), (120, 40))).splitlines()[1]
     assert "− 1→2 +  Prompts − 16 (11) +" in narrow
 
 
@@ -340,3 +341,14 @@ def test_a_dead_worker_fits_a_small_terminal() -> None:
     )
     placement = "Placement", "weights      KV    work     GiB", "planned", "used", "Work", "0 of 8"
     assert shows(app, "Worker w2", *crash, *placement, terminal_size=(80, 24), press=keys)
+
+
+async def test_a_worker_says_what_the_time_of_its_requests_went_into() -> None:
+    why = describe_all({"prompts": 30.0, "decode": 30.0}, {"step_tokens": 512})
+    busy = scenes.busy()
+    app = EricApp(FakeLink(_worker(busy, busy.workers[0].id, why=why)))
+    async with app.run_test(size=(100, 50)) as pilot:
+        seen = await _opened(pilot, 0)
+    assert "Why requests take as long  their time on it by cause, last minute" in seen
+    assert "▒ sharing steps with other prompts     30.0 s   50%" in seen
+    assert "Requests shared steps with others' prompts for 30 s (50%): lower step tokens (now 512)." in seen

@@ -95,9 +95,9 @@ BAD: dict[str, tuple[Damage, str]] = {
     "half": (tensors(lambda found: found.pop(A)), "self_attn.q_proj lacks its lora_A"),
     "embedding": (
         extra("base_model.model.model.embed_tokens.lora_embedding_A", 4, 320),
-        "embed_tokens.lora_embedding_A in adapter_model.safetensors is no plain LoRA factor",
+        "embed_tokens.lora_embedding_A in adapter_model.safetensors is not a plain LoRA factor",
     ),
-    "magnitude": (extra(A.replace("lora_A", "lora_magnitude_vector"), 64), "is no plain LoRA factor"),
+    "magnitude": (extra(A.replace("lora_A", "lora_magnitude_vector"), 64), "is not a plain LoRA factor"),
     "integers": (
         tensors(lambda found: found.update({A: torch.zeros(4, 64, dtype=torch.int8)})),
         "is stored as I8",

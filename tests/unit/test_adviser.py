@@ -46,10 +46,18 @@ def test_preemptions_ask_for_fewer_prompts() -> None:
 def test_a_queue_with_room_in_the_cache_asks_for_more_prompts() -> None:
     advice = found(healthy(queued=20, kv_usage=0.5, history=steady(queued=20)))["queue"]
     assert "20 requests wait, all 16 slots are in use: KV pages are 50% full" in advice.sentence
-    assert advice.action == Turn("max_prompts", 4)
+    assert "14 at a time fit" in advice.sentence
+    assert advice.action == Turn("max_prompts", 6)
 
 
-@pytest.mark.parametrize(("waiting", "kv_usage", "more"), [(8, 0.5, 4), (9, 0.75, 1), (200, 0.05, 4), (200, 0.0, 4)])
+def test_a_queue_of_six_at_one_percent_of_kv_pages_proposes_ten_at_a_time() -> None:
+    workers = healthy().workers[:1]
+    advice = found(healthy(queued=6, kv_usage=0.01, history=steady(queued=6), workers=workers, max_prompts=4))["queue"]
+    assert "10 at a time fit" in advice.sentence
+    assert advice.action == Turn("max_prompts", 6)
+
+
+@pytest.mark.parametrize(("waiting", "kv_usage", "more"), [(8, 0.5, 4), (9, 0.75, 1), (200, 0.05, 24), (200, 0.0, 24)])
 def test_no_more_prompts_are_asked_for_than_wait_and_than_pages_hold(waiting: int, kv_usage: float, more: int) -> None:
     advice = found(healthy(queued=waiting, kv_usage=kv_usage, history=steady(queued=waiting)))["queue"]
     assert advice.action == Turn("max_prompts", more)

@@ -108,8 +108,7 @@ BEST = next(each for each in DONE.tried if each.best)
             {"apply": True, "unapplied": "w0 died", "not_put_back": "w1 died."},
         ),
         (
-            "Cancelled. The best by then gives 1,420 tok/s; it keeps what is asked of latency. The engine is as it was "
-            "before.",
+            "Cancelled. Best so far: 1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.",
             {"early": "cancelled"},
         ),
         ("Cancelled. The engine is as it was before.", {"early": "cancelled", "best": None}),
@@ -202,7 +201,7 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
         await running
     assert (reports[0].state, len(reports[0].tried) >= 1) == ("cancelled", True)
     said = reports[0].outcome
-    assert said.startswith("Cancelled. The best by then gives ") and "The engine is as it was before." in said
+    assert said.startswith("Cancelled. Best so far: ") and "The engine is as it was before." in said
     assert said in as_text(reports[0])
     assert not TunedProfiles(tmp_path).knows(str(resolve_local("demo", ())))
     assert '"applied": false' in (tmp_path / "tuned.json").read_text()

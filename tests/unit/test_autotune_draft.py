@@ -50,12 +50,12 @@ def test_all_of_it_is_in_the_order() -> None:
 @pytest.mark.parametrize(
     ("name", "typed", "said"),
     [
-        ("minutes", "", "nothing is no number from 0.05 to 1440"),
-        ("minutes", "soon", "soon is no number from 0.05 to 1440"),
-        ("percentile", "100", "100 is no number from 1 to 99.9"),
-        ("users", "0", "0 is no number from 1 to 10000"),
-        ("users", "1.5", "1.5 is no whole number"),
-        ("slo_ttft_s", "0", "0 is no time; one looks like 500ms or 0.5s"),
+        ("minutes", "", "nothing is not a number from 0.05 to 1440"),
+        ("minutes", "soon", "soon is not a number from 0.05 to 1440"),
+        ("percentile", "100", "100 is not a number from 1 to 99.9"),
+        ("users", "0", "0 is not a number from 1 to 10000"),
+        ("users", "1.5", "1.5 is not a whole number"),
+        ("slo_ttft_s", "0", "0 is not a time, such as 500ms or 0.5s"),
         ("slo_itl_s", "-5ms", "-5ms is no time"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "svg"])
-@pytest.mark.parametrize(("below", "said"), [("a-file/r", "a-file is no folder"), ("", "it is a folder")])
+@pytest.mark.parametrize(("below", "said"), [("a-file/r", "a-file is not a folder"), ("", "it is a folder")])
 def test_a_file_that_cannot_be_is_refused_before_anything_is_loaded(
     opened: Opened, tmp_path: Path, kind: str, below: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_signal_while_the_engine_is_opened_ends_it_in_one_line(
     opens(monkeypatch, ending)
     assert main([*QUICK]) == 130
     told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "ericllm: ended before anything was measured\n")
+    assert (told.out, told.err) == ("", "ericllm: cancelled before the first result\n")
 
 
 @pytest.mark.parametrize(

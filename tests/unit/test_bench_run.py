@@ -91,14 +91,14 @@ async def test_a_cancelled_bench_gives_what_it_has_by_then() -> None:
         users(users=(1, 2, 3)), FakeTarget(), lambda news: rows.append(len(news.rows)), lambda: rows[-1:] == [1]
     )
     assert (result.complete, len(result.rows)) == (False, 1)
-    assert "ended early" in result_text(result)
+    assert "Ended early" in result_text(result)
 
 
 async def test_a_bench_cancelled_before_anything_is_measured_has_no_rows() -> None:
     result = await run_bench(users(), FakeTarget(forever=True), cancelled=lambda: True)
     assert (result.complete, result.rows) == (False, ())
     text = result_text(result)
-    assert text.endswith("It ended early: nothing was measured.")
+    assert text.endswith("Ended early: nothing was measured.")
     assert "these are the numbers" not in text and "0 repeats" not in text
 
 
@@ -131,7 +131,7 @@ async def test_a_result_is_not_lost_where_the_knobs_cannot_be_turned_back() -> N
 async def test_a_target_that_fails_later_leaves_what_was_measured() -> None:
     result = await run_bench(users(users=(1, 2)), FakeTarget(fails=range(3, 99)))
     assert (result.complete, len(result.rows)) == (False, 1)
-    assert result.notes == ("It ended early: told to fail", "4 of 6 requests failed: told to fail.")
+    assert result.notes == ("Ended early: told to fail", "4 of 6 requests failed: told to fail.")
 
 
 async def test_a_target_that_fails_at_once_is_an_error() -> None:

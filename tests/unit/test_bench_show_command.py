@@ -33,7 +33,7 @@ def test_a_result_is_shown_as_its_bench_printed_it_and_when() -> None:
     result = made({1: [10.0, 11.0]}, published=(OTHERS,), complete=False, notes=("a note",))
     said = shown(result, "text")
     assert said == f"measured 2026-03-01 12:30 UTC\n{result_text(result)}"
-    for words in ("Somebody", "From a study", "a note", "It ended early", "Some CPU", "10.5 ±5%"):
+    for words in ("Somebody", "From a study", "a note", "Ended early", "Some CPU", "10.5 ±5%"):
         assert words in said, words
 
 

@@ -250,7 +250,7 @@ async def test_a_renderer_whose_machine_stands_still_is_given_up() -> None:
     os.kill(process, signal.SIGSTOP)
     assert template._process is not None
     template._process._limits = TemplateLimits(wait_s=0.05)
-    with pytest.raises(EngineError, match=r"it was not done after 0.05 s$") as given_up:
+    with pytest.raises(EngineError, match=r"it took longer than 0.05 s$") as given_up:
         await template.render(HELLO)
     assert given_up.value.http_status == 500, "the request is not to blame"
     assert process not in renderers()

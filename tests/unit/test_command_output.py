@@ -211,3 +211,8 @@ def test_a_sentence_that_cannot_be_written_ends_nothing(monkeypatch: pytest.Monk
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr("sys.stderr", io.TextIOWrapper(full, write_through=True))
         say("the disk is full")
+
+
+def test_top_says_that_an_instance_is_draining() -> None:
+    draining = scenes.busy(draining_since=scenes.NOW)
+    assert "NeuralHermes-7B ready, draining" in top.as_text(top.line_of(draining, "10.0.0.7:8000"))

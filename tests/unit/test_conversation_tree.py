@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from console.chats import Branch, ChatSettings, ChatStore, OpenChat, Turn, TurnNote
 from console.chats.conversation import AnswerStream
-from console.chats.export import code_blocks, export, from_json, read_into, to_json, to_markdown, write_new
+from console.chats.export import code_blocks, export, file_name, from_json, read_into, to_json, to_markdown
 from console.link.chat import ChatDelta
 from engine.errors import InvalidRequest, QueueFull
 
@@ -211,10 +210,9 @@ def test_markdown_has_the_branch_shown_with_who_said_it(chat: OpenChat) -> None:
     assert text == "# Reasons\n\n> Be\n> brief.\n\n## You\n\nWhy?\n\n## demo\n\nBecause.\n"
 
 
-def test_an_export_never_takes_the_place_of_a_file(tmp_path: Path) -> None:
-    paths = [write_new(tmp_path, "What is a KV-page?", "md", b"x") for _ in range(2)]
-    assert [path.name for path in paths] == ["what-is-a-kv-page.md", "what-is-a-kv-page-2.md"]
-    assert write_new(tmp_path, "???", "json", b"").name == "conversation.json"
+def test_an_export_is_named_after_the_title() -> None:
+    assert file_name("What is a KV-page?", "md") == "what-is-a-kv-page.md"
+    assert file_name("???", "json") == "conversation.json"
 
 
 def test_code_blocks_are_taken_from_the_source() -> None:

@@ -158,7 +158,7 @@ def test_names_of_tensors_and_modules_are_told_short_and_clean(tmp_path: Path) -
     assert describe_adapter(folder).base_model.isprintable()
     weights = folder / "adapter_model.safetensors"
     write_safetensors(weights, {"\x1b[31m" * 5000: ("F32", (1,))})
-    assert "is no plain LoRA factor" in outcome(lambda: str(read_factor_headers(weights)), 40_000, EngineError)
+    assert "is not a plain LoRA factor" in outcome(lambda: str(read_factor_headers(weights)), 40_000, EngineError)
     write_safetensors(weights, {"m." + "\x1b" * 9999 + ".lora_A.weight": ("F32", (1, 1))})
     assert "lacks its lora_B" in outcome(lambda: str(read_factor_headers(weights)), 40_000, EngineError)
     many = {f"m.{i}.q{i}.lora_{half}.weight": ("F32", (1, 1)) for i in range(5000) for half in "AB"}

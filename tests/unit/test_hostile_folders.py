@@ -258,7 +258,7 @@ def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path: Path, na
         case "folder":
             file.mkdir()
     with within_bounds():
-        assert inspect(folder).problem == f"{name} in {folder} is no plain file"
+        assert inspect(folder).problem == f"{name} in {folder} is not a plain file"
 
 
 def test_a_fifo_that_takes_a_files_place_while_it_is_opened_is_not_waited_for(
@@ -272,7 +272,7 @@ def test_a_fifo_that_takes_a_files_place_while_it_is_opened_is_not_waited_for(
         return really(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", swapped)
-    with pytest.raises(UnsupportedModel, match="is no plain file"):
+    with pytest.raises(UnsupportedModel, match="is not a plain file"):
         read_json_object(file)
 
 

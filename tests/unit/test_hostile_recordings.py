@@ -260,7 +260,7 @@ _ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELE
 )
 def test_a_database_that_computes_what_it_holds_is_no_recording(path: Path, statements: tuple[str, ...]) -> None:
     change(path, *statements)
-    assert played(path) == f"{path} is no recording of ericllm: it has other tables"
+    assert played(path) == f"{path} is not a recording of ericllm: it has other tables"
     with pytest.raises(RecordingUnusable, match="it has other tables"):
         RecordingWriter(path)
 

@@ -69,7 +69,7 @@ def test_a_folder_where_nothing_can_be_kept_is_known_before_anything_is_compiled
 ) -> None:
     assert folder_problem(cache / "not" / "yet") == ""
     (cache / "file").touch()
-    assert folder_problem(cache / "file" / "native") == f"{cache}/file is no folder"
+    assert folder_problem(cache / "file" / "native") == f"{cache}/file is not a folder"
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache)  # root may write everywhere
     assert folder_problem(cache / "native") == f"{cache} cannot be written"
     monkeypatch.undo()

@@ -90,6 +90,7 @@ def test_lines_as_text_are_those_of_the_log_file() -> None:
         ("engine.worker_process.logs", "engine"),
         ("w12", "w12"),
         ("api", "api"),
+        ("api.access", "access"),
         ("console.api.requests.stream", "api"),
         ("console.runtime.runtime", "console"),
         ("", "other"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 
-from engine.backends.base import BackendStats, FinishReason
+from engine.backends.base import BackendStats, FinishReason, StepLimit
 from engine.metrics.distributions import Rate, SampleWindow, percentiles
-from engine.metrics.meter import HISTORY_SECONDS, FinishedRequest, Meter
+from engine.metrics.history import HISTORY_SECONDS, tens_of
+from engine.metrics.meter import FinishedRequest, Meter
+from engine.snapshot import Second
 
 
 def new_meter() -> Meter:
@@ -93,7 +96,7 @@ def test_a_second_of_history_holds_what_happened_in_it_alone() -> None:
     produce(meter, 0.5, 2, {0.05: 2})
     tick(meter, 1.0, running=1, queued=4, kv_usage=0.25, device_utilisation=(0.5, None))
     tick(meter, 2.0)
-    first, second = meter.history
+    first, second = meter.history.seconds
     assert (first.prompt_tokens, first.output_tokens, first.ttft_p50, first.itl_p95) == (7, 2, 0.2, 0.05)
     assert (first.running, first.queued, first.kv_usage, first.device_utilisation) == (1, 4, 0.25, (0.5, None))
     assert (second.prompt_tokens, second.output_tokens, second.ttft_p50) == (0, 0, None)
@@ -103,8 +106,27 @@ def test_history_keeps_ten_minutes_and_drops_the_oldest() -> None:
     meter = new_meter()
     for second in range(HISTORY_SECONDS + 5):
         tick(meter, float(second))
-    assert len(meter.history) == HISTORY_SECONDS == 600
-    assert meter.history[0].at == 1005.0
+    assert len(meter.history.seconds) == HISTORY_SECONDS == 600
+    assert meter.history.seconds[0].at == 1005.0
+
+
+def test_the_last_hour_is_kept_in_means_of_ten_seconds() -> None:
+    meter = new_meter()
+    for second in range(3700):
+        tick(meter, float(second), running=second % 10)
+        if second == 3691:
+            earlier = meter.history.hour
+    hour = meter.history.hour
+    assert (len(hour), hour is earlier) == (360, True)
+    assert {ten.running for ten in hour} == {4.5}
+    assert {ten.seconds for ten in hour} == {10}
+    assert [b.at - a.at for a, b in pairwise(hour)] == [10.0] * 359
+    assert tens_of(meter.history.seconds) == hour[-59:]
+
+
+def test_a_ten_of_which_seconds_are_missing_is_the_mean_of_the_others() -> None:
+    (ten,) = tens_of([Second(at=103.0, running=4), Second(at=107.0, running=5, ttft_p50=0.2), Second(at=110.0)])
+    assert (ten.at, ten.seconds, ten.running, ten.ttft_p50, ten.ttft_p95) == (105.0, 2, 4.5, 0.2, None)
 
 
 def test_every_end_is_counted_by_its_reason() -> None:
@@ -160,3 +182,41 @@ def test_every_view_counts_the_same_events() -> None:
     meter.reset_session(3.0, 0.0)
     assert (meter.insight(3.0).session.output_tokens, meter.insight(3.0).finished) == (0, {})
     assert (meter.totals().output_tokens, meter.usage()[0].finished) == (10, {"stop": 2})
+
+
+def limited(meter: Meter, before: dict[StepLimit, int], after: dict[StepLimit, int], *, queued: bool = False) -> None:
+    """Some steps of a tenth of a second, by what limited them."""
+    stats, earlier = BackendStats(limited=after), BackendStats(limited=before)
+    steps = sum(after.values()) - sum(before.values())
+    meter.count_steps(
+        1.0, "m", "w0", steps=steps, step_s=0.1, ended_at=1.0, sequences=1, output_tokens=0, gaps={}, stats=stats,
+        before=earlier, queued=queued,
+    )  # fmt: skip
+
+
+def test_a_second_has_the_limit_of_most_of_its_steps() -> None:
+    meter = new_meter()
+    limited(meter, {"none": 5}, {"none": 6, "kv_pages": 3})
+    tick(meter, 1.0, running=1)
+    tick(meter, 2.0, running=1)
+    assert [second.limit for second in meter.history.seconds] == ["kv_pages"] * 2
+
+
+def test_an_idle_second_has_no_work_and_one_without_a_known_limit_none() -> None:
+    meter = new_meter()
+    tick(meter, 1.0)
+    produce(meter, 1.5, 1)
+    tick(meter, 2.0, running=1)
+    assert [second.limit for second in meter.history.seconds] == ["none", None]
+
+
+def test_max_prompts_limits_a_worker_that_has_no_slot_for_what_is_queued() -> None:
+    meter = new_meter()
+    limited(meter, {}, {"none": 2}, queued=True)
+    tick(meter, 1.0, running=1, queued=1)
+    assert meter.history.seconds[-1].limit == "max_prompts"
+
+
+def test_ten_seconds_have_the_most_frequent_limit() -> None:
+    seconds = [Second(at=100.0 + at, limit="kv_pages" if at < 6 else "none") for at in range(11)]
+    assert tens_of(seconds)[0].limit == "kv_pages"

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from engine.devices import NvmlProbe, computable
-from engine.snapshot import ProcessMemory
+from engine.snapshot import DeviceSensors, ProcessMemory
 from engine.system.memory import read_ram
 
 GIB = 2**30
-NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
+NOT_SUPPORTED, NOT_FOUND, TIMEOUT, GPU_IS_LOST = 3, 6, 10, 15
 
 
 class NVMLError(Exception):
@@ -52,11 +52,20 @@ class Card:
     cores: int | None = None
     clocks_mhz: Mapping[int, int] = field(default_factory=dict)
     memory_bits: int | None = None
+    memory_utilisation: int | None = 25
+    clocks_now_mhz: Mapping[int, int] = field(default_factory=dict)
+    throttle: int | None = None
+    pcie: tuple[int, int, int, int] | None = None
+    pcie_kib_per_s: Mapping[int, int] = field(default_factory=dict)
+    ecc: int | None = None
+    fan: int | None = None
+    xids: list[int] | None = None
 
 
 def mig_slice(uuid: str, gib: int, **readings: Any) -> Card:
     """A slice, which has memory and processes and no sensors."""
-    settings = {"name": f"Imagined GPU MIG 1g.{gib}gb", "total": gib * GIB, "free": gib * GIB} | readings
+    named = f"Imagined GPU MIG 1g.{gib}gb"
+    settings: dict[str, Any] = {"name": named, "total": gib * GIB, "free": gib * GIB} | readings
     return Card(uuid, utilisation=None, temperature=None, power=None, power_limit=None, **settings)
 
 
@@ -71,6 +80,14 @@ class FakeNvml:
     NVML_ERROR_NOT_SUPPORTED = NOT_SUPPORTED
     NVML_TEMPERATURE_GPU = 0
 
+    def __post_init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _pcie_throughput(self, card: Card, counter: int) -> int:
+        self.calls.append(card.uuid)
+        kib_per_s: int = _given(card.pcie_kib_per_s.get(counter))
+        return kib_per_s
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         answers: Mapping[str, Callable[..., Any]] = {
             "nvmlInit": lambda: None,
@@ -80,7 +97,23 @@ class FakeNvml:
             "nvmlDeviceGetUUID": lambda card: card.uuid,
             "nvmlDeviceGetName": lambda card: card.name,
             "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=_given(card.total), free=card.free),
-            "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(gpu=_given(card.utilisation)),
+            "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(
+                gpu=_given(card.utilisation), memory=_given(card.memory_utilisation)
+            ),
+            "nvmlDeviceGetClockInfo": lambda card, clock: _given(card.clocks_now_mhz.get(clock)),
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda card: _given(card.throttle),
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda card: _given(card.throttle),
+            "nvmlDeviceGetCurrPcieLinkGeneration": lambda card: _given(card.pcie)[0],
+            "nvmlDeviceGetCurrPcieLinkWidth": lambda card: _given(card.pcie)[1],
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda card: _given(card.pcie)[2],
+            "nvmlDeviceGetMaxPcieLinkWidth": lambda card: _given(card.pcie)[3],
+            "nvmlDeviceGetPcieThroughput": self._pcie_throughput,
+            "nvmlDeviceGetTotalEccErrors": lambda card, kind, counter: _given(card.ecc),
+            "nvmlDeviceGetFanSpeed": lambda card: _given(card.fan),
+            "nvmlEventSetCreate": list,
+            "nvmlDeviceRegisterEvents": lambda card, kind, events: events.append(_given(card.xids)),
+            "nvmlEventSetFree": lambda events: events.clear(),
+            "nvmlEventSetWait_v2": _next_xid,
             "nvmlDeviceGetTemperature": lambda card, sensor: _given(card.temperature),
             "nvmlDeviceGetPowerUsage": lambda card: _given(card.power),
             "nvmlDeviceGetEnforcedPowerLimit": lambda card: _given(card.power_limit),
@@ -115,6 +148,12 @@ def _given(value: Any, error: int = NOT_SUPPORTED) -> Any:
     return value
 
 
+def _next_xid(events: list[list[int]], timeout_ms: int) -> SimpleNamespace:
+    if not events[0]:
+        raise NVMLError(TIMEOUT)
+    return SimpleNamespace(eventData=events[0].pop(0))
+
+
 def _processes(held: Sequence[tuple[int, int | None]]) -> list[SimpleNamespace]:
     return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in held]
 
@@ -141,6 +180,67 @@ def test_a_card_that_reports_everything_is_read_whole(machine: Machine) -> None:
     assert (gpu.id, gpu.kind, gpu.name, gpu.utilisation) == ("cuda:0", "cuda", "Imagined GPU", 0.4)
     assert (gpu.temperature_c, gpu.power_w, gpu.power_limit_w) == (61, 250.0, 400.0)
     assert (gpu.total_bytes, gpu.work_bytes, gpu.others_bytes) == (80 * GIB, 12 * GIB, 8 * GIB)
+
+
+def test_sensors_are_read_in_words_and_units(machine: Machine) -> None:
+    card = Card(
+        clocks_now_mhz={1: 1200, 2: 9000},
+        clocks_mhz={1: 1980, 2: 9501},
+        throttle=0x1 | 0x4 | 0x40,
+        pcie=(3, 8, 5, 16),
+        pcie_kib_per_s={0: 1000, 1: 2000},
+        ecc=2,
+        fan=55,
+        xids=[79],
+        compute=[(7, 12 * GIB), (8, GIB)],
+    )
+    probe = machine(card)
+    probe.read({7})
+    [gpu] = probe.read({7})
+    assert gpu.sensors == DeviceSensors(
+        memory_utilisation=0.25,
+        sm_clock_mhz=1200,
+        max_sm_clock_mhz=1980,
+        memory_clock_mhz=9000,
+        max_memory_clock_mhz=9501,
+        throttle_reasons=("power limit", "temperature (hardware)"),
+        pcie_generation=3,
+        max_pcie_generation=5,
+        pcie_width=8,
+        max_pcie_width=16,
+        pcie_rx_bytes_per_s=2000 * 1024,
+        pcie_tx_bytes_per_s=1000 * 1024,
+        ecc_errors=2,
+        xid_errors=(79,),
+        fan=0.55,
+    )
+    assert [(each.pid, each.used_bytes) for each in gpu.own] == [(7, 12 * GIB)]
+    assert [each.pid for each in gpu.others] == [8]
+
+
+def test_sensors_that_a_card_does_not_have_are_absent_and_never_0(machine: Machine) -> None:
+    probe = machine(Card(memory_utilisation=None, utilisation=None))
+    probe.read()
+    [gpu] = probe.read()
+    assert gpu.sensors == DeviceSensors()
+
+
+@pytest.mark.parametrize("missing", ["nvmlDeviceGetCurrentClocksEventReasons", "nvmlEventSetCreate"])
+def test_an_older_library_lacks_single_sensors_alone(machine: Machine, missing: str) -> None:
+    probe = machine(Card(throttle=0x8, xids=[], fan=30), without=frozenset({missing}))
+    [gpu] = probe.read()
+    assert gpu.sensors is not None
+    assert (gpu.sensors.throttle_reasons, gpu.sensors.fan) == (("hardware slowdown",), 0.3)
+    assert gpu.sensors.xid_errors == (None if missing == "nvmlEventSetCreate" else ())
+
+
+def test_a_sample_measures_the_pcie_traffic_of_one_card_alone(machine: Machine) -> None:
+    probe = machine(*(Card(uuid=f"GPU-{letter}", pcie_kib_per_s={0: 1, 1: 1}) for letter in "abc"))
+    calls: list[str] = probe._nvml.calls
+    probe.read()
+    assert calls == ["GPU-a", "GPU-a"]
+    probe.read()
+    assert calls[2:] == ["GPU-b", "GPU-b"]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,11 @@ import pytest
 from console.api.http.key_file import KeyFile, KeyRecords
 from console.bench.history import BenchHistory
 from console.chats import ChatSettings, ChatStore
-from console.chats.export import write_new
 from console.cli.main import main
 from console.link.recording.recorder import RecordingWriter
 from console.runtime.line_writer import LineWriter
 from console.runtime.logs import _file_handler, logging_to
 from console.settings.config_file import replace_file as replace_settings
-from console.tui.screens.logs.screen import save
 from engine.system.files import replace_file
 from engine.system.log import LogRing
 from engine.worker_process.logs import NativeOutput
@@ -50,12 +48,6 @@ def test_conversations_with_all_that_sqlite_keeps_of_them(tmp_path: Path) -> Non
     assert names == {"chats.db", "chats.db-wal", "chats.db-shm"}
     assert open_to_others(tmp_path) == []
     store.close()
-
-
-def test_a_conversation_and_log_lines_that_are_exported(tmp_path: Path) -> None:
-    write_new(tmp_path, "a secret", "md", b"what nobody else may read")
-    save(["a line"], tmp_path)
-    assert open_to_others(tmp_path) == []
 
 
 def test_the_programs_log_and_those_put_aside(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.tui.screens.requests.groups import UNNAMED, Group
 from console.tui.screens.requests.request_list import SHOWS, SORTS, RequestList, key_of
 from engine.errors import ErrorInfo
 from engine.snapshot import RequestRow
@@ -108,6 +109,24 @@ def test_what_is_told_twice_at_once_is_as_it_was_told_first() -> None:
     requests = RequestList()
     requests.update([], [_row(1, client="alice"), _row(1, client="bob")])
     assert [requests[at].client for at in range(len(requests))] == ["alice"]
+
+
+def test_a_group_counts_its_live_waiting_ended_and_failed_requests_and_their_tokens() -> None:
+    requests = RequestList()
+    alice: dict[str, object] = {"client": "alice", "prompt_tokens": 10, "output_tokens": 4}
+    requests.update(
+        [_row(7, "decode", tokens_per_s=20.0, **alice), _row(8, "prefill", **alice), _row(9, "queued", **alice)],
+        [_row(1, finish="stop", client="bob"), _row(2, finish="error", **alice)],
+    )
+    requests.group_by("client")
+    first, second = requests.groups()
+    assert first == Group("alice", 2, 1, 1, 1, 20.0, 40, 16)
+    assert (second.name, second.done, second.live) == ("bob", 1, 0)
+    assert requests.shows_groups and not requests.filtered
+    requests.show_group("client", "bob")
+    assert _ids(requests) == ["r1"] and not requests.shows_groups and requests.filtered
+    requests.show_group("key", UNNAMED)
+    assert len(requests) == 5
 
 
 _ROWS = st.builds(

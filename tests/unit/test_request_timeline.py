@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import msgspec
 import pytest
@@ -22,6 +23,8 @@ from console.tui.screens.requests.detail import (
     request_card,
     timeline_chart,
 )
+from console.tui.widgets.causes import cause_lines
+from engine.requests.causes import Cause, describe
 from engine.requests.history import RequestDetail, TokenBatch, WorkerSpan
 from engine.snapshot import RequestRow
 from tests.fakes import request_scenes
@@ -139,3 +142,25 @@ def test_text_is_shown_as_it_is_or_it_is_said_why_not() -> None:
     assert "What is [b]max_prompts[/b]?" in prompt_and_answer(request_scenes.with_text()).plain
     assert NOT_ALLOWED in prompt_and_answer(request_scenes.moved()).plain
     assert NOT_KEPT in prompt_and_answer(msgspec.structs.replace(request_scenes.moved(), texts=True)).plain
+
+
+def test_the_causes_of_its_time_fill_one_bar_and_are_listed_with_their_shares() -> None:
+    why = describe({"slot": 6.0, "decode": 3.0, "prefill": 1.0, "grammar": 0.001}, knobs={"max_prompts": 4})
+    lines = [line.plain for line in cause_lines(why, 50)]
+    assert lines[0] == "." * 30 + "━" * 15 + "─" * 5
+    assert [line.split() for line in lines[1:4]] == [
+        [".", "waiting", "for", "a", "slot", "6.00", "s", "60%"],
+        ["━", "own", "decode", "3.00", "s", "30%"],
+        ["─", "own", "prefill", "1.00", "s", "10%"],
+    ]
+    assert " ".join(lines[4:]) == "Waited 6 s (60%) for a slot: raise max prompts (now 4)."
+
+
+def test_every_cause_has_words_of_its_own() -> None:
+    for cause in get_args(Cause):
+        assert list(cause_lines(describe({cause: 1.0}), 60))[1].plain.split()[-1] == "100%"
+
+
+def test_no_time_has_no_causes() -> None:
+    assert not list(cause_lines(describe({}), 60))
+    assert "Why" not in request_card(_detail(2.0), 80).plain

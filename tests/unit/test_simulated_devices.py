@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def test_devices_are_asked_for_by_their_gib(text: str, gib: tuple[float, ...]) -
         ("24,24", "it must be sim: and the GiB of each device"),
         ("cuda:0", "it must be sim:"),
         ("", "it must be sim:"),
-        ("sim:" + ",".join(["1"] * 65), "names 65 devices; 64"),
+        ("sim:" + ",".join(["1"] * 65), "names 65 devices; max 64"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(text: str, says: str) -> None:
@@ -71,6 +72,30 @@ def test_simulated_devices_stand_before_the_host_and_say_what_they_are() -> None
 def test_the_settings_choose_between_the_machine_and_simulated_devices() -> None:
     assert isinstance(new_probe(()), MachineProbe)
     assert [device.id for device in new_probe((1.0, 2.0)).read()] == ["sim:0", "sim:1", "cpu"]
+
+
+def test_simulated_sensors_follow_the_work_and_are_all_there() -> None:
+    devices = SimulatedProbe((24.0,)).read()
+    idle, *_ = account(devices, {}, {"sim:0": 0.0})
+    busy, *_ = account(devices, {}, {"sim:0": 1.0})
+    assert idle.sensors is not None and busy.sensors is not None
+    assert None not in [*msgspec.structs.asdict(idle.sensors).values(), idle.temperature_c, idle.power_w]
+    assert (idle.temperature_c, idle.power_w, idle.sensors.sm_clock_mhz) == (34, 45, 210)
+    assert (busy.temperature_c, busy.power_w, busy.sensors.sm_clock_mhz) == (78, 335, 1980)
+    assert busy.power_limit_w == 350
+
+
+def test_a_busy_simulated_device_is_throttled_now_and_then_and_an_idle_one_never() -> None:
+    probe = SimulatedProbe((24.0, 24.0))
+    busy, idle = [], []
+    for _ in range(120):
+        first, second, host = account(probe.read(), {}, {"sim:0": 1.0, "sim:1": 0.0})
+        assert first.sensors is not None and second.sensors is not None and host.sensors is None
+        busy.append((first.sensors.throttle_reasons, first.temperature_c, first.sensors.sm_clock_mhz))
+        idle.append(second.sensors.throttle_reasons)
+    assert busy.count((("temperature",), 88, 1386)) == 8
+    assert busy.count(((), 78, 1980)) == 112
+    assert set(idle) == {()}
 
 
 def share(device: str, weights: int = 0, kv: int = 0, working: int = 0) -> DeviceShare:

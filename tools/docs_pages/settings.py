@@ -73,6 +73,8 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield _INTRO
+    yield ""
+    yield f"Begin with these: {', '.join(_link(name, flag) for name, _, flag in fields() if flag.basic)}."
     for group in get_args(Group):
         yield from ("", f"## {group}", "", _ABOUT[group])
         for name, field, flag in fields():
@@ -80,6 +82,13 @@ def _lines() -> Iterator[str]:
                 yield from ("", *_setting(name, field, flag))
     yield _OTHER_VARIABLES
     yield from (f"| {names} | {about} |" for names, about in _VARIABLES.items())
+
+
+def _link(name: str, flag: Flag) -> str:
+    """A link to a setting's heading, as GitHub names it."""
+    words = f"{name.replace('_', '-')} {flag.metavar}".strip().lower()
+    anchor = "".join(char for char in words if char.isalnum() or char in "- ").replace(" ", "-")
+    return f"[`{name}`](#--{anchor})"
 
 
 def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:

@@ -33,7 +33,7 @@ PAST_TURNS = 400
 KEY_PAUSE_S = 0.25
 SETTLE_S = 2.0
 _F = {"dashboard": b"\x1bOP", "chat": b"\x1bOR", "requests": b"\x1bOS", "logs": b"\x1b[18~"}
-_SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "then a word"}
+_SHOWN = {"dashboard": "Throughput", "requests": "filters by id", "logs": "following"}
 """Text that appears on this screen only."""
 _CHAT_SHOWN = "of 1,048,576 tokens"
 

@@ -16,6 +16,7 @@ from engine.backends.base import (
     LoadProgress,
     PrefixChanges,
     SequenceStats,
+    TimeLost,
     TokenEvent,
     TokenMask,
 )
@@ -164,7 +165,12 @@ class TimekeepingBackend:
                 SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
                 for each in (*scheduler.running, *scheduler.waiting)
             ),
+            limited=dict(scheduler.times.limited),
         )
+
+    def time_lost(self, request_id: str) -> TimeLost:
+        """Return what a request has lost."""
+        return self._scheduler.times.lost(request_id) if self._scheduler is not None else TimeLost()
 
     def prefix_changes(self) -> PrefixChanges:
         """Pages that became findable or ceased to be since the last call."""

@@ -17,6 +17,8 @@ from aiohttp import web
 from console.api.context import ApiContext
 from console.api.http.errors import MethodNotAllowed, NotFound, json_response
 from console.api.http.request_body import body_bytes, run_offloaded
+from console.api.http.scopes import allows
+from console.api.http.traffic import call_of
 from console.api.requests.schemas import describes
 from console.api.requests.stream import SSE, ChunkStream
 from console.link.frames import from_plain, to_plain
@@ -53,6 +55,12 @@ class AdminOperations:
         return await invoke(call, self.link, {**arguments, **admitted})
 
 
+class AllowedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the calls that the key of a request may make."""
+
+    calls: tuple[str, ...]
+
+
 class CallEndpoints:
     """The endpoint. Who only looks is answered while the server stops, too; what was ordered is carried out even where
     its client leaves before."""
@@ -65,10 +73,21 @@ class CallEndpoints:
     def routes(self) -> list[web.RouteDef]:
         """Where it is found."""
         path = "/admin/call/{name}"
-        return [web.get(path, self._get, allow_head=False), web.post(path, self._post)]
+        return [
+            web.get("/admin/hello", self._hello),
+            web.get(path, self._get, allow_head=False),
+            web.post(path, self._post),
+        ]
+
+    @describes("The calls that the key of this request may make", answer=AllowedCalls, group="admin")
+    async def _hello(self, request: web.Request) -> web.Response:
+        scopes = call_of(request).scopes
+        return json_response(
+            AllowedCalls(calls=tuple(name for name, call in CALLS.items() if allows(scopes, call.scope)))
+        )
 
     @describes(
-        "Ask what a console in this process may look at; its arguments are the query",
+        "Read something as a console does; the query has the arguments",
         answer=dict[str, Any],
         group="admin",
     )
@@ -80,7 +99,7 @@ class CallEndpoints:
         return json_response({"result": to_plain(await self._operations.carry_out(call, arguments))})
 
     @describes(
-        "Ask or order what a console in this process may; its arguments are the body",
+        "Read or change something as a console does; the body has the arguments",
         answer=dict[str, Any],
         group="admin",
     )

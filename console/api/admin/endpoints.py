@@ -31,7 +31,8 @@ from engine.backends.base import LoadProgress
 from engine.engine import Engine
 from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest, LoadCancelled
 from engine.placement.estimate import Estimate
-from engine.snapshot import ModelReading, Snapshot
+from engine.requests.causes import Why
+from engine.snapshot import Alert, ModelReading, RequestRow, Snapshot
 
 # A load that was asked for over HTTP: it goes on when its client leaves, and can be looked at until the next one.
 
@@ -98,8 +99,8 @@ class LoadJob:
         except EngineError as error:
             return error
         except Exception:
-            log.exception("the load of %s broke", self._model)
-            return InternalError("The load broke; the server's log says why")
+            log.exception("the load of %s failed", self._model)
+            return InternalError("The load failed; the server log has the cause")
         return None
 
     def _progress(self) -> LoadProgress | None:
@@ -121,7 +122,7 @@ class LoadJobs:
     def begin(self, arguments: Mapping[str, Any]) -> LoadJob:
         """Start a load. Raises EngineBusy while one is under way."""
         if self.last is not None and not self.last.ended:
-            raise EngineBusy(f"{self.last.report().model} is being loaded; wait, or cancel that first", state="loading")
+            raise EngineBusy(f"{self.last.report().model} is loading; wait, or cancel the load first", state="loading")
         self.last = LoadJob(arguments, self._engine, self._operations)
         return self.last
 
@@ -144,6 +145,27 @@ class AdminModels(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadReport | None
 
 
+class AdminRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request without its text. why: None once its timeline is not kept any more."""
+
+    request: RequestRow
+    why: Why | None
+
+
+class AdminWhy(msgspec.Struct, frozen=True, kw_only=True):
+    """Causes of the time of requests over the last minute. workers: by worker, the time that requests had on
+    it."""
+
+    all: Why
+    workers: dict[str, Why]
+
+
+class AdminAlerts(msgspec.Struct, frozen=True, kw_only=True):
+    """The alerts, the last to occur first."""
+
+    alerts: tuple[Alert, ...]
+
+
 class Admin:
     """The endpoints. They answer when what was asked is done; a client that leaves before does not undo it."""
 
@@ -158,22 +180,42 @@ class Admin:
         return [
             web.get("/admin/models", self._models),
             web.get("/admin/snapshot", self._snapshot),
+            web.get("/admin/requests/{id}", self._request),
+            web.get("/admin/why", self._why),
+            web.get("/admin/alerts", self._alerts),
             web.get(LOAD_PATH, self._last_load),
             *(self._endpoint(call, call.route) for call in CALLS.values() if call.route is not None),
         ]
 
-    @describes("The models that the engine holds", answer=AdminModels, group="admin")
+    @describes("The loaded models", answer=AdminModels, group="admin")
     async def _models(self, request: web.Request) -> web.Response:
         return self._overview()
 
-    @describes("All that the console shows", answer=Snapshot, group="admin")
+    @describes("Snapshot of everything that the console shows", answer=Snapshot, group="admin")
     async def _snapshot(self, request: web.Request) -> web.Response:
         return json_response(self._engine.snapshot())
 
-    @describes("The load that was asked for last", answer=LoadReport, group="admin")
+    @describes(
+        "A running or recent request: its state and the causes of its latency", answer=AdminRequest, group="admin"
+    )
+    async def _request(self, request: web.Request) -> web.Response:
+        detail = await self._operations.link.requests.detail(request.match_info["id"])
+        return json_response(AdminRequest(request=detail.row, why=detail.why))
+
+    @describes("Causes of the latency of all requests over the last minute", answer=AdminWhy, group="admin")
+    async def _why(self, request: web.Request) -> web.Response:
+        snapshot = self._engine.snapshot()
+        return json_response(AdminWhy(all=snapshot.why, workers={each.id: each.why for each in snapshot.workers}))
+
+    @describes("What went wrong lately, the last to occur first", answer=AdminAlerts, group="admin")
+    async def _alerts(self, request: web.Request) -> web.Response:
+        newest_first = sorted(self._engine.alerts.latest, key=lambda each: (each.last_at, each.id), reverse=True)
+        return json_response(AdminAlerts(alerts=tuple(newest_first)))
+
+    @describes("The last requested load", answer=LoadReport, group="admin")
     async def _last_load(self, request: web.Request) -> web.Response:
         if self._loads.last is None:
-            raise NotFound("No load was asked for yet")
+            raise NotFound("No load was requested yet")
         return json_response(self._loads.last.report())
 
     def _endpoint(self, call: Call, route: Route) -> web.RouteDef:

@@ -32,8 +32,8 @@ class Events:
         return [web.get("/admin/events", self._get)]
 
     @describes(
-        "The engine as its console shows it, as it changes",
-        query={"hz": "events a second, 2 where it is left out"},
+        "Stream of snapshots of the engine",
+        query={"hz": "events per second (default 2)"},
         event=dict[str, Any],
         group="admin",
     )
@@ -57,7 +57,7 @@ class Events:
             if traffic.closing:
                 raise EngineClosed("The server is stopping")
             if not call.is_allowed():
-                raise NotAuthorized("That key is not valid here any more")
+                raise NotAuthorized("The API key is no longer valid")
             await asyncio.sleep(min(max(0.0, due - clock()), _LOOK_S))
 
 

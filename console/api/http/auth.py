@@ -61,6 +61,7 @@ def auth_middleware(traffic: Traffic, authenticator: Authenticator) -> Middlewar
         call.is_allowed = partial(authenticator.allows, key)
         if key is None:
             return await handler(request)
+        call.scopes = key.scopes
         with key.limiter.admit(key.name) if _is_limited(request) else nullcontext():
             authenticator.keys.record_usage(key, requests=1)
             try:
@@ -76,10 +77,10 @@ async def _authorized_key(request: web.Request, keys: Keys) -> Key:
     """Return the request's key. Raises NotAuthorized without a valid one, Forbidden where its scopes do not suffice."""
     presented = _presented_key(request)
     if presented is None:
-        raise NotAuthorized("This server needs a key: send it as Authorization: Bearer KEY")
+        raise NotAuthorized("This server needs an API key: send it as Authorization: Bearer KEY")
     key = await keys.find(presented)
     if key is None:
-        raise NotAuthorized("That key is not valid here")
+        raise NotAuthorized("The API key is not valid")
     needed = scope_needed(request.method, request.path)
     if not allows(key.scopes, needed):
         call = f"{request.method} {request.path}"

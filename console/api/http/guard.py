@@ -43,7 +43,7 @@ def guard_middleware(
                 raise Misdirected(f"This server is {called}: ask for localhost, or name it with --allowed-hosts")
         origin = request.headers.get("Origin")
         if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
-            raise Forbidden("Pages from elsewhere may not ask here; --cors-origins lets in those that it names")
+            raise Forbidden("Requests from other origins are refused; --cors-origins allows them")
         if request.path not in OPEN_PATHS:
             addresses.count(client_address(request))
         if origin is not None and _is_preflight(request):

@@ -140,8 +140,10 @@ class Listener:
             if self._site is None:
                 await self.open(before)
         except CannotListen as error:
-            return CannotListen(f"{reason.message}. Nor can it go back: {error.message}", **reason.details)
-        return CannotListen(f"{reason.message}. It goes on listening on {before}", **reason.details)
+            return CannotListen(
+                f"{reason.message}. Listening on the old address failed too: {error.message}", **reason.details
+            )
+        return CannotListen(f"{reason.message}. Still listening on {before}", **reason.details)
 
 
 def _own_socket(address: Address) -> socket.socket | None:
@@ -198,7 +200,7 @@ class _UnixSocket(socket.socket):
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the socket file of a dead server. Raises OSError where one listens, or the file is no socket."""
+    """Remove the socket file of a dead server. Raises OSError where one listens, or the file is not a socket."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise OSError(errno.ENOTSOCK, "no socket")
@@ -243,7 +245,7 @@ def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     if path := unix_path(address.host):
         reason = _socket_file_problem(error, path)
     elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
-        reason = f"{address.host} is no address of this machine; choose another with --host"
+        reason = f"{address.host} is not an address of this machine; choose another with --host"
     elif _has_errno(error, errno.EADDRINUSE):
         reason = "another program listens there; choose another port with --port"
     elif _has_errno(error, errno.EACCES):
@@ -258,7 +260,7 @@ def _socket_file_problem(error: Exception, path: str) -> str:
     if _has_errno(error, errno.EADDRINUSE):
         return "another program listens there; choose another file with --host"
     if _has_errno(error, errno.ENOTSOCK):
-        return "a file of that name is there, which is no socket"
+        return "a file of that name exists and is not a socket"
     if _has_errno(error, errno.EAGAIN):
         return "another program has the folder locked"
     if _has_errno(error, errno.ENOENT):

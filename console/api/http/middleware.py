@@ -22,6 +22,8 @@ from console.api.http.traffic import CALL, Traffic, call_of, error_reply, find_c
 from engine.errors import EngineClosed, EngineError
 
 log = logging.getLogger("api")
+access_log = logging.getLogger("api.access")
+"""A line for each request, "METHOD path status in seconds": a source of its own that the Logs screen can hide."""
 
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _POLLED = f"{ADMIN}call/"
@@ -55,7 +57,7 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
             if status is None:
                 record_client_closed(request)
             traffic.leave(call)
-            log.log(
+            access_log.log(
                 _log_level(request),
                 "%s %s %d in %.3f s",
                 request.method,
@@ -82,8 +84,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ConnectionError:
         raise
     except Exception:
-        log.exception("%s %s broke", request.method, request.raw_path.partition("?")[0])
-        return error_reply(request, InternalError("The server failed to answer; its log says why"))
+        log.exception("%s %s failed", request.method, request.raw_path.partition("?")[0])
+        return error_reply(request, InternalError("Internal error; the server log has the cause"))
 
 
 def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
@@ -140,7 +142,7 @@ def _log_level(request: web.Request) -> int:
 def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:
     match error:
         case web.HTTPNotFound():
-            return NotFound(f"There is nothing at {request.path}", path=request.path)
+            return NotFound(f"Not found: {request.path}", path=request.path)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed=allowed)

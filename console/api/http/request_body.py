@@ -264,7 +264,7 @@ def decompressed(raw: bytes, encoding: str, max_bytes: int) -> bytes:
         if len(body) < at // 2:
             raise InvalidRequest(f"The {encoding} body is longer than its decompressed content")
     if decompressor.unused_data:
-        raise InvalidRequest(f"The body is not valid {encoding}: it goes on after its end")
+        raise InvalidRequest(f"The body is not valid {encoding}: there is data after its end")
     if not decompressor.eof:
         raise InvalidRequest(f"The {encoding} body is truncated")
     return bytes(body)

@@ -147,7 +147,7 @@ def traces_url(endpoint: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise TracingUnavailable(f"{endpoint} is no address for traces; one looks like http://127.0.0.1:4318")
+        raise TracingUnavailable(f"{endpoint} is not an address for traces; one looks like http://127.0.0.1:4318")
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}{_TRACES_PATH}"
 
 

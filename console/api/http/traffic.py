@@ -19,8 +19,8 @@ from typing import NamedTuple
 from aiohttp import web
 
 from console.api.http.errors import AS_SENT, MAX_MESSAGE_LENGTH, ErrorFormatter, envelope, error_response
-from console.api.http.scopes import ADMIN, READ_METHODS
-from console.link.api import ClientReading, Failure, FailureCount
+from console.api.http.scopes import ADMIN, ALL, READ_METHODS
+from console.link.api import ClientReading, Failure, FailureCount, Scope
 from engine.errors import EngineError, ModelLoadFailed
 from engine.text.printable import printable
 
@@ -58,6 +58,8 @@ class CallFailure(NamedTuple):
 class Call:
     """One request under way, filled in as it is processed. key: the name of its key, "" for none.
 
+    scopes: what it may do.
+
     client: None before authentication.  failure: None on success.
     sent_bytes: of a streamed answer.
     format_error: makes the body of an error for the client.  request_id: X-Request-Id of the answer.
@@ -71,6 +73,7 @@ class Call:
     method: str
     path: str
     key: str = ""
+    scopes: tuple[Scope, ...] = ALL
     dialect: str = ""
     operation: str = "text_completion"
     prompt_tokens: int = 0

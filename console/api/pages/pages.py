@@ -68,26 +68,26 @@ class Pages:
             web.get("/docs/{file}", self._docs_file),
         ]
 
-    @describes("A page to chat on", answer="text/html", group="pages")
+    @describes("Chat page", answer="text/html", group="pages")
     async def _chat(self, request: web.Request) -> web.Response:
         return self._answer(request, "chat", "chat.html")
 
-    @describes("A file of that page", answer="text/plain", group="pages")
+    @describes("File of a page", answer="text/plain", group="pages")
     async def _chat_file(self, request: web.Request) -> web.Response:
         return self._answer(request, "chat", request.match_info["file"])
 
-    @describes("This description of the API, to read", answer="text/html", group="pages")
+    @describes("API reference as a page", answer="text/html", group="pages")
     async def _docs(self, request: web.Request) -> web.Response:
         return self._answer(request, "docs", "docs.html")
 
-    @describes("A file of that page", answer="text/plain", group="pages")
+    @describes("File of a page", answer="text/plain", group="pages")
     async def _docs_file(self, request: web.Request) -> web.Response:
         return self._answer(request, "docs", request.match_info["file"])
 
     def _answer(self, request: web.Request, page: str, name: str) -> web.Response:
         file = self._files[page].get(name)
         if file is None:
-            raise NotFound(f"There is nothing at {request.path}", path=request.path)
+            raise NotFound(f"Not found: {request.path}", path=request.path)
         if any(tag.value == file.tag for tag in request.if_none_match or ()):
             return web.Response(status=304, headers={**_HEADERS, "ETag": f'"{file.tag}"'})
         return web.Response(

@@ -158,12 +158,12 @@ class Body(BaseModel):
                 if field in fields and fields[field] != value:
                     raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
                 if isinstance(value, list | dict) and len(value) > (most := limits.get(field, len(value))):
-                    raise InvalidRequest(f"{name} has {len(value)} entries; it may have {most}", param=name)
+                    raise InvalidRequest(f"{name} has {len(value)} entries; the max is {most}", param=name)
                 fields[field], sent_as[field] = value, name
             elif name in cls.refused:
                 cls.refused[name].check(name, value)
             elif name not in cls.inert:
-                raise InvalidRequest(f"{name} is not a field that this endpoint knows", param=name)
+                raise InvalidRequest(f"{name} is not a field of this endpoint", param=name)
         return fields, sent_as
 
 
@@ -184,7 +184,7 @@ def _explain(error: ErrorDetails, sent_as: Mapping[str, str]) -> InvalidRequest:
     if error["type"] == "missing":
         wrong = "is missing"
     elif error["type"] == "extra_forbidden":
-        wrong = "is not a field that this endpoint knows"
+        wrong = "is not a field of this endpoint"
     else:
         reason = _SHAPES.get(error["type"]) or _SUBJECT.sub("", error["msg"], count=1)
         wrong = f"{reason}, not {_quote_value(error['input'], is_of_kind=not error['type'].endswith('_type'))}"

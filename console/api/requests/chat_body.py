@@ -77,10 +77,12 @@ class OpenAiFields(SamplingFields):
     """Fields of completions and chat besides sampling.
 
     prompt_logprobs: as vLLM has it, alternatives at each place of the prompt.
+    why: add to the usage what the time of the answer went into, in milliseconds by cause; a stream ends with it.
     """
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
+    why: bool = False
 
     def check_prompt_logprobs(self) -> None:
         """Raise InvalidRequest for prompt_logprobs in a stream, whose chunks have no place for them."""
@@ -91,10 +93,10 @@ class OpenAiFields(SamplingFields):
     def include_usage(self) -> bool:
         """True if the stream ends with the usage; raises InvalidRequest where there is no stream."""
         if self.stream_options is None:
-            return False
+            return self.stream and self.why
         if not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-        return bool(self.stream_options.include_usage or self.stream_options.continuous_usage_stats)
+        return bool(self.why or self.stream_options.include_usage or self.stream_options.continuous_usage_stats)
 
 
 class ChatBody(OpenAiFields, ConversationFields):

@@ -22,6 +22,7 @@ from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import EngineError, WorkerFailed, from_info
 from engine.metrics.meter import Choices
+from engine.requests.causes import Cause, Why
 
 StoppedBy = str | int | None
 """A stop string, or the id of a stop token, that ended an answer; None where neither did."""
@@ -64,12 +65,19 @@ class TokenUsage:
     output: int = 0
 
 
+class TimeSpent(msgspec.Struct, frozen=True):
+    """Causes of the time of the answer that took longest; they add up to total_ms."""
+
+    total_ms: float
+    causes_ms: dict[Cause, float]
+
+
 class Generation:
     """`n` answers to each prompt, in the order prompt 0 answer 0, prompt 0 answer 1, ...
 
     Who submits it cancels it in the end, which ends whatever has not ended: a client that goes away at any moment
     leaves nothing running.
-    client, tenant, cache_salt, priority, embed: as in GenerateRequest.
+    client, key_name, tenant, cache_salt, priority, embed: as in GenerateRequest.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class Generation:
         *,
         model: ServedModel,
         client: str = "",
+        key_name: str = "",
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
@@ -101,6 +110,7 @@ class Generation:
                 key=model.key,
                 adapter=model.adapter,
                 client=client,
+                key_name=key_name,
                 tenant=tenant,
                 cache_salt=cache_salt,
                 shared_tokens=prompt.shared_tokens,
@@ -108,6 +118,7 @@ class Generation:
                 choices=groups[i],
                 continues=prompt.continues,
                 embed=embed,
+                waited=model.waited,
             )
             for i, prompt in enumerate(prompts)
             for choice in range(n)
@@ -169,6 +180,14 @@ class Generation:
             cached=sum(self._cached_tokens[:: self._n]),
             output=sum(self._output_tokens),
         )
+
+    @property
+    def time_spent(self) -> TimeSpent:
+        """Return the causes of the time of the answer that took longest, of those that have ended."""
+        found = [stream.ledger.why(0.0) for stream in self._streams if stream.ledger is not None]
+        longest = max(found, key=lambda why: why.total_s, default=Why())
+        causes = {cause: round(spent * 1000, 3) for cause, spent in longest.causes.items()}
+        return TimeSpent(round(longest.total_s * 1000, 3), causes)
 
     @property
     def work(self) -> EngineWork:

@@ -56,7 +56,7 @@ def _banned_ids(value: object) -> list[int]:
     tokens = value.count(",") + 1 if isinstance(value, str) else len(value) if isinstance(value, list) else 0
     if tokens > MAX_TOKENS_NAMED:
         raise InvalidRequest(
-            f"custom_token_bans has {tokens} tokens; it may have {MAX_TOKENS_NAMED}", param="custom_token_bans"
+            f"custom_token_bans has {tokens} tokens; the max is {MAX_TOKENS_NAMED}", param="custom_token_bans"
         )
     items = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value or []
     if not isinstance(items, list) or not all(_TOKEN_ID.fullmatch(str(item)) for item in items):
@@ -107,7 +107,7 @@ def _read_breakers(value: object) -> list[str]:
 def _from_json(text: str) -> object:
     if len(text) > _MAX_TEXT:
         raise InvalidRequest(
-            f"dry_sequence_breakers has {len(text)} characters; it may have {_MAX_TEXT}",
+            f"dry_sequence_breakers has {len(text)} characters; the max is {_MAX_TEXT}",
             param="dry_sequence_breakers",
         )
     try:

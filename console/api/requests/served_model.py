@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from engine.backends.base import LoadedModel
 from engine.config import format_number
 from engine.engine import Serving
 from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoModelLoaded
+from engine.requests.causes import Cause
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer, TokenSpan
 
@@ -44,6 +45,7 @@ class ServedModel:
     requested_name: the client's name of it, "" for none.  key, adapter: as in GenerateRequest.
     thread: for work that holds the interpreter for long.  client: the sender of the request.
     shares_system: True if its workers share computed system prompts among all clients.
+    waited: seconds until it was ready, by cause.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ServedModel:
     thread: SerialThread
     client: str = ""
     shares_system: bool = False
+    waited: Mapping[Cause, float] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -155,7 +158,7 @@ class ServedModel:
         if least > most:
             raise ContextLengthExceeded(
                 f"the prompt has {len(text)} characters, so {least} tokens at the very least; with the answer's first "
-                f"token it may have {most}",
+                f"token the max is {most}",
                 param="prompt",
                 prompt_tokens=least,
                 at_least=True,
@@ -167,7 +170,7 @@ class ServedModel:
         """Raise ContextLengthExceeded for a prompt of more tokens than can fit."""
         if tokens > (most := self.loaded.max_model_len):
             raise ContextLengthExceeded(
-                f"the prompt has {tokens} tokens; with the answer's first token it may have {most}",
+                f"the prompt has {tokens} tokens; with the answer's first token the max is {most}",
                 param="prompt",
                 prompt_tokens=tokens,
                 limit=most - 1,

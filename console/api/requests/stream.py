@@ -114,5 +114,5 @@ class ChunkStream:
     def _shown(self, error: BaseException) -> EngineError:
         if isinstance(error, EngineError):
             return error
-        log.error("%s %s broke in its stream", self._request.method, self._request.path, exc_info=error)
-        return InternalError("The server failed while it answered; its log says why")
+        log.error("%s %s failed while streaming", self._request.method, self._request.path, exc_info=error)
+        return InternalError("Internal error while answering; the server log has the cause")

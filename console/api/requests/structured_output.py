@@ -59,7 +59,7 @@ def choice_grammar(choices: object, param: str, *, max_bytes: int = MAX_SCHEMA_B
     if not isinstance(choices, list | tuple) or not choices or not all(isinstance(each, str) for each in choices):
         raise InvalidRequest(f"{param} should be an array of strings", param=param)
     if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"{param} has {len(choices)} strings; it may have {MAX_CHOICES}", param=param)
+        raise InvalidRequest(f"{param} has {len(choices)} strings; the max is {MAX_CHOICES}", param=param)
     source = _json(choices, param, max_bytes)
     return _checked(Grammar(kind="choice", source=source, param=param), max_bytes)
 
@@ -81,9 +81,7 @@ def _json(value: object, param: str, max_bytes: int) -> str:
             pieces.append(piece)
             room -= len(piece)
             if room < 0:
-                raise InvalidRequest(
-                    f"{param} has too many bytes; it may have {max_bytes}", param=param, limit=max_bytes
-                )
+                raise InvalidRequest(f"{param} has more than {max_bytes:,} bytes", param=param, limit=max_bytes)
     except RecursionError:
         raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
     return "".join(pieces)

@@ -190,4 +190,4 @@ class ReplayLink(RpcLink):
 
 
 def _refusal() -> OnlyRecorded:
-    return OnlyRecorded("This is a recording: it shows what was, and nothing can be asked of it or changed")
+    return OnlyRecorded("This is a recording: nothing can be requested or changed")

@@ -21,7 +21,8 @@ from console.link.recording.store import (
     recording_errors,
 )
 from console.text import MAX_TIME
-from engine.snapshot import LogEntry, Second
+from engine.metrics.history import HOUR_SECONDS, tens_of
+from engine.snapshot import LogEntry, Second, TenSeconds
 
 LOG_LINES = 5000
 MAX_LOG_TEXT = 2**22
@@ -56,6 +57,7 @@ class Recording:
         self._tree = PatchedValue(None)
         self._packer = Packer()
         self._past: tuple[int, tuple[Second, ...]] = (0, ())
+        self._hour: tuple[tuple[float, float], tuple[TenSeconds, ...]] = ((0.0, 0.0), ())
 
     @property
     def begins(self) -> float:
@@ -78,8 +80,10 @@ class Recording:
             frame: Frame = limit_frame(from_plain(self._tree.value, Frame))
             past = self._seconds_before(self._segments[index])
             logged = self._log_until(frame.snapshot.at)
-        history = (*past, *frame.snapshot.history)[-MAX_HISTORY:]
-        snapshot = msgspec.structs.replace(frame.snapshot, history=history, log_total=logged)
+        seconds = (*past, *frame.snapshot.history)
+        snapshot = msgspec.structs.replace(
+            frame.snapshot, history=seconds[-MAX_HISTORY:], hour=self._hour_of(seconds), log_total=logged
+        )
         return msgspec.structs.replace(frame, snapshot=snapshot)
 
     def lines(self, until: float, after: int) -> tuple[int, Sequence[LogEntry]]:
@@ -156,6 +160,13 @@ class Recording:
         row = self._database.execute("SELECT data FROM frames WHERE id = ?", (self._ids[index],)).fetchone()
         return None if row is None else row[0]
 
+    def _hour_of(self, seconds: Sequence[Second]) -> tuple[TenSeconds, ...]:
+        """The tens of seconds, made once in each of them."""
+        ends = (seconds[0].at, seconds[-1].at // 10) if seconds else (0.0, 0.0)
+        if self._hour[0] != ends:
+            self._hour = ends, tens_of(seconds[-HOUR_SECONDS:])
+        return self._hour[1]
+
     def _seconds_before(self, segment: int) -> tuple[Second, ...]:
         """The history before a segment began, from as many segments as it takes."""
         if self._past[0] != segment:
@@ -166,7 +177,7 @@ class Recording:
                 chunk: tuple[Second, ...] = from_plain(Packer().unpack(data), tuple[Second, ...])
                 chunks.append(tuple(second for second in chunk if second.at < earliest))
                 earliest = min([earliest, *(second.at for second in chunk)])
-                if sum(map(len, chunks)) >= MAX_HISTORY:
+                if sum(map(len, chunks)) >= HOUR_SECONDS:
                     break
-            self._past = segment, tuple(second for chunk in reversed(chunks) for second in chunk)[-MAX_HISTORY:]
+            self._past = segment, tuple(second for chunk in reversed(chunks) for second in chunk)[-HOUR_SECONDS:]
         return self._past[1]

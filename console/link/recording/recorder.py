@@ -107,9 +107,10 @@ class RecordingWriter:
         )
 
     def _without_past(self, frame: Frame) -> Frame:
-        """With the seconds of this segment alone."""
+        """With the seconds of this segment alone: the hour is made of them where it is read."""
         own: tuple[Second, ...] = tuple(each for each in frame.snapshot.history if each.at > self._second_at)
-        return msgspec.structs.replace(frame, snapshot=msgspec.structs.replace(frame.snapshot, history=own))
+        snapshot = msgspec.structs.replace(frame.snapshot, history=own, hour=())
+        return msgspec.structs.replace(frame, snapshot=snapshot)
 
     def _newest(self, query: str) -> float:
         found = self._database.execute(query).fetchone()[0]

@@ -63,7 +63,7 @@ _LARGEST_ROUNDED = 1e8
 
 
 class RecordingUnusable(EngineError):
-    """The file is no recording, is damaged, or cannot be written; the message says which."""
+    """The file is not a recording, is damaged, or cannot be written; the message says which."""
 
     code = "recording_unusable"
     http_status = 400
@@ -203,7 +203,7 @@ def _check(path: Path, database: sqlite3.Connection) -> None:
         database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
     if identity != APPLICATION_ID:
-        raise RecordingUnusable(f"{path} is no recording of ericllm", path=str(path))
+        raise RecordingUnusable(f"{path} is not a recording of ericllm", path=str(path))
     if version > VERSION:
         raise RecordingUnusable(f"{path} was recorded by a newer ericllm", path=str(path))
     with sqlite3.connect(":memory:") as empty:
@@ -211,7 +211,7 @@ def _check(path: Path, database: sqlite3.Connection) -> None:
         expected = _schema_of(empty)
     empty.close()
     if _schema_of(database) != expected:  # a view or a trigger would be a program of the author of the file
-        raise RecordingUnusable(f"{path} is no recording of ericllm: it has other tables", path=str(path))
+        raise RecordingUnusable(f"{path} is not a recording of ericllm: it has other tables", path=str(path))
 
 
 def _schema_of(database: sqlite3.Connection) -> list[tuple[object, ...]]:
@@ -228,7 +228,7 @@ def recording_errors(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, zlib.error, msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
         if "not a database" in str(error):
-            raise RecordingUnusable(f"{path} is no recording of ericllm", path=str(path)) from None
+            raise RecordingUnusable(f"{path} is not a recording of ericllm", path=str(path)) from None
         if isinstance(error, sqlite3.OperationalError):
             raise RecordingUnusable(f"{path} cannot be used: {quote_value(str(error))}", path=str(path)) from None
         raise RecordingUnusable(f"{path} is damaged or cut off", path=str(path)) from None

@@ -86,7 +86,7 @@ async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[
             try:
                 chunk: _Chunk = from_plain(event, _Chunk)
             except msgspec.ValidationError:
-                raise OutOfReach(f"{instance.address.name} answers in a way that is not understood") from None
+                raise OutOfReach(f"{instance.address.name} sent an answer that cannot be read") from None
             usage = chunk.usage or _Usage()
             for choice in chunk.choices or ():
                 text = choice.delta.content or ""

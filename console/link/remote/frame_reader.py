@@ -12,6 +12,7 @@ import msgspec
 
 from console.link.frames import Frame, FrameEvent, FrameReader, from_plain
 from console.link.remote.http import Instance, NotAllowed, OutOfReach
+from console.link.rpc import CALLS
 from console.link.status import LinkStatus
 from engine.config import quote_value
 from engine.errors import EngineError
@@ -33,6 +34,10 @@ _MAX_RATE = 4.0
 """Times as many frames as were asked for: more come after a pause, and of who floods they wait in its socket."""
 
 _Lines = tuple[Annotated[int, msgspec.Meta(ge=0)], tuple[LogEntry, ...]]
+
+
+class _Allowed(msgspec.Struct, frozen=True):
+    calls: frozenset[str]
 
 
 class Connection:
@@ -72,7 +77,7 @@ class Connection:
         if standing.reach == "refused":
             raise NotAllowed(standing.reason)
         if standing.reach == "lost":
-            raise OutOfReach(f"The connection to {standing.name} is lost, so nothing can be asked of it now")
+            raise OutOfReach(f"The connection to {standing.name} is lost; reconnecting")
 
     async def follow(self, instance: Instance) -> None:
         """Watch until cancelled; what breaks off is begun again, later each time."""
@@ -85,14 +90,15 @@ class Connection:
             except EngineError as error:
                 reason = error
             except Exception:  # a defect must not end the one task that reconnects
-                log.exception("following %s broke", self._standing.name)
-                reason = OutOfReach(f"What {self._standing.name} sends is not understood; the log says why")
+                log.exception("following %s failed", self._standing.name)
+                reason = OutOfReach(f"What {self._standing.name} sends cannot be read; the log has the cause")
             self._lost(reason, retry_s)
             await self._pause(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     async def _frames(self, instance: Instance) -> AsyncIterator[Frame]:
         """One connection's frames, each kept before it is handed out."""
+        await self._ask_what_is_allowed(instance)
         reader = FrameReader()
         silence_s = max(_SHORTEST_SILENCE_S, _SILENT_FRAMES / self._hz)
         query = {"hz": f"{self._hz:g}"}
@@ -109,6 +115,17 @@ class Connection:
             snapshot = msgspec.structs.replace(frame.snapshot, log_total=self.log.total)
             self.receive(msgspec.structs.replace(frame, snapshot=snapshot))
             yield self.frame
+
+    async def _ask_what_is_allowed(self, instance: Instance) -> None:
+        """Learn whether this console's key may change anything there. An older version does not say: its own refusals
+        do then."""
+        read_only = False
+        try:
+            allowed: _Allowed = from_plain(await instance.get("/admin/hello"), _Allowed)
+            read_only = not any(name in CALLS and CALLS[name].changes for name in allowed.calls)
+        except (EngineError, ValueError) as error:
+            log.debug("%s does not say what is allowed: %s", self._standing.name, error)
+        self._standing = msgspec.structs.replace(self._standing, read_only=read_only)
 
     def receive(self, frame: Frame) -> None:
         """Take a frame: the connection is live."""
@@ -132,7 +149,7 @@ class Connection:
             self.log.add(entry)
 
     def _not_understood(self, error: Exception) -> OutOfReach:
-        log.warning("%s sends what is not understood: %s", self._standing.name, quote_value(str(error), 200))
+        log.warning("%s sent a message that cannot be read: %s", self._standing.name, quote_value(str(error), 200))
         return OutOfReach(f"{self._standing.name} is of another version than this console")
 
     def _lost(self, reason: EngineError, retry_s: float) -> None:

@@ -36,7 +36,7 @@ def connect_error_reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return "connection refused" if isinstance(error.os_error, ConnectionRefusedError) else str(error.os_error)
     if isinstance(error, aiohttp.InvalidURL):
-        return "that is no URL"
+        return "that is not a URL"
     return "the connection broke off"
 
 
@@ -59,9 +59,9 @@ def address_of(text: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise InvalidRequest(f"{text} is no address of an instance: {error}", param="url") from None
+        raise InvalidRequest(f"{text} is not an address of an instance: {error}", param="url") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest(f"{text} is no address of an instance; give one as {DEFAULT_URL}", param="url")
+        raise InvalidRequest(f"{text} is not an address of an instance; give one as {DEFAULT_URL}", param="url")
     if parts.username is not None or parts.query or parts.fragment:
         raise InvalidRequest(f"{text} says more than where the instance is; a key is given as --api-key", param="url")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -193,7 +193,7 @@ class Instance:
         try:
             return decode_json(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise OutOfReach("What answers there is no ericllm: it sends no JSON") from None
+            raise OutOfReach("The answer is not EricLLM's: it is not JSON") from None
         except ValueError as error:
             raise OutOfReach(f"What {self.address.name} sends is refused: {error}", url=self.address.url) from None
 
@@ -229,14 +229,14 @@ def _refusal(status: int, body: bytes, address: Address) -> EngineError:
         error = decode_json(body)["error"]
         error["message"]
     except (ValueError, TypeError, KeyError):
-        return OutOfReach(f"What answers at {address.name} is no ericllm (HTTP {status})", url=address.url)
+        return OutOfReach(f"The server at {address.name} is not EricLLM (HTTP {status})", url=address.url)
     return _error_of(error, status)
 
 
 def _error_of(error: object, status: int) -> EngineError:
     """Return the error of an instance, in its words."""
     found = error if isinstance(error, dict) else {}
-    message = quote_value(found.get("message", "it did not say why"), _MAX_MESSAGE)
+    message = quote_value(found.get("message", "no cause given"), _MAX_MESSAGE)
     if status in (401, 403):
         return NotAllowed(message, status=status)
     details = {} if found.get("param") is None else {"param": quote_value(found["param"])}

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import ActiveBinding
+from textual.binding import ActiveBinding, Binding, BindingType
+from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
+from textual.widgets import Input
 
 from console.link.protocol import EngineLink
-from console.tui.binding_index import without_mutating_bindings
+from console.tui.binding_index import mutating_ids
+from console.tui.keymap import HELP, ConsoleBinding
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
-from console.tui.widgets.header import StatusLine, TabRow
+from console.tui.widgets.status_line import StatusLine
+from console.tui.widgets.tab_row import TabRow
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
@@ -51,9 +55,16 @@ class AppScreen(Screen[T]):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """The bindings that work now; a read-only console has those that change nothing."""
-        active = super().active_bindings
-        return without_mutating_bindings(active) if self.console.view.is_read_only else active
+        """The bindings here and now, those disabled that are not offered."""
+        return {
+            key: active._replace(enabled=active.enabled and self.offers(active.node, active.binding))
+            for key, active in super().active_bindings.items()
+        }
+
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """Return whether footer, help and palette have the binding of a node now. A key that is not offered says why it
+        does nothing: a read-only console offers those that change nothing."""
+        return not self.console.view.is_read_only or binding.id not in mutating_ids(type(node))
 
     def cancel_request(self, row: RequestRow | None) -> None:
         """Cancel a request after a question, or say why there is nothing to cancel; where no command is taken, the link
@@ -63,13 +74,13 @@ class AppScreen(Screen[T]):
         if row is None:
             self.notify("Choose a request with the arrow keys first.", severity="warning")
         elif row.state == "finished":
-            self.notify(f"{row.id} has ended already.", markup=False)
+            self.notify(f"{row.id} has already ended.", markup=False)
         elif self.console.view.is_read_only:
             self._cancel(row)
         else:
             question = ConfirmScreen(
                 f"Cancel {row.id}?",
-                "Its client gets what there is so far, and no more.",
+                "Its client gets the output so far.",
                 yes="Cancel it",
                 no="Keep it",
             )
@@ -79,8 +90,27 @@ class AppScreen(Screen[T]):
         self.console.perform(self.console.link.cancel_request(row.id), done=f"Cancelled {row.id}")
 
 
-class ConsolePage(ModalScreen[T], AppScreen[T]):
-    """A page over a mode's screen."""
+class Dialog(ModalScreen[T], AppScreen[T]):
+    """A question, a form or a page over a screen. The last row of the terminal has its keys, and no others.
+
+    One with a field declares `accept_key` and `action_accept`: Enter accepts from a field; on a button it presses that,
+    in a text it is a new line.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [HELP]
+
+    def on_mount(self) -> None:
+        """Show the keys."""
+        self.mount(KeyRow())
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Enter accepts where the focus is."""
+        return action != "accept" or isinstance(self.focused, Input)
+
+
+def accept_key(words: str) -> ConsoleBinding:
+    """Return the key that accepts a form. words: what that does."""
+    return ConsoleBinding("enter", "accept", words, id="form.accept", tooltip="Accept", priority=True, primary=True)
 
 
 class ConsoleScreen(AppScreen[None]):
@@ -121,10 +151,13 @@ class ConsoleScreen(AppScreen[None]):
         """Draw the frame around the body, and the body."""
         self._drawn = view
         with self.app.batch_update():
-            self.query_one(StatusLine).show(view.snapshot, view.api, view.link_status)
+            if self.MODE == "logs":
+                self.console.alerts.mark_seen(view)
+            alerts = self.console.alerts.unseen(view)
+            self.query_one(StatusLine).show(view.snapshot, view.api, view.link_status, alerts=alerts)
             for row in self.query(ConsoleRow):
                 row.show()
-            self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only)
+            self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=alerts > 0)
             self.update_body(view)
 
     def on_mount(self) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal, TypeVar
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import ActiveBinding, Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label
+
+from console.tui.screens.base import Dialog, accept_key
 
 # One line is asked of the operator: a title, a name, a path.
 
 
-class LineScreen(ModalScreen[str | None]):
+class LineScreen(Dialog[str | None]):
     """The line, without blanks around it; None where the operator left. accept: what the button says."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Cancel", id="line.leave", tooltip="Close without a change", show=False),
+        accept_key("OK"),
+        Binding("escape", "leave", "Cancel", id="line.leave", tooltip="Close without a change"),
     ]
 
     def __init__(self, title: str, value: str = "", *, accept: str, placeholder: str = "") -> None:
@@ -38,14 +41,10 @@ class LineScreen(ModalScreen[str | None]):
                 yield Button(f"{self._accept} (enter)", id="accept", compact=True)
                 yield Button("Cancel (esc)", id="leave", compact=True)
 
-    def on_input_submitted(self) -> None:
-        """Enter."""
-        self._use()
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
         if event.button.id == "accept":
-            self._use()
+            self.action_accept()
         else:
             self.action_leave()
 
@@ -53,7 +52,8 @@ class LineScreen(ModalScreen[str | None]):
         """As it was."""
         self.dismiss(None)
 
-    def _use(self) -> None:
+    def action_accept(self) -> None:
+        """Return the line, once one is typed."""
         if line := self.query_one(Input).value.strip():
             self.dismiss(line)
 
@@ -61,7 +61,7 @@ class LineScreen(ModalScreen[str | None]):
 T = TypeVar("T")
 
 
-class _Question(ModalScreen[T]):
+class _Question(Dialog[T]):
     """buttons: what each says, by its id; "no" has the focus, so Enter changes nothing."""
 
     AUTO_FOCUS = "#no"
@@ -81,13 +81,25 @@ class _Question(ModalScreen[T]):
                 for answer, label in self._buttons.items():
                     yield Button(label, id=answer, compact=True)
 
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """The keys, in the words of this question's buttons."""
+        return {key: self._in_words(active) for key, active in super().active_bindings.items()}
+
+    def _in_words(self, active: ActiveBinding) -> ActiveBinding:
+        label = self._buttons.get((active.binding.id or "").rpartition(".")[2])
+        if label is None:
+            return active
+        words = label.rpartition(" (")[0]
+        return active._replace(binding=replace(active.binding, description=words, tooltip=words))
+
 
 class ConfirmScreen(_Question[bool]):
     """True: do it. yes, no: what the buttons say; Enter means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Do it", show=False),
-        Binding("n,escape", "answer(False)", "No", id="confirm.no", tooltip="Leave it", show=False),
+        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Do it"),
+        Binding("n,escape", "answer(False)", "No", id="confirm.no", tooltip="Change nothing", key_display="n"),
     ]
 
     def __init__(self, title: str, question: str, *, yes: str, no: str) -> None:
@@ -102,32 +114,28 @@ class ConfirmScreen(_Question[bool]):
         self.dismiss(yes)
 
 
-StopApi = Literal["finish", "cut", ""]
-"""finish: let requests that run end first; cut: end them now; "": leave the API on."""
+FinishOrCut = Literal["finish", "cut", ""]
+"""finish: let requests that run end first; cut: end them now; "": change nothing."""
 
 
-class StopApiScreen(_Question[StopApi]):
-    """How to switch the API off while requests run; Enter leaves it on."""
+class FinishOrCutScreen(_Question[FinishOrCut]):
+    """How to do what ends requests that run: after them, or at once. finish, cut, no: what the buttons say; Enter means
+    no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f", "answer('finish')", "Finish", id="stop.finish", tooltip="Finish running requests", show=False),
-        Binding("y", "answer('cut')", "Cut", id="stop.cut", tooltip="Cut running requests off", show=False),
-        Binding("n,escape", "answer('')", "No", id="stop.no", tooltip="Leave the API on", show=False),
+        Binding("f", "answer('finish')", "Finish", id="stop.finish", tooltip="Finish running requests"),
+        Binding("y", "answer('cut')", "Cut", id="stop.cut", tooltip="Cut running requests off"),
+        Binding("n,escape", "answer('')", "No", id="stop.no", tooltip="Change nothing", key_display="n"),
     ]
 
-    def __init__(self, title: str) -> None:
-        buttons = {"finish": "Finish them first (f)", "cut": "Cut them off now (y)", "no": "Keep it on (n)"}
-        question = (
-            "Finish: new requests are refused, and the API goes off when\nthe last running one has its answer.\n"
-            "Cut off: clients get an error in place of the rest."
-        )
-        super().__init__(title, question, buttons)
+    def __init__(self, title: str, question: str, *, finish: str, cut: str, no: str) -> None:
+        super().__init__(title, question, {"finish": f"{finish} (f)", "cut": f"{cut} (y)", "no": f"{no} (n)"})
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
-        answers: dict[str | None, StopApi] = {"finish": "finish", "cut": "cut"}
+        answers: dict[str | None, FinishOrCut] = {"finish": "finish", "cut": "cut"}
         self.dismiss(answers.get(event.button.id, ""))
 
-    def action_answer(self, answer: StopApi) -> None:
+    def action_answer(self, answer: FinishOrCut) -> None:
         """The keys' way."""
         self.dismiss(answer)

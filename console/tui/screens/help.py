@@ -1,4 +1,4 @@
-"""Help: every key that works on the screen beneath, and what the numbers mean."""
+"""Help: the keys that work here and now, and what the numbers mean."""
 
 from __future__ import annotations
 
@@ -12,56 +12,57 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.dom import DOMNode
-from textual.screen import ModalScreen, Screen
+from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
 
-from console.text import class_title
-from console.tui.commands import entries
+from console.tui.commands import help_entries
+from console.tui.screens.base import Dialog
 from console.tui.widgets.glyphs import for_terminal
 
-_TERM = 14
-_MEANING = 52
-PALETTE_KEY = "^p"
+_TERM = 16
+_MEANING = 50
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
-    ("TTFT", "time to first token: from a request's arrival to its first word"),
+    ("TTFT", "time to first token: from a request's arrival to its first token"),
     ("ITL", "inter-token latency: the wait between two tokens of one answer"),
-    ("p50, p95", "half of them, 95 of 100 of them, were this fast or faster"),
-    ("queue", "requests that wait for a worker"),
-    ("KV", "pages of keys and values in use: the memory of the texts being worked on"),
-    ("prefix hits", "share of prompt tokens found computed already"),
-    ("active", "requests a worker works on now, of those it may: max prompts, or fewer where memory ran out"),
+    ("p50, p95", "half, or 95%, of the samples were this fast or faster"),
+    ("queue", "requests that wait for a slot on a worker"),
+    ("KV", "KV cache pages in use: the memory of prompts and answers under way"),
+    ("prefix hits", "share of prompt tokens found in the prefix cache"),
+    ("active", "requests on a worker now, of its slots: max prompts, or fewer where memory ran out"),
     ("workers", "copies of the model, each on its own device"),
-    ("max prompts", "how many requests one worker takes at a time: more means more tok/s and a longer ITL"),
+    ("max prompts", "requests that one worker runs at a time: more means more tok/s and a longer ITL"),
     ("weights", "the model itself"),
-    ("work", "what computing needs besides weights and KV"),
+    ("work", "working memory: what computing needs besides weights and KV"),
     ("others", "memory held by other programs"),
-    ("planned, used", "what a worker was expected to take of a device, and what its load really took"),
-    ("simulated", "a device that is only kept account of: its workers compute on the CPU"),
+    ("planned, used", "memory of a worker as estimated, and as measured after its load"),
+    ("simulated", "a device that exists only in the accounts: its workers compute on the CPU"),
     ("SIM0+1", "a worker whose layers lie on both devices"),
-    ("memory allows", "as many prompts as a worker could work on when its memory ran out"),
+    ("memory allows", "slots that a worker had when its memory ran out"),
     ("length", "the answer was cut at its token limit"),
 )
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Dialog[None]):
     """behind: the screen whose keys are explained."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,q", "dismiss", "Close", id="help.close", tooltip="Close the help", show=False),
+        Binding(
+            "escape,question_mark,q", "dismiss", "Close", id="help.close", tooltip="Close the help", key_display="esc"
+        ),
     ]
 
     def __init__(self, behind: Screen[Any]) -> None:
         super().__init__()
         self._behind = behind
-        self._entries = list(entries(behind, moving=True))
+        self._entries = sorted(help_entries(behind), key=lambda each: self._order(each.node, moves=each.moves))
 
     def compose(self) -> ComposeResult:
         """Keys first, numbers below."""
         with VerticalScroll(classes="dialog help") as page:
             page.border_title = "Keys and numbers"
-            page.border_subtitle = "a click does it, esc closes"
+            page.border_subtitle = "a click does it"
             lines = [*self._keys(), Content(""), *_numbers()]
             yield Static(for_terminal(self.app, Content("\n").join(lines)))
 
@@ -72,19 +73,28 @@ class HelpScreen(ModalScreen[None]):
         self.app.call_later(self.app.run_action, chosen.action, chosen.node)
 
     def _keys(self) -> Iterator[Content]:
-        """Those of what has the focus, then the screen's, then the console's."""
+        """Those of the panel with the focus, then the screen's, then the console's."""
         for title, group in itertools.groupby(enumerate(self._entries), lambda each: self._place(each[1].node)):
             yield Content.styled(title, "bold $primary")
             for at, entry in group:
                 yield _line(entry.keys, entry.title, Style.from_meta({"@click": f"screen.take({at})"}))
             yield Content("")
-        yield _line("tab", "Go to the next panel")
-        yield _line(PALETTE_KEY, "The palette: every command by name")
+        if len(self._behind.focus_chain) > 1:
+            yield _line("tab", "Go to the next panel")
+        if (palette := self._behind.active_bindings.get(self.app.COMMAND_PALETTE_BINDING)) is not None:
+            yield _line(self.app.get_key_display(palette.binding), "The palette: every command by name")
 
     def _place(self, node: DOMNode) -> str:
+        """Return the title of a group."""
         if node is self.app:
             return "Everywhere"
-        return "On this screen" if node is self._behind else f"Here, in the {class_title(type(node).__name__).lower()}"
+        if node is self._behind:
+            return "This dialog" if self._behind.is_modal else "This screen"
+        return "This panel"
+
+    def _order(self, node: DOMNode, *, moves: bool) -> tuple[int, bool]:
+        """Return the place of a key: the panel's first, and in a group those that only move about last."""
+        return (2 if node is self._behind.app else 1 if node is self._behind else 0, moves)
 
 
 def _numbers() -> Iterator[Content]:

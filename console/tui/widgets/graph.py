@@ -1,19 +1,35 @@
-"""Graph: a bounded curve over time in eighth blocks, with its bound and unit, and marks where a knob moved."""
+"""Graph: a bounded curve over time in eighth blocks, with its bound, unit and time axis, and marks of changes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from textual.content import Content
+from textual.events import MouseMove
+from textual.message import Message
 from textual.strip import Strip
 from textual.visual import Visual
 from textual.widget import Widget
 
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
-from console.tui.widgets.plot import Cell, Ink, column_of, columns, draw, missed_columns, nice_bound
-from engine.snapshot import Mark, Second
+from console.tui.widgets.plot import (
+    Cell,
+    Ink,
+    Sample,
+    column_of,
+    columns,
+    draw,
+    missed_columns,
+    nice_bound,
+    seconds_per_column,
+    time_axis,
+)
+from console.tuning.effects import changes
+from console.tuning.knobs import knob_text
+from engine.snapshot import Mark, Snapshot
 
 GUTTER = 7
 HEADROOM = 1.1
@@ -21,10 +37,15 @@ HEADROOM = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """value: what is drawn of each second; style: a CSS variable."""
+    """value: what is drawn of each second; style: a CSS variable; name: next to the value under the cursor.
 
-    value: Callable[[Second], float | None]
+    reading: the value there, where it is not the one that is drawn.
+    """
+
+    value: Callable[[Sample], float | None]
     style: str
+    name: str = ""
+    reading: Callable[[Sample], float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +67,61 @@ class Scale:
         return nice_bound(highest * HEADROOM, self.least)
 
 
-ZOOMS = (1, 2, 5, 10)
-"""Seconds that a column may show."""
+ZOOMS = {60: "1 min", 300: "5 min", 600: "10 min", 3600: "1 h"}
+"""Seconds that graphs may show, and how they are named."""
+
+HISTORY_S = 600
+_SIGNS = {
+    "knob": ("┊", "$graph-mark"),
+    "worker": ("✖", "$worker-failed"),
+    "failure": ("✖", "$worker-failed"),
+    "load": ("▼", "$worker-loading"),
+    "swap": ("◇", "$worker-loading"),
+}
+_EVENT = ("•", "$warning")
+
+
+def next_zoom(seconds: int) -> int:
+    """The next of ZOOMS, and back to the first."""
+    zooms = list(ZOOMS)
+    return zooms[(zooms.index(seconds) + 1) % len(zooms)]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time that graphs show: it ends with the last second of `history`."""
+    """The time that graphs show: about `seconds`, up to the last sample of `history`."""
 
-    history: Sequence[Second] = ()
+    history: Sequence[Sample] = ()
     marks: Sequence[Mark] = ()
-    seconds_per_column: int = 1
+    seconds: int = 60
+
+
+def span_of(snapshot: Snapshot, seconds: int) -> Span:
+    """The last `seconds` of a snapshot: an hour in tens of seconds, its newest ones by the second."""
+    history: Sequence[Sample] = snapshot.history
+    if seconds > HISTORY_S and snapshot.hour:
+        newest = [second for second in snapshot.history if second.at >= snapshot.hour[-1].at + 5]
+        history = (*snapshot.hour, *newest)
+    return Span(history, merged_marks(snapshot.marks), seconds)
+
+
+def merged_marks(marks: Sequence[Mark]) -> list[Mark]:
+    """One mark for each change of a knob, of several steps or one, and the events; oldest first."""
+    turned = [
+        Mark(
+            at=change.at,
+            text=f"{change.knob.replace('_', ' ')} "
+            f"{knob_text(change.knob, change.before)} → {knob_text(change.knob, change.after)}",
+        )
+        for change in changes(marks)
+    ]
+    others = [mark for mark in marks if not mark.knob or mark.before is None or mark.after is None]
+    return sorted([*turned, *others], key=lambda mark: mark.at)
+
+
+def mark_sign(mark: Mark) -> tuple[str, str]:
+    """The character of a mark, and its CSS variable."""
+    return _SIGNS.get(mark.kind, _EVENT)
 
 
 class Plot(Widget):
@@ -72,7 +137,8 @@ class Plot(Widget):
 
 
 class Graph(Plot):
-    """One title row and the plot below it: `front` filled to the ground, `behind` (never below it) rising above it."""
+    """One title row, the plot: `front` filled to the ground, `behind` (never below it) rising above it; and the time
+    axis, where there is room. Under the mouse, the title gives way to the values of that moment."""
 
     DEFAULT_CSS = """
     Graph { height: 1fr; width: 1fr; min-height: 2; }
@@ -83,15 +149,71 @@ class Graph(Plot):
         self._scale, self._front, self._behind = scale, front, behind
         back = behind.style if behind else front.style
         self._inks: dict[Ink, str] = {
-            "": "$graph-mark",
+            "": "$graph-axis",
             "front": front.style,
             "behind": back,
             "both": f"{front.style} on {back}",
-            "mark": f"$graph-mark on {front.style}",
         }
         self._title, self._span = Content(""), Span()
         self._plot: list[list[Cell]] = []
-        self._top_label = ""
+        self._top_label, self._axis = "", Content("")
+        self._step = 1
+        self._cursor: float | None = None
+
+    class Pointed(Message):
+        """The mouse is on a moment of the graph, or has left it: None."""
+
+        def __init__(self, at: float | None) -> None:
+            super().__init__()
+            self.at = at
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Say which moment is under the mouse."""
+        back = self.size.width - 1 - event.x
+        if event.x < GUTTER or back < 0 or not self._span.history:
+            self.post_message(self.Pointed(None))
+            return
+        self.post_message(self.Pointed((math.floor(self._span.history[-1].at / self._step) - back) * self._step))
+
+    def on_leave(self) -> None:
+        """No moment is under the mouse."""
+        self.post_message(self.Pointed(None))
+
+    def move_cursor(self, by: int) -> None:
+        """Point at the next moment earlier (-1) or later (1), beginning with the newest; after that at none."""
+        history = self._span.history
+        if not history:
+            return
+        newest = history[-1].at
+        at = newest if self._cursor is None else self._cursor + by * self._step
+        leaves = at > newest or (self._cursor is None and by > 0)
+        self.post_message(self.Pointed(None if leaves else max(history[0].at, at)))
+
+    def point(self, at: float | None) -> None:
+        """Show the values of a moment in the title; None: the title again."""
+        if at != self._cursor:
+            self._cursor = at
+            self._replot()
+            self.refresh()
+
+    def reading(self) -> Content:
+        """The values under the cursor."""
+        assert self._cursor is not None
+        history, width = self._span.history, max(0, self.size.width - GUTTER)
+        back = column_of(self._cursor, history[-1].at, self._step) if history else width
+        if not 0 <= back < width or columns(history, width, self._step, lambda _: 1.0)[width - 1 - back] is None:
+            return Content.styled("no data", "$muted")
+        parts: list[tuple[str, str]] = []
+        for curve in (self._front, self._behind):
+            if curve is not None:
+                value = columns(history, width, self._step, curve.reading or curve.value)[width - 1 - back]
+                shown = "–" if value is None else self._scale.label(value)
+                parts += ("■ ", curve.style), (f"{curve.name} ", "$muted"), (f"{shown}  ", "bold")
+        for mark in self._span.marks:
+            if column_of(mark.at, history[-1].at, self._step) == back:
+                sign, style = mark_sign(mark)
+                parts += (f"{sign} ", style), (f"{mark.text}  ", "$muted")
+        return Content.assemble(*parts)
 
     def show(self, title: Content, span: Span) -> None:
         """Draw the graph again, where anything changed."""
@@ -107,46 +229,71 @@ class Graph(Plot):
 
     def _replot(self) -> bool:
         width, rows = max(0, self.size.width - GUTTER), max(0, self.size.height - 1)
-        span, step = self._span, self._span.seconds_per_column
+        has_axis = rows > 2
+        rows -= has_axis
+        span = self._span
+        step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
         front = columns(span.history, width, step, self._front.value)
         behind = columns(span.history, width, step, self._behind.value) if self._behind else []
         top = self._scale.top([*front, *behind])
         plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
         for column in missed_columns(span.history, width, step) if plot else ():
             plot[-1][column] = Cell("·", "")
+        marks: list[tuple[int, Mark]] = []
         if span.history and plot:
             newest = span.history[-1].at
-            marks = [(max(0, column_of(mark.at, newest, step)), mark.text) for mark in span.marks]
+            marks = [(max(0, column_of(mark.at, newest, step)), mark) for mark in span.marks]
             plot = [_mark(row, marks, named=row is plot[0]) for row in plot]
-        before = (self._plot, self._top_label)
+        before = (self._plot, self._top_label, self._axis.markup)
         self._plot, self._top_label = plot, self._scale.label(top)
-        return before != (self._plot, self._top_label)
+        self._axis = _axis_row(width, step, marks, self._cursor_column(width)) if has_axis else Content("")
+        return before != (self._plot, self._top_label, self._axis.markup)
+
+    def _cursor_column(self, width: int) -> int:
+        """From the left; negative where there is none."""
+        if self._cursor is None or not self._span.history:
+            return -1
+        return width - 1 - column_of(self._cursor, self._span.history[-1].at, self._step)
 
     def line(self, y: int) -> Content:
         """Title first, then the plot from its upper edge down."""
         if y == 0 or y > len(self._plot):
-            return for_terminal(self.app, self._title if y == 0 else Content(""))
+            title = self._title if self._cursor is None else self.reading()
+            line = title if y == 0 else self._axis if y == len(self._plot) + 1 else Content("")
+            return for_terminal(self.app, line)
         label = self._top_label if y == 1 else "0" if y == len(self._plot) else ""
         parts: list[Content | str | tuple[str, str]] = [(f"{label:>{GUTTER - 1}}▕", "$graph-axis")]
         runs = groupby(self._plot[y - 1], lambda cell: cell.ink)
-        parts.extend(("".join(cell.char for cell in run), self._inks[ink]) for ink, run in runs)
+        parts.extend(("".join(cell.char for cell in run), self._inks.get(ink, ink)) for ink, run in runs)
         return for_terminal(self.app, Content.assemble(*parts))
 
 
-def _mark(row: list[Cell], marks: Sequence[tuple[int, str]], *, named: bool) -> list[Cell]:
-    """`row` with a dotted line where a knob moved; `named`: with what was done, where no curve is in the way."""
+def _mark(row: list[Cell], marks: Sequence[tuple[int, Mark]], *, named: bool) -> list[Cell]:
+    """`row` with a dotted line at each mark where no curve is in the way; `named`: with what was done."""
     marked, width = list(row), len(row)
-    seen = [(width - 1 - back, text) for back, text in marks if 0 <= width - 1 - back < width]
-    for column, _ in seen:
-        if row[column].char in " █#":
-            marked[column] = Cell("┊", "mark" if row[column].ink == "front" else row[column].ink)
-    for column, text in reversed(seen) if named else ():
+    seen = [(width - 1 - back, mark) for back, mark in marks if back < width]
+    for column, mark in seen:
+        if row[column] == (" ", ""):
+            marked[column] = Cell("┊", mark_sign(mark)[1])
+    for column, mark in reversed(seen) if named else ():
+        text = mark.text
         for start in (column + 1, column - len(text)):
             label = range(start, start + len(text))
             if label.start >= 0 and label.stop <= width and all(marked[at] == (" ", "") for at in label):
-                marked[label.start : label.stop] = [Cell(char, "") for char in text]
+                marked[label.start : label.stop] = [Cell(char, mark_sign(mark)[1]) for char in text]
                 break
     return marked
+
+
+def _axis_row(width: int, step: int, marks: Sequence[tuple[int, Mark]], cursor: int) -> Content:
+    """The time axis, with the signs of marks and of the cursor on it."""
+    cells = [Cell(char, "$graph-axis") for char in " " * GUTTER + time_axis(width, step)]
+    signs = [(width - 1 - back, mark_sign(mark)) for back, mark in marks if back < width]
+    for column, (sign, style) in [*signs, (cursor, ("▲", "$foreground"))]:
+        if 0 <= column < width:
+            cells[GUTTER + column] = Cell(sign, style)
+    runs = groupby(cells, lambda cell: cell.ink)
+    return Content.assemble(*(("".join(cell.char for cell in run), ink) for ink, run in runs))
 
 
 # Scatter: a few named points between zero and round bounds, the one that counts now drawn full.

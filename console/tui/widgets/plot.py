@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from textual.content import Content
 
 from console.tui.widgets.glyphs import ASCII_COLUMNS, COLUMNS, ROWS
-from engine.snapshot import Second
+from engine.snapshot import Second, TenSeconds
 
-Ink = Literal["", "front", "behind", "both", "mark"]
+Ink = str
+Sample = Second | TenSeconds
+S = TypeVar("S", Second, Sample)
 Values = Sequence[float | None]
 
 MISSED_S = 2.5
@@ -21,7 +23,7 @@ _NICE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
 class Cell(NamedTuple):
-    """One character. ink: what colours it; "both" is the front curve before the one behind, "mark" a mark on it."""
+    """One character. ink: what colours it; "both" is the front curve before the one behind; else a CSS variable."""
 
     char: str
     ink: Ink
@@ -41,7 +43,7 @@ def column_of(at: float, newest: float, seconds_per_column: int) -> int:
 
 
 def columns(
-    history: Sequence[Second], width: int, seconds_per_column: int, value: Callable[[Second], float | None]
+    history: Sequence[S], width: int, seconds_per_column: int, value: Callable[[S], float | None]
 ) -> list[float | None]:
     """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured.
 
@@ -52,14 +54,15 @@ def columns(
     newest, after = history[-1].at if history else 0.0, math.inf
     for second in reversed(history):
         back = column_of(second.at, newest, seconds_per_column)
-        if after - second.at < MISSED_S:
+        if after - second.at < _missed_s(second):
             late += range(width - back, width - 1 - column_of(after, newest, seconds_per_column))
         if back >= width:
             break
         after, measured = second.at, value(second)
         if measured is not None:
-            sums[width - 1 - back] += measured
-            counts[width - 1 - back] += 1
+            weight = second.seconds if isinstance(second, TenSeconds) else 1
+            sums[width - 1 - back] += measured * weight
+            counts[width - 1 - back] += weight
     found = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
     for column in sorted(late):
         if column > 0:
@@ -67,18 +70,44 @@ def columns(
     return found
 
 
-def missed_columns(history: Sequence[Second], width: int, seconds_per_column: int) -> list[int]:
+def missed_columns(history: Sequence[Sample], width: int, seconds_per_column: int) -> list[int]:
     """The columns, counted from the left, that lie where seconds are missing from the history."""
     newest, after = history[-1].at if history else 0.0, math.inf
     found: list[int] = []
     for second in reversed(history):
         back = column_of(second.at, newest, seconds_per_column)
-        if MISSED_S <= after - second.at < math.inf:
+        if _missed_s(second) <= after - second.at < math.inf:
             found += range(max(0, width - back), width - 1 - column_of(after, newest, seconds_per_column))
         if back >= width:
             break
         after = second.at
     return found
+
+
+def _missed_s(sample: Sample) -> float:
+    return 10 + MISSED_S if isinstance(sample, TenSeconds) else MISSED_S
+
+
+_AXIS_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
+_MIN_LABEL_CELLS = 11
+
+
+def seconds_per_column(span_s: int, width: int, history_s: int) -> int:
+    """Whole seconds, so that `width` columns show about `span_s` and no more than the history has."""
+    step = max(1, round(span_s / max(1, width)))
+    return step if step * width <= history_s else max(1, span_s // max(1, width))
+
+
+def time_axis(width: int, seconds_per_column: int) -> str:
+    """The row below a graph: "−60 s", "−30 s" under the columns of that age, "now" under the last."""
+    axis = [" "] * max(0, width - 3) + list("now"[: max(0, width)])
+    interval = next((step for step in _AXIS_STEPS_S if step >= _MIN_LABEL_CELLS * seconds_per_column), 3600)
+    for age in range(interval, width * seconds_per_column, interval):
+        label = f"−{age} s" if interval < 60 else f"−{age // 60} min"
+        start = width - 1 - age // seconds_per_column - len(label) // 2
+        if start >= 0 and start + len(label) + 1 < width - 3:
+            axis[start : start + len(label)] = label
+    return "".join(axis)
 
 
 def draw(
@@ -143,9 +172,13 @@ def meter(fraction: float | None, width: int, style: str) -> Content:
 
 
 def spark(shares: Sequence[float | None], style: str, *, ascii_only: bool = False) -> Content:
-    """Shares of a whole over time in one row, a column each, against 100%."""
-    rows = draw(shares, (), 1.0, 1, ascii_only=ascii_only)
-    return Content.styled("".join(cell.char for cell in rows[0]), f"{style} on $gpu-free")
+    """Shares of a whole over time in one row, a column each, against 100%; a dot where one is missing."""
+    cells = [cell.char for cell in draw(shares, (), 1.0, 1, ascii_only=ascii_only)[0]]
+    begins = next((at for at, share in enumerate(shares) if share is not None), len(shares))
+    for at in range(begins, len(shares)):
+        if shares[at] is None:
+            cells[at] = "·"
+    return Content.styled("".join(cells), f"{style} on $gpu-free")
 
 
 def stack(parts: Sequence[BarSegment], width: int, *, ascii_only: bool = False) -> Content:

@@ -21,6 +21,7 @@ from textual.strip import Strip
 from textual.style import Style
 from textual.widget import Widget
 
+from console.tui.keymap import ConsoleBinding
 from console.tui.printable_filter import MAX_CHARACTERS
 from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import ANY_UNSAFE, printable
@@ -434,3 +435,11 @@ class Table(ScrollView, can_focus=True):
             if x < right:
                 self.post_message(self.HeaderClicked(self, column))
                 return
+
+
+class OpeningTable(Table):
+    """A table whose rows open a page: Enter, or two clicks."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ConsoleBinding("enter", "choose", "Open", id="row.open", tooltip="Open the row", primary=True),
+    ]

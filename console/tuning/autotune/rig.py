@@ -162,7 +162,7 @@ class LiveRig:
             own = self._workers()
             failed = next((worker for worker in own if worker.state == "failed"), None)
             if failed is not None:
-                reason = failed.last_error.message if failed.last_error else "it did not say why"
+                reason = failed.last_error.message if failed.last_error else "no cause given"
                 raise WorkerFailed(f"worker {failed.id} did not get ready: {reason}", worker=failed.id)
             ready = [worker.state for worker in own].count("ready")
             if ready >= workers and (len(own) == workers or time.monotonic() > began + _FAREWELL_S):

@@ -47,7 +47,7 @@ def _found(outcome: Outcome) -> str:
     best = outcome.best
     if best is None:
         return "" if outcome.early else "no setting could be measured"
-    rate = f"{'the best by then gives ' if outcome.early else ''}{best.tokens_per_s:,.0f} tok/s"
+    rate = f"{'best so far: ' if outcome.early else ''}{best.tokens_per_s:,.0f} tok/s"
     if not outcome.asked:
         return rate
     sure = "keeps" if best.verdict == "kept" else "breaks" if best.verdict == "broken" else ""

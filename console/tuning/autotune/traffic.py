@@ -170,10 +170,21 @@ class WindowMeter:
 
 
 class LoadGenerator:
-    """Clients on the engine's loop. model: whom they ask.  ids: what prompts are made of."""
+    """Clients on the engine's loop. model: whom they ask.  ids: what prompts are made of.  source: their requests'."""
 
-    def __init__(self, engine: Engine, model: str, mix: Mix, slo: Slo, ids: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        mix: Mix,
+        slo: Slo,
+        ids: Sequence[int],
+        *,
+        seed: int = 0,
+        source: str = SOURCE,
+    ) -> None:
         self._engine = engine
+        self._source = source
         self._model = model
         self._mix = mix
         self._ids = ids
@@ -252,8 +263,8 @@ class LoadGenerator:
             params=SamplingParams(
                 temperature=0.0, max_tokens=math.ceil(share * output_tokens), ignore_eos=True, seed=0
             ),
-            source=SOURCE,
-            client=SOURCE,
+            source=self._source,
+            client=self._source,
             priority=BEHIND_OTHERS,
             timeout_s=0,
             model=self._model,

@@ -11,7 +11,7 @@ import msgspec
 
 from console.bench.bench_runs import check_trace
 from console.bench.workload import Exchange, TokenIds, read_trace
-from console.link.tuning import Tried, TuneOrder, TuningReport, TuningState
+from console.link.tuning import LOAD_S, Tried, TuneOrder, TuningReport, TuningState
 from console.tuning.autotune.knob_space import space_of
 from console.tuning.autotune.rig import LiveRig, setting_of
 from console.tuning.autotune.search import Search
@@ -20,6 +20,7 @@ from console.tuning.autotune.traffic import LoadGenerator, Mix, asked_mix, mix_o
 from console.tuning.autotune.tuner import Tuner, tried_of
 from console.tuning.last_settings import model_key
 from console.tuning.profiles import TunedProfile, TunedProfiles, hardware_of, settings_of
+from console.tuning.sample_load import SampleLoad
 from engine.devices import usable_cores
 from engine.engine import Engine, Serving
 from engine.errors import EngineBusy, EngineError, InvalidRequest
@@ -189,13 +190,26 @@ class Tuning:
         self._run: TuningRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._report = TuningReport()
+        self._sample = SampleLoad(engine)
 
     def report(self) -> TuningReport:
-        """How the last one goes or went."""
-        run = self._run
-        if run is None or not self._report.under_way:
-            return self._report
-        return msgspec.structs.replace(self._report, elapsed_s=run.tuner.elapsed_s)
+        """How the last one goes or went, and whether a sample load runs."""
+        run, sample = self._run, self._sample
+        report = self._report
+        if run is not None and report.under_way:
+            report = msgspec.structs.replace(report, elapsed_s=run.tuner.elapsed_s)
+        if sample.clients:
+            report = msgspec.structs.replace(report, load_left_s=sample.left_s, load_clients=sample.clients)
+        return report
+
+    async def start_load(self, model: str = "", seconds: float = LOAD_S) -> None:
+        """See TuningLink.start_load."""
+        self._refuse_if_busy()
+        await self._sample.start(model, seconds)
+
+    async def stop_load(self) -> None:
+        """See TuningLink.stop_load."""
+        await self._sample.stop()
 
     async def start(self, order: TuneOrder, mix: Mix | None = None) -> None:
         """See TuningLink.start. mix: what requests are like, as the order or the session has them if None."""
@@ -203,6 +217,7 @@ class Tuning:
         self._refuse_users(order)
         serving = await self._engine.serving(order.model)
         found = mix or await mix_of_order(order, serving)
+        await self._sample.stop()
         self._refuse_if_busy()
         self._run = run = TuningRun(self._engine, self._state_dir, serving, self._with_slo(order), found, self._changed)
         self._report = run.report("running")
@@ -210,6 +225,7 @@ class Tuning:
 
     async def cancel(self) -> None:
         """See TuningLink.cancel."""
+        await self._sample.stop()
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait((self._task,))

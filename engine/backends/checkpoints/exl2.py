@@ -146,7 +146,7 @@ class Exl2Linear:
     def _check_permutation(self) -> None:
         expected = torch.arange(self.in_features, device=self.q_invperm.device)
         if not torch.equal(self.q_invperm.sort().values.long(), expected):
-            raise malformed_tensor(self.key, "q_invperm", f"is no permutation of {self.in_features} rows")
+            raise malformed_tensor(self.key, "q_invperm", f"is not a permutation of {self.in_features} rows")
 
 
 def _group_problem(group: Group, previous_bits: int, *, first: bool) -> str:

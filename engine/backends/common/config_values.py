@@ -43,8 +43,8 @@ def refuse_more(key: str, value: float, most: int) -> None:
 
 
 def window(raw: Mapping[str, object], default: int | None = None) -> int | None:
-    """`sliding_window` in tokens, None where that is no whole number. Raises UnsupportedModel for one below 1 or beyond
-    MAX_TOKENS."""
+    """`sliding_window` in tokens, None where that is not a whole number. Raises UnsupportedModel for one below 1 or
+    beyond MAX_TOKENS."""
     value = raw.get("sliding_window", default)
     return positive(raw, "sliding_window", default, most=MAX_TOKENS) if isinstance(value, int) else None
 

@@ -78,7 +78,7 @@ def read_folder(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -
     """
     config = read_json_object(path / "config.json")
     if not config:
-        raise UnsupportedModel(f"{path} has no config.json, so it is no model folder")
+        raise UnsupportedModel(f"{path} has no config.json, so it is not a model folder")
     refuse_links(path)
     architecture = _architecture(config)
     quantisation, dtype = _quantisation(config)

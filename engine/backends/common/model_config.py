@@ -138,7 +138,7 @@ def _read_json(folder: Path) -> RawConfig:
     try:
         return read_json(folder / "config.json", dict[str, object])
     except FileNotFoundError:
-        raise UnsupportedModel(f"{folder} is no model folder: it has no config.json") from None
+        raise UnsupportedModel(f"{folder} is not a model folder: it has no config.json") from None
 
 
 def _architecture(raw: RawConfig) -> Architecture:

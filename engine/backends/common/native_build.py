@@ -141,7 +141,7 @@ def folder_problem(path: Path) -> str:
     """Return why no library can be kept in a folder, which need not be there yet, as a clause; "" where one can."""
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there} cannot be written"
     return why_untrusted(path)

@@ -45,7 +45,7 @@ def with_num_experts(config: ModelConfig, number: int | None) -> ModelConfig:
         return config
     experts = config.traits.experts
     if experts is None or not 1 <= number <= experts.count:
-        has = "is no mixture of experts" if experts is None else f"has {experts.count} experts in a layer"
+        has = "is not a mixture of experts" if experts is None else f"has {experts.count} experts in a layer"
         raise InvalidRequest(f"num_experts is {number}; this model {has}", param="num_experts", value=number)
     return replace(config, traits=replace(config.traits, experts=replace(experts, per_token=number)))
 

@@ -16,6 +16,7 @@ from engine.backends.base import (
     LoadedModel,
     LoadProgress,
     PrefixChanges,
+    TimeLost,
     TokenEvent,
     TokenMask,
 )
@@ -310,6 +311,10 @@ class ExllamaBackend:
             sequences=tuple(queue.sequences()),
         )
 
+    def time_lost(self, request_id: str) -> TimeLost:
+        """Nothing: the library decides what a step computes."""
+        return TimeLost()
+
     def prefix_changes(self) -> PrefixChanges:
         """Nothing: the library keys its pages in a way of its own."""
         return PrefixChanges()
@@ -447,7 +452,7 @@ class ExllamaBackend:
         failed = [live for live in running if id(live.job.handle) not in pending] or running
         if retry and len(failed) > 1:
             self._prompts_limit = len(failed) - max(1, len(failed) // 4)
-            _logger.warning("a step ran out of memory; now %d requests run at once", self._prompts_limit)
+            _logger.warning("a step ran out of memory; max %d requests run at once now", self._prompts_limit)
             failed = []
         else:
             _logger.error("the generator failed with %d requests", len(running), exc_info=error)

@@ -146,4 +146,4 @@ class PagePool:
 
 def _require(truth: bool, message: str) -> None:
     if not truth:
-        raise AssertionError(f"page accounts do not add up: {message}")
+        raise AssertionError(f"page accounting error: {message}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from engine.backends.base import BackendRequest
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
+from engine.backends.scheduler.step_times import StepTimes
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
 # Limits of one step: as configured, and lower where memory did not suffice.
@@ -127,12 +129,14 @@ class Scheduler:
         step_tokens: int,
         max_model_len: int,
         max_input_len: int | None = None,
+        clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
         self.counters = Counters()
+        self.times = StepTimes(clock)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._residencies = itertools.count(1)
@@ -157,9 +161,14 @@ class Scheduler:
             pool_tokens=self.pool.num_pages * self.pool.page_tokens,
         )
         self._waiting.append(sequence)
+        self.times.submitted(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state, and free its pages."""
+        self._take_out(sequence)
+        self.times.removed(sequence)
+
+    def _take_out(self, sequence: Sequence) -> None:
         if sequence in self._running:
             self._running.remove(sequence)
         elif sequence in self._waiting:
@@ -173,13 +182,14 @@ class Scheduler:
         decodes = len([seq for seq in self._running if len(seq.token_ids) - seq.computed == 1])
         budget = self.limits.prompt_tokens(decodes)
         preemptions = self.counters.preemptions
-        index = 0
+        index, cut = 0, False
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
             uncomputed = len(sequence.token_ids) - sequence.computed
             decode = uncomputed == 1
             count = 1 if decode else min(uncomputed, budget)
+            cut = cut or count < uncomputed
             if count == 0:
                 continue
             end = sequence.computed + count
@@ -188,7 +198,13 @@ class Scheduler:
             budget -= 0 if decode else count
             plan.add_chunk(sequence, count)
         if admit and self.counters.preemptions == preemptions:
-            self._admit(plan, budget)
+            budget = self._admit(plan, budget)
+        if self._waiting and len(self._running) >= self.limits.max_running:
+            plan.limit = "max_prompts"
+        elif (self._waiting and budget > 0) or self.counters.preemptions != preemptions:
+            plan.limit = "kv_pages"
+        elif self._waiting or cut:
+            plan.limit = "step_tokens"
         return plan
 
     def add_drafts(self, plan: BatchPlan, drafts: abc.Mapping[str, abc.Sequence[int]]) -> None:
@@ -215,6 +231,7 @@ class Scheduler:
         and one more per accepted draft. Returns the sequences that ended, which are removed: at the context's end,
         without an answer to generate, or without a result: `nonfinite` or without a token. That may be the fault of a
         draft token: such a sequence stays, and nothing of the step counts for it."""
+        self.times.stepped(plan, self._running, waiting=bool(self._waiting))
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -291,18 +308,23 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: BatchPlan, budget: int) -> None:
+    def _admit(self, plan: BatchPlan, budget: int) -> int:
+        """Start waiting sequences as far as limits and pages allow; return the tokens left of `budget`."""
         while self._waiting and budget > 0 and len(self._running) < self.limits.max_running:
             sequence = self._waiting[0]
             if self.exceeds_capacity(sequence):
                 plan.exhausted.append(self._waiting.popleft())
                 continue
             if not self._start(sequence):
-                return
+                return budget
+            self.times.admitted(sequence)
             self._running.append(self._waiting.popleft())
             count = min(sequence.num_uncomputed, budget)
             budget -= count
             plan.add_chunk(sequence, count)
+            if count < sequence.num_uncomputed:
+                plan.limit = "step_tokens"
+        return budget
 
     def _start(self, sequence: Sequence) -> bool:
         """Allocate pages for all its tokens, cached ones first; return False, with nothing allocated, if too few are
@@ -349,8 +371,9 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.remove(sequence)
+        self._take_out(sequence)
         self._waiting.appendleft(sequence)
+        self.times.preempted(sequence)
         self.counters.preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.backends.base import StepLimit
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.batch import ChunkInput
 
@@ -62,11 +63,16 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """The batch of one step: sequences[i] computes chunks[i]. exhausted: sequences that ended for want of pages."""
+    """The batch of one step: sequences[i] computes chunks[i]. exhausted: sequences that ended for want of pages.
+
+    prompts: those that compute more than a token, which are prompts.  limit: what kept the step from doing more.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
     chunks: list[ChunkInput] = field(default_factory=list)
     exhausted: list[Sequence] = field(default_factory=list)
+    prompts: list[tuple[Sequence, ChunkInput]] = field(default_factory=list)
+    limit: StepLimit = "none"
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence."""
@@ -86,6 +92,8 @@ class BatchPlan:
                 residency=sequence.residency,
             )
         )
+        if count > 1:
+            self.prompts.append((sequence, self.chunks[-1]))
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

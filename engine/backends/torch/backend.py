@@ -14,6 +14,7 @@ from engine.backends.base import (
     LoadProgress,
     PrefixChanges,
     SequenceStats,
+    TimeLost,
     TokenEvent,
     TokenMask,
 )
@@ -93,6 +94,7 @@ def backend_stats(
             SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
             for each in (*running, *scheduler.waiting)
         ),
+        limited=dict(scheduler.times.limited),
     )
 
 
@@ -272,7 +274,7 @@ class TorchBackend:
                 if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)
                 _logger.warning(
-                    "a step ran out of memory; now %d requests run at once, with %d prompt tokens per step",
+                    "a step ran out of memory; max %d requests run at once now, with %d prompt tokens per step",
                     len(self._scheduler.running),
                     self._scheduler.limits.step_tokens,
                 )
@@ -288,6 +290,10 @@ class TorchBackend:
         return backend_stats(
             self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes
         )
+
+    def time_lost(self, request_id: str) -> TimeLost:
+        """Return what a request has lost."""
+        return self._scheduler.times.lost(request_id) if self._scheduler is not None else TimeLost()
 
     def prefix_changes(self) -> PrefixChanges:
         """Return the pages that became findable or ceased to be since the last call."""

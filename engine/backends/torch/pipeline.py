@@ -142,7 +142,12 @@ class InFlightStep:
             return self
         rows = [row for row, sequence in enumerate(self.plan.sampled_sequences) if sequence.pages]
         logits = self.logits.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), self.logits.device))
-        plan = BatchPlan([sequence for sequence, _ in remaining], [chunk for _, chunk in remaining])
+        plan = BatchPlan(
+            [sequence for sequence, _ in remaining],
+            [chunk for _, chunk in remaining],
+            prompts=[pair for pair in self.plan.prompts if pair[0].pages],
+            limit=self.plan.limit,
+        )
         return replace(self, plan=plan, logits=logits)
 
 

@@ -84,7 +84,7 @@ def test_a_driver_too_old_for_torchs_cuda_is_told_which_driver_or_which_torch() 
     old = Driver(state="ok", version="550.54.15", cuda="12.4", card=True)
     torch = Torch(installed=True, version="2.11.0+cu130", cuda="13.0", gpu_error="The NVIDIA driver is too old")
     report = exllama(changed(H100_TO_COMPILE, driver=old, torch=torch))
-    assert "driver 550.54.15 runs CUDA 12.4 at most" in report.verdict
+    assert "driver 550.54.15 runs max CUDA 12.4" in report.verdict
     advice = found(report, "GPUs").advice
     assert "580 or later" in advice and "cuda-drivers" in advice and "torch==2.9.*" in advice
 
@@ -193,7 +193,12 @@ def test_it_says_which_kernels_multiply_by_the_weights(
         ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), ""),
         ("x86_64", {"avx2", "fma"}, Native(compiled=("avx2",)), ""),
         ("x86_64", {"avx2", "fma"}, Native(), "there is no C++ compiler"),
-        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", folder_problem="/c is no folder"), "/c is no fol"),
+        (
+            "x86_64",
+            {"avx2", "fma"},
+            Native(compiler="/usr/bin/g++", folder_problem="/c is not a folder"),
+            "/c is not a folder",
+        ),
         ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", off=True), "ERICLLM_NATIVE keeps"),
         ("aarch64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), "need AVX2 on x86-64 Linux"),
     ],

@@ -59,7 +59,7 @@ def go_on() -> None:
         ("gptq", "g_idx", 2**31 - 1, "names groups that are not among the 2 there are"),
         ("gptq", "g_idx", -1, "names groups that are not among the 2 there are"),
         ("exl2", "q_groups", 0, "has values of 0 bits"),
-        ("exl2", "q_invperm", 64, "is no permutation of 64 rows"),
+        ("exl2", "q_invperm", 64, "is not a permutation of 64 rows"),
     ],
 )
 def test_values_that_native_code_would_write_by_are_refused_before_it_has_them(

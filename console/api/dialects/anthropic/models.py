@@ -90,7 +90,7 @@ def _index(request: web.Request, field: str, names: list[str], default: int) -> 
     if name is None:
         return default
     if name not in names:
-        raise InvalidRequest(f"{field} is {name!r}, which is no model here", param=field)
+        raise InvalidRequest(f"{field} is {name!r}, which is not a model of this server", param=field)
     return names.index(name)
 
 

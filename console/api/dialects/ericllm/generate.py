@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field
 from console.api.context import ApiContext, new_id
 from console.api.http.errors import json_response
 from console.api.requests.body import read
-from console.api.requests.generation import Generation
+from console.api.requests.generation import Generation, TimeSpent
 from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
@@ -54,6 +54,7 @@ class GenerateBody(SamplingFields):
 
     token_repetition_penalty: EricLLM's name for repetition_penalty, which vLLM's clients send.
     top_a: EricLLM's clients send its default, 1.0, which never did anything; so it is off here too.
+    why: add what the time of the answer went into, in milliseconds by cause; to the last line of a stream.
     """
 
     refused = _REFUSED
@@ -69,6 +70,7 @@ class GenerateBody(SamplingFields):
     typical_p: float | None = 1.0
     top_a: Annotated[float, AfterValidator(lambda top_a: 0.0 if top_a == 1 else top_a)] = 0.0
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
+    why: bool = False
 
     @property
     def asks_for_string(self) -> bool:
@@ -87,10 +89,12 @@ class GenerateText(msgspec.Struct, frozen=True):
 
     text: a string to EricLLM's clients, a list to vLLM's, for several prompts or answers, and in a stream.
     finish_reason: where any answer ran out of time, why each one ended.
+    why: what the time went into, where requested.
     """
 
     text: str | list[str]
     finish_reason: FinishReason | Finishes | msgspec.UnsetType | None = msgspec.UNSET
+    why: TimeSpent | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generate:
@@ -124,33 +128,35 @@ class Generate:
         async with self._context.generate(request, new_id("gen"), body, model, prompts, params) as generation:
             if body.stream:
                 async with ChunkStream(request, self._context.settings, JSON_LINES) as chunks:
-                    await _send(generation, starts, chunks)
+                    await _send(generation, starts, chunks, why=body.why)
                 return chunks.response
             answers = await generation.answers()
             texts = [start + answer.text for start, answer in zip(starts, answers, strict=True)]
-            whole = _so_far(texts, [answer.finish for answer in answers])
+            why = generation.time_spent if body.why else msgspec.UNSET
+            whole = _so_far(texts, [answer.finish for answer in answers], why)
             return json_response(_first(whole) if body.asks_for_string else whole)
 
 
-async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:
-    """Send a line with all texts so far for each delta with text or an end."""
+async def _send(generation: Generation, texts: list[str], chunks: ChunkStream, *, why: bool) -> None:
+    """Send a line with all texts so far for each delta with text or an end. why: the last one says what took time."""
     finishes: Finishes = [None] * len(texts)
     async with aclosing(generation.deltas()) as deltas:
         async for i, delta in deltas:
             texts[i] += delta.text
             finishes[i] = delta.finish
             if delta.text or delta.finish:
-                await chunks.send(_so_far(texts, finishes))
+                spent = generation.time_spent if why and all(finishes) else msgspec.UNSET
+                await chunks.send(_so_far(texts, finishes, spent))
 
 
-def _so_far(texts: list[str], finishes: Finishes) -> GenerateText:
-    return GenerateText(texts, finishes if "timeout" in finishes else msgspec.UNSET)
+def _so_far(texts: list[str], finishes: Finishes, why: TimeSpent | msgspec.UnsetType) -> GenerateText:
+    return GenerateText(texts, finishes if "timeout" in finishes else msgspec.UNSET, why)
 
 
 def _first(answer: GenerateText) -> GenerateText:
     """Return the only answer, without lists around its parts."""
     finish = answer.finish_reason
-    return GenerateText(answer.text[0], finish[0] if isinstance(finish, list) else finish)
+    return GenerateText(answer.text[0], finish[0] if isinstance(finish, list) else finish, answer.why)
 
 
 def _one_penalty(body: GenerateBody) -> GenerateBody:

@@ -145,7 +145,7 @@ class Utilities:
         rendered = Rendered(model=model.name, prompt=prompt.text, count=len(prompt.ids), max_model_len=limit)
         return json_response(rendered)
 
-    @describes("Which version this is", answer=Version)
+    @describes("Version of the server", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
         return json_response(Version(product_version()))
 

@@ -76,7 +76,7 @@ class Embed:
         return [web.post("/api/embed", self._post), web.post("/api/embeddings", self._old)]
 
     @describes(
-        "Turn texts into vectors",
+        "Compute embeddings of texts",
         body=EmbedBody,
         answer=Embedded,
         example={"input": ["a text", "another"]},
@@ -101,7 +101,7 @@ class Embed:
         )
 
     @describes(
-        "Turn a text into a vector",
+        "Compute the embedding of a text",
         body=EmbeddingsBody,
         answer=OldEmbedding,
         example={"prompt": "a text"},

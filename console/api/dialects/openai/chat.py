@@ -231,7 +231,8 @@ class _Call:
     async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = await generation.answers()
-        return await respond(answers, partial(self._completion, answers, usage_of(generation)), self._model)
+        usage = usage_of(generation, why=self._body.why)
+        return await respond(answers, partial(self._completion, answers, usage), self._model)
 
     def _completion(self, answers: Sequence[GeneratedAnswer], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
@@ -261,7 +262,7 @@ class _Call:
                     end = ChatChunkChoice(i, ChatPiece(), finish_reason=reason, stop_reason=stopped)
                     await chunks.send(self._chunk([end], so_far()))
         if self._include_usage:
-            await chunks.send(self._chunk([], usage_of(generation)))
+            await chunks.send(self._chunk([], usage_of(generation, why=self._body.why)))
         await chunks.send_raw(DONE)
 
     def _choice(self, i: int, answer: GeneratedAnswer) -> ChatChoice:

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from console.api.requests.chat_body import OpenAiFields
-from console.api.requests.generation import Generation
+from console.api.requests.generation import Generation, TimeSpent
 from console.api.requests.logprobs import PromptLogprobs, prompt_logprobs
 from console.api.requests.served_model import ServedModel
 from engine.backends.base import unpack_logprobs
@@ -20,26 +20,28 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens that a request used."""
+    """Tokens that a request used. why: what its time went into, where requested."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    why: TimeSpent | msgspec.UnsetType = msgspec.UNSET
 
 
 UsageField = Usage | msgspec.UnsetType | None
 """Absent from chunks, or, where requested, null in all but the last, or in each the usage so far."""
 
 
-def usage_of(generation: Generation) -> Usage:
-    """Return the tokens that the generation used so far."""
+def usage_of(generation: Generation, *, why: bool = False) -> Usage:
+    """Return the tokens that the generation used so far. why: with what its time went into."""
     tokens = generation.tokens
     return Usage(
         prompt_tokens=tokens.prompt,
         completion_tokens=tokens.output,
         total_tokens=tokens.prompt + tokens.output,
         prompt_tokens_details=PromptDetails(tokens.cached),
+        why=generation.time_spent if why else msgspec.UNSET,
     )
 
 

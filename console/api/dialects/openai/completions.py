@@ -174,7 +174,7 @@ class _Call:
     async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
-        usage = usage_of(generation)
+        usage = usage_of(generation, why=self._body.why)
         return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model)
 
     def _choices(self, answers: Sequence[GeneratedAnswer]) -> list[CompletionChoice]:
@@ -208,7 +208,7 @@ class _Call:
                     choice = CompletionChoice(i, delta.text, logprobs, delta.finish, stopped)
                     await chunks.send(self._completion([choice], so_far()))
         if self._include_usage:
-            await chunks.send(self._completion([], usage_of(generation)))
+            await chunks.send(self._completion([], usage_of(generation, why=self._body.why)))
         await chunks.send_raw(DONE)
 
     def _echo(self, choice: int) -> str:

@@ -87,7 +87,7 @@ class EmbeddingEndpoint:
         return [web.post("/v1/embeddings", self._post)]
 
     @describes(
-        "Turn texts into vectors",
+        "Compute embeddings of texts",
         body=EmbeddingBody,
         answer=Embeddings,
         example={"input": ["a text", "another"]},

@@ -214,8 +214,8 @@ class StreamEndpoint:
         if isinstance(error, EngineError):
             shown = error
         else:
-            log.error("%s %s broke", request.method, request.path, exc_info=error)
-            shown = InternalError("The server failed while it answered; its log says why")
+            log.error("%s %s failed", request.method, request.path, exc_info=error)
+            shown = InternalError("Internal error while answering; the server log has the cause")
         record_failure(request, shown)
         code = WSCloseCode.INTERNAL_ERROR if shown.http_status >= 500 else WSCloseCode.POLICY_VIOLATION
         await self._send(request, socket, Failed(format_error(public_error(request, shown)).error))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from console import text
 from console.link.api import SETTINGS_KEY, ApiReport, DialectReading, Failure, KeyLimits, Scope
 from console.link.protocol import ApiStatus
 from console.settings.addresses import is_loopback, reachable, unix_path
-from console.tui.keymap import ConsoleBinding
+from console.tui.keymap import API_SWITCH, DRAIN, ConsoleBinding
 from console.tui.screens.api.exposure import confirm_exposure
 from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.tui.screens.api.tables import (
@@ -181,6 +181,8 @@ class ApiScreen(ConsoleScreen):
     AUTO_FOCUS = "#keys-table"
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        replace(API_SWITCH, primary=True),
+        DRAIN,
         Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl line that asks the model"),
         ConsoleBinding(
             "l", "address", "Address", id="api.address", mutates=True, tooltip="Listen at another address or port"
@@ -267,7 +269,7 @@ class ApiScreen(ConsoleScreen):
     def action_copy(self) -> None:
         """The curl line, whole."""
         if not self._curl:
-            self.notify("No dialect is on: there is nothing to ask.", severity="warning")
+            self.notify("No dialect is on: switch one on first (d on the API screen).", severity="warning")
             return
         self.app.copy_to_clipboard(self._curl)
         key = f"; it takes the key from ${KEY_VARIABLE}" if self._status.key_required else ""
@@ -315,7 +317,7 @@ class ApiScreen(ConsoleScreen):
             self.notify("That key comes from --api-key: change it there, and start again.", severity="warning")
         else:
             last = len(self._report.keys) == 1
-            after = "It is the last one: clients need no key then." if last else "Its clients are refused from then on."
+            after = "It is the last one: clients need no key then." if last else "Its clients are refused from now on."
             question = ConfirmScreen(f"Revoke the key {name}?", after, yes="Revoke", no="Keep")
             self._ask(question, lambda: self.perform(self.link.api.revoke_key(name), done=f"{name} is revoked"))
 
@@ -355,7 +357,11 @@ def curl_line(base: str, model: str, *, dialects: Iterable[DialectReading], with
     if asked is None:
         return ""
     path, body = printable(asked.example_path), asked.example_body
-    named = {"model": model, **body} if model else body
+    return curl_command(base, path, {"model": model, **body} if model else body, with_key=with_key)
+
+
+def curl_command(base: str, path: str, body: Mapping[str, object], *, with_key: bool) -> str:
+    """Return one line for a shell that sends `body` to a path of the server at `base`, as `curl_line` has them."""
     key = [f'-H "Authorization: Bearer ${KEY_VARIABLE}"'] if with_key else []
     return " ".join(
         [
@@ -365,6 +371,6 @@ def curl_line(base: str, model: str, *, dialects: Iterable[DialectReading], with
             *key,
             '-H "Content-Type: application/json"',
             "-d",
-            shlex.quote(printable_json(json.dumps(named, ensure_ascii=False))),
+            shlex.quote(printable_json(json.dumps(body, ensure_ascii=False))),
         ]
     )

@@ -14,11 +14,11 @@ from textual.style import Style
 
 from console import text
 from console.link.status import LinkStatus
-from console.tui.screens.base import ConsolePage, ConsoleRow
+from console.tui.screens.base import ConsoleRow, Dialog
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import State, model_state
-from console.tui.widgets.table import Column, Row, Table, cell
+from console.tui.widgets.table import Column, OpeningTable, Row, Table, cell
 from engine.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -122,19 +122,18 @@ _COLUMNS = (
 )
 
 
-class InstancesScreen(ConsolePage[None]):
+class InstancesScreen(Dialog[None]):
     """Enter brings the instance under the cursor into view."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", id="instances.close", tooltip="Close the instances", show=False),
+        Binding("escape", "dismiss", "Close", id="instances.close", tooltip="Close the instances"),
     ]
 
     def compose(self) -> ComposeResult:
         """One table."""
         with Vertical(classes="dialog instances") as page:
             page.border_title = "Instances"
-            page.border_subtitle = "enter goes there, esc closes"
-            yield Table(_COLUMNS, id="instance-table")
+            yield OpeningTable(_COLUMNS, id="instance-table")
 
     def on_mount(self) -> None:
         """Never empty."""

@@ -11,11 +11,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label
 
 from console.text import local_time
-from console.tui.screens.base import ConsoleRow
+from console.tui.screens.base import ConsoleRow, Dialog, accept_key
 from console.tui.widgets.glyphs import for_terminal
 
 if TYPE_CHECKING:
@@ -27,12 +26,13 @@ if TYPE_CHECKING:
 _HINT = "14:02 or 14:02:11, +90 or -90 seconds from either end, or 50%"
 
 
-class GoToScreen(ModalScreen[float | None]):
+class GoToScreen(Dialog[float | None]):
     """Gives the unix time that was asked for. understood: that of what was typed, None for what is no time."""
 
     AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss(None)", "Close", id="go_to.close", tooltip="Close without a jump", show=False),
+        accept_key("Go"),
+        Binding("escape", "dismiss(None)", "Cancel", id="go_to.close", tooltip="Close without a jump"),
     ]
 
     def __init__(self, understood: Callable[[str], float | None]) -> None:
@@ -46,12 +46,11 @@ class GoToScreen(ModalScreen[float | None]):
             yield Input(placeholder="14:02", id="time", compact=True)
             yield Label(_HINT, id="hint", markup=False)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
+    def action_accept(self) -> None:
         """Go, or say what would be understood."""
-        event.stop()
-        at = self._understood(event.value)
+        at = self._understood(self.query_one(Input).value)
         if at is None:
-            self.query_one("#hint", Label).update(f"That is no time: {_HINT}")
+            self.query_one("#hint", Label).update(f"Not a time: {_HINT}")
         else:
             self.dismiss(at)
 

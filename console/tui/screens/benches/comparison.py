@@ -9,14 +9,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.bench.comparison import Change, Comparison
 from console.bench.result import Column as Number
 from console.bench.result import key_texts
 from console.bench.text import column_title, median_text
-from console.tui.widgets.footer import KeyRow
+from console.tui.screens.base import Dialog
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.table import Column, Row, Table, cell
@@ -31,12 +30,12 @@ _VERDICTS = {
 _NOISE = "± is half the distance of the least and the most of the repeats; what lies within it, or within 10%, is same."
 
 
-class BenchComparisonScreen(ModalScreen[None]):
+class BenchComparisonScreen(Dialog[None]):
     """before, after: the results' numbers in the history."""
 
     AUTO_FOCUS = "Table"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "only", "Differences", id="bench.only", tooltip="Show only what is not the same, then all again"),
+        Binding("d", "only", "Differences", id="bench.only", tooltip="Show only what differs, then all again"),
         Binding("a", "all", "All numbers", id="bench.all", tooltip="Show all numbers, then those of the table again"),
         Binding(
             "escape,v,q",
@@ -66,9 +65,8 @@ class BenchComparisonScreen(ModalScreen[None]):
         """The numbers, and what else is not the same."""
         with Vertical(id="bench-compare") as page:
             set_title(page, f"Two results of bench {self._found.name}")
-            yield Table(self._columns, empty="Nothing differs by more than the noise.")
+            yield Table(self._columns, empty="No difference is larger than the noise.")
             yield Static(for_terminal(self.app, difference_notes(self._found)), id="bench-differences", markup=False)
-        yield KeyRow()
 
     def on_mount(self) -> None:
         """Never empty."""

@@ -10,13 +10,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, Select, Static
 
 from console.bench.dialects import DIALECTS
 from console.link.benches import BenchForm, BenchOrder, BenchServer
 from console.link.protocol import EngineLink
 from console.link.status import link_status
+from console.tui.screens.base import Dialog, accept_key
 from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
 from console.tui.widgets.bench import BenchFields
 from console.tui.widgets.glyphs import for_terminal
@@ -124,36 +124,36 @@ class BenchPlace(Vertical):
         return self.query_one(box, Input).value.strip()
 
 
-_SHARED = "It measures the serving engine. Other clients share it meanwhile, and both are slower."
-_SERVER = "It measures that server as a client. Other load on it or on this machine affects the numbers."
-_ELSEWHERE = "Servers, and traces, are for a console on that machine, and for 'ericllm bench'."
+_SHARED = "Measures the engine while it serves: other clients share it, and both are slower."
+_SERVER = "Measures that server as a client: other load on it, or on this machine, changes the numbers."
+_ELSEWHERE = "Servers and traces: only on a console on that machine, or with 'ericllm bench'."
 _SIZES = {True: "a first look: fewer and shorter requests", False: "in full, as on the command line"}
 
 _SWITCHES = {True: "In full (ctrl+t)", False: "Quick (ctrl+t)"}
 
 
-class BenchFormScreen(ModalScreen[bool | None]):
-    """True once a bench has begun. bench: the one to begin with, "" is the first.  draft: what was typed before."""
+class BenchFormScreen(Dialog[bool | None]):
+    """True once a bench has begun. draft: what was typed before."""
 
     AUTO_FOCUS = "#bench-kinds"
     BINDINGS: ClassVar[list[BindingType]] = [
+        accept_key("Start"),
         Binding(
             "ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="A first look, or the bench in full"
         ),
         Binding(
-            "ctrl+o,ctrl+l", "place", "A server", id="bench.place", tooltip="Type the address of a server to be asked"
+            "ctrl+o,ctrl+l", "place", "A server", id="bench.place", tooltip="Type the address of the server to measure"
         ),
-        Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Begin the bench"),
+        Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Start the bench", show=False),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
-        Binding("escape", "dismiss(None)", "Cancel", id="bench.leave", tooltip="Close the form", show=False),
+        Binding("escape", "dismiss(None)", "Cancel", id="bench.leave", tooltip="Close the form"),
     ]
 
-    def __init__(self, link: EngineLink, *, model: str = "", bench: str = "", draft: BenchDraft | None = None) -> None:
+    def __init__(self, link: EngineLink, *, model: str = "", draft: BenchDraft | None = None) -> None:
         super().__init__()
         self._link = link
         self._model = model
-        self._bench = bench
         self._draft = draft or BenchDraft()
         self._forms: dict[str, BenchForm] = {}
         self._starting = False
@@ -163,7 +163,6 @@ class BenchFormScreen(ModalScreen[bool | None]):
         elsewhere = self._elsewhere
         with Vertical(classes="dialog bench-form") as page:
             page.border_title = "Bench"
-            page.border_subtitle = "enter starts it, tab goes on, esc cancels"
             yield BenchPlace(self._draft, elsewhere)
             with Horizontal(id="bench-choice"):
                 yield Table((Column("bench", 9),), id="bench-kinds")
@@ -196,8 +195,7 @@ class BenchFormScreen(ModalScreen[bool | None]):
             return
         self._forms = {form.bench: form for form in forms}
         self._show_kinds()
-        names = list(self._forms)
-        self._table.move_to(names.index(self._bench) if self._bench in names else 0)
+        self._table.move_to(0)
 
     @property
     def _table(self) -> Table:
@@ -257,14 +255,17 @@ class BenchFormScreen(ModalScreen[bool | None]):
         """To the address."""
         self.query_one(BenchPlace).go_to_address()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Enter starts the bench from the table as well."""
+        return isinstance(self.focused, Table) or super().check_action(action, parameters)
+
     def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Enter among the benches."""
+        """Two clicks on a bench."""
         event.stop()
         self.action_start()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter in a field."""
-        event.stop()
+    def action_accept(self) -> None:
+        """Begin, from a field or the table."""
         self.action_start()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:

@@ -18,7 +18,7 @@ from console.tui.widgets.panel import set_title
 _EIGHTHS = 8
 _MIN_CELLS = 8
 _GAP = "  "
-NO_NUMBERS = "It has no number to draw."
+NO_NUMBERS = "No number to plot."
 
 
 class BenchPlot(VerticalScroll, can_focus=False):

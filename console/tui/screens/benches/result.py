@@ -13,7 +13,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.bench.export import csv_text, plot
@@ -21,16 +20,16 @@ from console.bench.result import BenchResult, encode_result, write_file
 from console.bench.text import heading_text, published_text, span
 from console.link.benches import BenchEntry
 from console.text import clip
+from console.tui.screens.base import Dialog
 from console.tui.screens.benches.plot import bars, plottable_columns
 from console.tui.widgets.bench import table_of
-from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import for_terminal
-from console.tui.widgets.table import Column, Row, Table, cell
+from console.tui.widgets.table import Column, OpeningTable, Row, Table, cell
 from engine.errors import EngineError
 
 # The results of benches that are remembered, a row each, the newest first.
 
-NO_RESULT = "No result is kept yet. Press b to measure something."
+NO_RESULT = "No results yet. Press b to run a bench."
 _TIME_CELLS = 16
 _COLUMNS = (
     Column("", 1),
@@ -44,7 +43,7 @@ _COLUMNS = (
 )
 
 
-class BenchHistoryTable(Table):
+class BenchHistoryTable(OpeningTable):
     """Its keys are the results' numbers."""
 
     def __init__(self) -> None:
@@ -85,11 +84,11 @@ def local_minute(started: str) -> str:
         return clip(started, _TIME_CELLS)
 
 
-_CUT = "It ended early: these are the numbers that there were by then."
+_CUT = "Ended early: these are the results until then."
 _NAME_LENGTH = 40
 
 
-class BenchResultScreen(ModalScreen[None]):
+class BenchResultScreen(Dialog[None]):
     """number: of the result in the history."""
 
     AUTO_FOCUS = "VerticalScroll"
@@ -100,9 +99,9 @@ class BenchResultScreen(ModalScreen[None]):
         Binding(
             "P,left,h",
             "number(-1)",
-            "Number before",
+            "Previous number",
             id="bench.before",
-            tooltip="Plot the number before",
+            tooltip="Plot the previous number",
             key_display="←",
         ),
         Binding(
@@ -136,7 +135,6 @@ class BenchResultScreen(ModalScreen[None]):
             yield Static(id="bench-bars", markup=False)
             yield Static(for_terminal(self.app, _notes(result)), id="bench-notes", markup=False)
             yield Static(for_terminal(self.app, _published(result)), id="bench-published", markup=False)
-        yield KeyRow()
 
     def on_mount(self) -> None:
         """Once there is a width."""

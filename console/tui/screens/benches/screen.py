@@ -17,7 +17,7 @@ from console.link.benches import BenchEntry, BenchReport
 from console.link.protocol import EngineLink
 from console.text import plural
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsolePage
+from console.tui.screens.base import Dialog
 from console.tui.screens.benches.bench_draft import BenchDraft
 from console.tui.screens.benches.comparison import BenchComparisonScreen
 from console.tui.screens.benches.form import BenchFormScreen
@@ -26,7 +26,6 @@ from console.tui.screens.benches.result import BenchHistoryTable, BenchResultScr
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.bench import BenchProgressPanel
-from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.table import Table
@@ -36,11 +35,8 @@ MAX_OVER_TIME = 50
 _ENDINGS = {"done": ("✓", "$success"), "cancelled": ("◇", "$warning"), "failed": ("✖", "$error")}
 
 
-class BenchesScreen(ConsolePage[None]):
-    """link: the engine whose benches these are.  model: the one to be measured, "" is the first.
-
-    form: a bench to be chosen at once, "" for none.
-    """
+class BenchesScreen(Dialog[None]):
+    """link: the engine whose benches these are.  model: the one to be measured, "" is the first."""
 
     AUTO_FOCUS = "BenchHistoryTable"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -61,7 +57,7 @@ class BenchesScreen(ConsolePage[None]):
             tooltip="Cancel the bench under way; its results so far are kept",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
-        Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the number before", show=False),
+        Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the previous number", show=False),
         Binding("t", "time", "Trend", id="bench.time", tooltip="Plot the number over all such results, or of one"),
         Binding("space", "mark", "Mark", id="bench.mark", tooltip="Mark the result, to compare it with another"),
         Binding(
@@ -77,17 +73,16 @@ class BenchesScreen(ConsolePage[None]):
             "Forget",
             id="bench.forget",
             mutates=True,
-            tooltip="Forget the selected result",
+            tooltip="Delete the selected result",
             key_display="d",
         ),
         Binding("escape,q", "dismiss", "Close", id="bench.close", tooltip="Close benchmarks", key_display="esc"),
     ]
 
-    def __init__(self, link: EngineLink, *, model: str = "", form: str = "") -> None:
+    def __init__(self, link: EngineLink, *, model: str = "") -> None:
         super().__init__()
         self._link = link
         self._model = model
-        self._form = form
         self._draft = BenchDraft()
         self._report = BenchReport()
         self._entries: Sequence[BenchEntry] = ()
@@ -109,7 +104,6 @@ class BenchesScreen(ConsolePage[None]):
                 results.border_title = "Results"
                 yield BenchHistoryTable()
             yield BenchPlot(id="bench-plot", classes="panel")
-        yield KeyRow()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Only what goes on can be cancelled."""
@@ -119,8 +113,6 @@ class BenchesScreen(ConsolePage[None]):
         """Never empty for long."""
         self.redraw()
         self._read_history()
-        if self._form:
-            self.action_new(self._form)
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
@@ -226,9 +218,9 @@ class BenchesScreen(ConsolePage[None]):
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
-    def action_new(self, bench: str = "") -> None:
+    def action_new(self) -> None:
         """Choose one."""
-        form = BenchFormScreen(self._link, model=self._model, bench=bench, draft=self._draft)
+        form = BenchFormScreen(self._link, model=self._model, draft=self._draft)
         self.app.push_screen(form, self._begun)
 
     def _begun(self, begun: bool | None) -> None:
@@ -293,11 +285,11 @@ class BenchesScreen(ConsolePage[None]):
         """Ask first."""
         entry = self._entry
         if entry is None:
-            self.notify("There is no result to forget.")
+            self.notify("No result to delete.")
             return
         question = ConfirmScreen(
             f"Forget result {entry.id}?",
-            f"{entry.bench} of {entry.model}, {entry.headline}. It is gone for the command line, too.",
+            f"{entry.bench} of {entry.model}, {entry.headline}. It is deleted for the command line, too.",
             yes="Forget it",
             no="Keep it",
         )

@@ -10,35 +10,22 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
 
-from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat, Turn
-from console.chats.export import Kind, export, from_json, read_into, to_json, to_markdown, write_new
+from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat
+from console.chats.export import Kind, export, file_name, from_json, read_into, to_json, to_markdown
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.chat.conversation_list import ChatList, ChatShelf
 from console.tui.screens.chat.input import ChatInput, ChatLine
 from console.tui.screens.chat.pane import Pane
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from console.tui.screens.save_dialog import save_file, suggested_path
 from console.tui.view import View
 from engine.errors import EngineError, InvalidRequest
 
-# Conversations to files in the folder that the console was started in, and back.
+# Conversations that were exported, read back.
 
 MAX_IMPORT_BYTES = 64 * 2**20
 """Of a conversation that is read back."""
-
-
-def export_to_file(store: ChatStore, chat: OpenChat, path: Sequence[Turn], kind: Kind, folder: Path) -> Path:
-    """Markdown of the turns of `path`, or JSON of all branches, in a new file. Raises ChatStoreError."""
-    conversation = store.conversation(chat.id) if chat.id is not None else None
-    if conversation is None:
-        raise ChatStoreError("There is nothing to export yet.")
-    markdown = to_markdown(conversation.title, conversation.settings, path).encode()
-    try:
-        return write_new(
-            folder, conversation.title, kind, markdown if kind == "md" else to_json(export(conversation, chat.tree))
-        )
-    except OSError as error:
-        raise ChatStoreError(f"The conversation cannot be written to {folder}: {error.strerror}") from None
 
 
 def import_from_file(store: ChatStore, path: Path) -> int:
@@ -46,10 +33,10 @@ def import_from_file(store: ChatStore, path: Path) -> int:
     try:
         file = path.expanduser()
         if file.stat().st_size > MAX_IMPORT_BYTES or not file.is_file():
-            raise InvalidRequest(f"{path} is no file of up to {MAX_IMPORT_BYTES // 2**20} MiB")
+            raise InvalidRequest(f"{path} is not a file, or larger than {MAX_IMPORT_BYTES // 2**20} MiB")
         data = file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, or the home of an unknown user
-        raise InvalidRequest(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise InvalidRequest(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     return read_into(store, from_json(data))
 
 
@@ -279,7 +266,7 @@ class ConversationsScreen(ConsoleScreen):
         """Another title for the open conversation."""
         chat = self._chat.id
         if chat is None:
-            self.notify("A conversation has a title once something was asked.", severity="warning")
+            self.notify("Nothing to rename yet: send a message first.", severity="warning")
             return
 
         def rename(title: str | None) -> None:
@@ -290,13 +277,17 @@ class ConversationsScreen(ConsoleScreen):
         self.app.push_screen(LineScreen("Title of this conversation", self._title, accept="Rename"), rename)
 
     def action_export(self, kind: Kind) -> None:
-        """Write the conversation to a file in the current folder."""
-        try:
-            path = export_to_file(self._store, self._chat, self.pane.path, kind, Path.cwd())
-        except EngineError as error:
-            self.notify(error.message, severity="warning", markup=False)
+        """Save the branch shown as Markdown, or all branches as JSON, where the operator says."""
+        conversation = self._store.conversation(self._chat.id) if self._chat.id is not None else None
+        if conversation is None:
+            self.notify("Nothing to export yet: send a message first.", severity="warning")
+            return
+        if kind == "md":
+            content = to_markdown(conversation.title, conversation.settings, self.pane.path).encode()
         else:
-            self.notify(f"Wrote {path}", markup=False)
+            content = to_json(export(conversation, self._chat.tree))
+        path = suggested_path(file_name(conversation.title, kind))
+        save_file(self.app, "Export the conversation", path, lambda: content, saved="Exported")
 
     def action_read_back(self) -> None:
         """Ask for a file and open what is in it."""
@@ -311,7 +302,7 @@ class ConversationsScreen(ConsoleScreen):
             else:
                 await self._open(chat)
 
-        question = LineScreen("Read an exported conversation", accept="Read", placeholder="conversation.json")
+        question = LineScreen("Import a conversation (JSON)", accept="Import", placeholder="path of the JSON file")
         self.app.push_screen(question, read)
 
     # -- panes -------------------------------------------------------------------------------------------------------

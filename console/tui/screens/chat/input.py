@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message
@@ -13,6 +15,7 @@ from textual.widgets import Static, TextArea
 
 from console.chats import Turn
 from console.link.chat import DraftCount
+from console.tui.keymap import ConsoleBinding
 from console.tui.widgets.glyphs import for_terminal
 
 # The line between transcript and box: what the draft takes of the context, and what else can be done, to click.
@@ -68,12 +71,24 @@ class ChatLine(Horizontal):
         self.query_one("#count", Static).update(count_now, layout=False)
 
 
-ASKING = "Ask something. Enter sends, ctrl+j is a new line."
+ASKING = "Message. Enter sends, ctrl+j starts a new line."
 
 
 class ChatInput(TextArea):
     """Grows with its text, up to a third of the screen. editing: the question that is being asked otherwise."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ConsoleBinding(
+            "enter",
+            "send",
+            "Send",
+            id="chat.send",
+            mutates=True,
+            tooltip="Send the question",
+            priority=True,
+            primary=True,
+        ),
+    ]
     DEFAULT_CSS = """
     ChatInput {
         height: auto;
@@ -109,13 +124,13 @@ class ChatInput(TextArea):
         self.border_title = "Edit the question: enter sends it as a new branch, esc cancels" if question else None
         self.move_cursor(self.document.end)
 
+    def action_send(self) -> None:
+        """Post the question, if there is one."""
+        if self.text.strip():
+            self.post_message(self.Submitted(self.text.strip(), self.editing))
+
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            if self.text.strip():
-                self.post_message(self.Submitted(self.text.strip(), self.editing))
-        elif event.key in ("ctrl+j", "shift+enter"):
+        if event.key in ("ctrl+j", "shift+enter"):
             event.stop()
             event.prevent_default()
             self.insert("\n")

@@ -122,7 +122,7 @@ class Pane:
         return True
 
     async def branch_by(self, by: int, turn_id: int | None = None) -> bool:
-        """Show the branch before or after that of a turn: the given one, the selected one, or the last that has any."""
+        """Show the previous or the next branch of a turn: the given one, the selected one, or the last that has any."""
         at = turn_id or self.transcript.selected
         if at is None or len(self.chat.tree.siblings(at)) < 2:
             forks = (turn.id for turn in reversed(self.path) if len(self.chat.tree.siblings(turn.id)) > 1)
@@ -171,8 +171,14 @@ class Pane:
                 await answering.run(deltas)
             finally:
                 self._finish(answering)
+                self.transcript.call_later(self._refresh_keys)
 
         self._worker = self.transcript.run_worker(run(), group="answer", exclusive=True, exit_on_error=False)
+        self._refresh_keys()
+
+    def _refresh_keys(self) -> None:
+        """Stop is offered while an answer is under way."""
+        self.transcript.screen.refresh_bindings()
 
     def _grow(self, turn: Turn) -> None:
         self.chat.tree.put(turn)

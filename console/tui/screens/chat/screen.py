@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.widget import Widget
 from textual.widgets import TextArea
 
@@ -54,17 +55,23 @@ CHAT_BINDINGS: list[BindingType] = [
     ),
     _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Continue the last answer", show=True, mutates=True),
     _key("alt+e", "edit", "Edit", "edit", "Edit a question and ask it again, as a branch", show=True),
-    _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy a message, the last answer by itself", show=True),
-    _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the one before"),
-    _key("alt+d", "delete", "Delete", "turn.delete", "Delete a turn, the last question by itself, and what follows it"),
-    _key("alt+left,alt+o", "branch(-1)", "‹", "back", "Show the branch before"),
-    _key("alt+right,alt+n", "branch(1)", "›", "on", "Show the branch after"),
-    _key("alt+k", "move(-1)", "Up", "up", "Select the turn before"),
-    _key("alt+j", "move(1)", "Down", "down", "Select the turn after"),
+    _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy the selected message, or the last answer", show=True),
+    _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the previous one"),
+    _key(
+        "alt+d",
+        "delete",
+        "Delete",
+        "turn.delete",
+        "Delete a turn, or the last question, and all that follows",
+    ),
+    _key("alt+left,alt+o", "branch(-1)", "‹", "back", "Show the previous branch"),
+    _key("alt+right,alt+n", "branch(1)", "›", "on", "Show the next branch"),
+    _key("alt+k", "move(-1)", "Up", "up", "Select the previous turn"),
+    _key("alt+j", "move(1)", "Down", "down", "Select the next turn"),
     _key("ctrl+n,alt+a", "new", "New", "new", "Start a new conversation", show=True),
     _key("ctrl+o,alt+g", "list", "List", "list", "Show or hide the conversations", show=True),
     _key("ctrl+f", "search", "Search", "search", "Search all conversations"),
-    _key("alt+t", "rename", "Rename", "rename", "Give the conversation another title"),
+    _key("alt+t", "rename", "Rename", "rename", "Rename the conversation"),
     _key("ctrl+s,alt+s", "settings", "Settings", "settings", "Model, system prompt and sampling", show=True),
     _key("alt+p", "presets", "Presets", "presets", "Choose a system prompt and sampling"),
     _key("alt+v", "split", "Split", "split", "Ask two models or settings side by side, or one again", show=True),
@@ -76,10 +83,10 @@ CHAT_BINDINGS: list[BindingType] = [
 
 
 NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
-NOTHING_ASKED = "There is no question to ask again."
-NOTHING_SAID = "There is no answer to go on with."
-NO_BRANCH = "There is no other branch that way. Another answer (ctrl+r) or an edited question (alt+e) makes one."
-NOTHING_TO_DELETE = "There is no turn to delete."
+NOTHING_ASKED = "No question to ask again."
+NOTHING_SAID = "No answer to continue."
+NO_BRANCH = "No other branch there. Another answer (ctrl+r) or an edited question (alt+e) makes one."
+NOTHING_TO_DELETE = "No turn to delete."
 TOO_LONG = "This is too long for the terminal's clipboard; alt+w writes the conversation to a file."
 TOO_LONG_TO_SEND = "Too long to send: {:,} of {:,} tokens."
 SHORTEN = "Shorten the question; it stays in the box."
@@ -101,6 +108,12 @@ class ChatScreen(ConversationsScreen):
         super().__init__()
         self._copied: tuple[int, int] = (0, 0)
         """The answer whose code was copied last, and the number of that block."""
+
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """There is nothing to stop but an answer under way."""
+        if binding.id == "chat.stop" and not any(pane.answering for pane in self._panes):
+            return False
+        return super().offers(node, binding)
 
     def _ready(self) -> bool:
         """Return whether a model can answer; notify where none can."""
@@ -193,7 +206,7 @@ class ChatScreen(ConversationsScreen):
             return
         after = len(self._chat.tree.beneath(turn.id)) - 1
         kind = "question" if turn.role == "user" else "answer"
-        follows = f"What follows it in all branches goes too: {plural(after, 'turn')}.\n" if after else ""
+        follows = f"What follows it in all branches is deleted, too: {plural(after, 'turn')}.\n" if after else ""
         words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
         question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
 
@@ -227,14 +240,14 @@ class ChatScreen(ConversationsScreen):
             self.action_write()
 
     async def action_branch(self, by: int) -> None:
-        """Show the branch before or after."""
+        """Show the previous branch or after."""
         await self.pane.halt()
         if not await self.pane.branch_by(by):
             self.notify(NO_BRANCH, severity="warning")
         self._changed()
 
     async def action_move(self, by: int) -> None:
-        """Select the turn before or after."""
+        """Select the previous turn or after."""
         await self.pane.transcript.move(by)
 
     async def on_foot_pressed(self, event: Foot.Pressed) -> None:
@@ -326,7 +339,7 @@ class ChatScreen(ConversationsScreen):
         turn = self.pane.turn("assistant")
         blocks = code_blocks(turn.content) if turn is not None else []
         if turn is None or not blocks:
-            self.notify("There is no code block in this answer.", severity="warning")
+            self.notify("No code block in this answer.", severity="warning")
             return
         number = self._copied[1] - 1 if self._copied[0] == turn.id else 0
         number = number if 0 < number <= len(blocks) else len(blocks)

@@ -11,12 +11,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, OptionList, Select, TextArea
 from textual.widgets.option_list import Option
 
 from console.chats import ChatSettings, ChatStore, Preset
 from console.chats.presets import all_presets, apply_preset, describe_settings
+from console.tui.keymap import ConsoleBinding
+from console.tui.screens.base import Dialog
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.widgets.glyphs import for_terminal
 from engine.config import PARAMETERS, Parameter, SamplingParams
@@ -27,14 +28,15 @@ from engine.errors import InvalidRequest
 _NAME_WIDTH = 16
 
 
-class PresetsScreen(ModalScreen[Preset | None]):
+class PresetsScreen(Dialog[Preset | None]):
     """Returns the chosen preset, or None. settings: the current ones, which can be saved as a preset."""
 
     AUTO_FOCUS = "OptionList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Cancel", id="presets.leave", tooltip="Change nothing"),
+        ConsoleBinding("enter", "use", "Use", id="presets.use", tooltip="Use the preset", priority=True, primary=True),
         Binding("n", "keep", "Save", id="presets.keep", tooltip="Save the current settings under a name"),
-        Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a saved preset"),
+        Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a saved preset", key_display="d"),
+        Binding("escape", "leave", "Cancel", id="presets.leave", tooltip="Change nothing"),
     ]
 
     def __init__(self, store: ChatStore, settings: ChatSettings) -> None:
@@ -44,17 +46,10 @@ class PresetsScreen(ModalScreen[Preset | None]):
         self._presets: list[Preset] = []
 
     def compose(self) -> ComposeResult:
-        """Yield one line for each preset, and the keys."""
+        """Yield one line for each preset."""
         with Vertical(classes="dialog presets"):
             yield Label("Presets", classes="dialog-title")
             yield OptionList(compact=True)
-            yield Label(
-                Content.from_markup(
-                    "enter use  [@click=screen.keep]n save current settings[/]  [@click=screen.delete]d delete[/]  "
-                    "[@click=screen.leave]esc cancel[/]"
-                ),
-                classes="ways",
-            )
 
     def on_mount(self) -> None:
         """Show the presets."""
@@ -63,6 +58,10 @@ class PresetsScreen(ModalScreen[Preset | None]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Return the preset."""
         self.dismiss(self._presets[event.option_index])
+
+    def action_use(self) -> None:
+        """Return the highlighted preset."""
+        self.query_one(OptionList).action_select()
 
     def action_leave(self) -> None:
         """Return None."""
@@ -122,12 +121,14 @@ def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams
     return msgspec.structs.replace(defaults, **changed).validate()
 
 
-class ChatSettingsScreen(ModalScreen[ChatSettings | None]):
+class ChatSettingsScreen(Dialog[ChatSettings | None]):
     """Returns the edited settings, or None if cancelled. models: names of the loaded models."""
 
     AUTO_FOCUS = "#system"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+s,ctrl+l", "save", "Save", id="chat.settings.save", tooltip="Use these settings"),
+        ConsoleBinding(
+            "ctrl+s,ctrl+l", "save", "Use", id="chat.settings.save", tooltip="Use these settings", primary=True
+        ),
         Binding(
             "ctrl+t,ctrl+r", "presets", "Presets", id="chat.settings.presets", tooltip="Fill the form from a preset"
         ),

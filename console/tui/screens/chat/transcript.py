@@ -131,18 +131,18 @@ class ChatTranscript(VerticalScroll, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("home", "top", "Top", id="chat.top", tooltip="Go to the first turn", show=False, system=True),
         Binding("end", "bottom", "End", id="chat.end", tooltip="Go to the last turn", show=False, system=True),
-        Binding("left", "screen.branch(-1)", "‹", id="chat.left", tooltip="Show the branch before", show=False),
-        Binding("right", "screen.branch(1)", "›", id="chat.right", tooltip="Show the branch after", show=False),
-        Binding("shift+up", "screen.move(-1)", "Up", id="chat.turn.up", tooltip="Select the turn before", show=False),
+        Binding("left", "screen.branch(-1)", "‹", id="chat.left", tooltip="Show the previous branch", show=False),
+        Binding("right", "screen.branch(1)", "›", id="chat.right", tooltip="Show the next branch", show=False),
+        Binding("shift+up", "screen.move(-1)", "Up", id="chat.turn.up", tooltip="Select the previous turn", show=False),
         Binding(
-            "shift+down", "screen.move(1)", "Down", id="chat.turn.down", tooltip="Select the turn after", show=False
+            "shift+down", "screen.move(1)", "Down", id="chat.turn.down", tooltip="Select the next turn", show=False
         ),
         Binding(
             "delete",
             "screen.delete",
             "Delete",
             id="chat.turn.delete.here",
-            tooltip="Delete a turn, the last question by itself, and what follows it",
+            tooltip="Delete a turn, or the last question, and all that follows",
             show=False,
         ),
     ]
@@ -343,7 +343,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         self.remark()
 
     async def move(self, by: int) -> None:
-        """Select the turn before (-1) or after (1) the selected one; the last one where none is."""
+        """Select the previous turn (-1) or after (1) the selected one; the last one where none is."""
         ids = [turn.id for turn in self._path]
         if not ids:
             return

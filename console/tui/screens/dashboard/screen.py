@@ -10,55 +10,45 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
-from console.adviser import Look, Open, Turn
-from console.tui.keymap import INSIGHT, ConsoleBinding
-from console.tui.screens.base import ConsoleScreen
+from console.tui.keymap import API_SWITCH, DRAIN, INSIGHT, KNOBS, READOUT
 from console.tui.screens.dashboard.panels import DashboardPanel, Place, discover
-from console.tui.screens.dashboard.panels.advice import AdvicePanel, first_actionable
+from console.tui.screens.dashboard.panels.advice import AdvisedScreen
 from console.tui.screens.dashboard.panels.devices import DevicesPanel, is_many
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dashboard.panels.throughput import ThroughputPanel
 from console.tui.screens.dashboard.panels.workers import WorkersPanel
+from console.tui.screens.devices.screen import DevicesScreen
 from console.tui.screens.requests.detail import RequestScreen
+from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.view import View
+from console.tui.widgets.graph import Graph
+from engine.snapshot import RequestRow
 
 
-class DashboardScreen(ConsoleScreen):
+class DashboardScreen(RequestActions, AdvisedScreen):
     """The dashboard's keys and panels."""
 
     MODE = "dashboard"
     AUTO_FOCUS = "#request-table"
     BINDINGS: ClassVar[list[BindingType]] = [
-        ConsoleBinding(
-            "x,delete",
-            "cancel",
-            "Cancel",
-            id="request.cancel",
-            mutates=True,
-            tooltip="Cancel the selected request",
-            key_display="x",
-        ),
-        Binding("i", "inspect", "Worker", id="worker.open", tooltip="Show the selected worker"),
-        replace(INSIGHT, show=True),
-        ConsoleBinding(
-            "t",
-            "take_advice",
-            "Advice",
-            id="advice.take",
-            mutates=True,
-            tooltip="Apply the advice: change the knob that it names",
-        ),
         Binding(
-            "T",
-            "dismiss_advice",
-            "Dismiss advice",
-            id="advice.dismiss",
-            tooltip="Dismiss the first advice for this session",
+            "v",
+            "toggle_ended",
+            "Ended",
+            id="request.ended",
+            tooltip="Show the last requests that ended, or only the live ones",
             show=False,
         ),
+        Binding("i", "inspect", "Worker", id="worker.open", tooltip="Show the selected worker"),
+        Binding("d", "devices", "Devices", id="devices.open", tooltip="Show every reading of the devices", show=False),
+        replace(INSIGHT, show=True),
+        *KNOBS,
+        API_SWITCH,
+        DRAIN,
+        *READOUT,
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
-        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest again", show=False),
+        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest requests", show=False),
     ]
 
     def compose_body(self) -> ComposeResult:
@@ -104,7 +94,19 @@ class DashboardScreen(ConsoleScreen):
         if table.rows:
             table.action_choose()
         else:
-            self.notify("There is no worker yet. Press 2 to load a model.", severity="warning")
+            self.notify("No worker yet. Press 2 to load a model.", severity="warning")
+
+    def action_workers(self) -> None:
+        """Open the only worker, or go to the table to choose one."""
+        table = self.query_one(WorkersPanel).table
+        if len(table.rows) > 1:
+            table.focus()
+        else:
+            self.action_inspect()
+
+    def action_devices(self) -> None:
+        """Show every reading of the devices."""
+        self.app.push_screen(DevicesScreen())
 
     def action_zoom(self) -> None:
         """Another span in the graphs."""
@@ -112,43 +114,30 @@ class DashboardScreen(ConsoleScreen):
         panel.zoom()
         panel.show(self.console.view)
 
+    def action_readout(self, by: int) -> None:
+        """Read the values of another moment in the graphs."""
+        self.query_one("#tokens", Graph).move_cursor(by)
+
     def action_newest(self) -> None:
         """Choose no request, and show the first ones."""
         self.query_one(RequestsPanel).table.let_go()
 
-    def action_cancel(self) -> None:
-        """Cancel the request under the cursor."""
-        key = self.query_one(RequestsPanel).table.cursor_key
-        self.cancel_request(next((row for row in self.console.view.published.requests if row.id == key), None))
+    def action_toggle_ended(self) -> None:
+        """Show the requests that ended below the live ones, or hide them."""
+        panel = self.query_one(RequestsPanel)
+        panel.toggle_ended()
+        panel.show(self.console.view)
 
-    # -- advice --------------------------------------------------------------------------------------------------------
+    @property
+    def chosen_request(self) -> RequestRow | None:
+        """The request under the cursor."""
+        return self.query_one(RequestsPanel).chosen
 
-    def action_take_advice(self, index: int | None = None) -> None:
-        """Do what the first advice says, or that one: turn the knob, or go where it can be changed."""
-        advice = self.query_one(AdvicePanel).advice
-        at = first_actionable(advice) if index is None else index
-        if at is None or at >= len(advice):
-            return
-        match advice[at].action:
-            case Turn(knob=knob, by=by):
-                self.console.adviser.follow(advice[at])
-                self.console.action_step(knob, by)
-            case Open(mode=mode):
-                self.console.action_open(mode)
-            case Look(worker=worker):
-                self.app.push_screen(WorkerScreen(worker))
-        self.query_one(AdvicePanel).show(self.console.view)
+    def show_client(self, client: str) -> None:
+        """Show the requests of that client on the Requests screen."""
+        from console.tui.screens.requests.screen import RequestsScreen
 
-    def action_dismiss_advice(self, index: int = 0) -> None:
-        """Dismiss the first advice, or that one, for this session."""
-        advice = self.query_one(AdvicePanel).advice
-        if index < len(advice):
-            self.console.adviser.dismiss(advice[index])
-            self.query_one(AdvicePanel).show(self.console.view)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Advice can be taken and dismissed where there is any."""
-        if action not in ("take_advice", "dismiss_advice") or not self.is_mounted:
-            return True
-        advice = self.query_one(AdvicePanel).advice
-        return bool(advice) if action == "dismiss_advice" else first_actionable(advice) is not None
+        self.console.action_open("requests")
+        screen = self.app.screen_stack[0]
+        assert isinstance(screen, RequestsScreen)
+        screen.show_client(client)

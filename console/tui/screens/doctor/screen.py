@@ -10,10 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Grid, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from console.link.protocol import EngineLink
+from console.tui.screens.base import Dialog
 from console.tui.widgets.glyphs import for_terminal
 from engine.doctor.report import Finding, Report, State
 from engine.errors import EngineError
@@ -73,12 +73,12 @@ def advice(sentence: str) -> Content:
     )
 
 
-class DoctorScreen(ModalScreen[None]):
+class DoctorScreen(Dialog[None]):
     """Looks once when it opens, and again when asked to; the last findings stay in sight meanwhile."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "look", "Look again", id="doctor.look", tooltip="Check the machine again", show=False),
-        Binding("escape,q", "dismiss", "Close", id="doctor.close", tooltip="Close the doctor", show=False),
+        Binding("r", "look", "Look again", id="doctor.look", tooltip="Check the machine again"),
+        Binding("escape,q", "dismiss", "Close", id="doctor.close", tooltip="Close the doctor", key_display="esc"),
     ]
 
     def __init__(self, link: EngineLink) -> None:
@@ -89,7 +89,6 @@ class DoctorScreen(ModalScreen[None]):
         """The verdict above the findings."""
         with VerticalScroll(classes="dialog doctor") as page:
             page.border_title = "Doctor"
-            page.border_subtitle = "r looks again, esc closes"
             yield Static(id="verdict")
             yield Vertical(id="findings")
 
@@ -102,7 +101,7 @@ class DoctorScreen(ModalScreen[None]):
         self.run_worker(self._look(), group="doctor", exclusive=True, exit_on_error=False)
 
     async def _look(self) -> None:
-        self._say("◌", "Looking at the machine, its GPUs and what is installed …", "$muted")
+        self._say("◌", "Checking the machine, its GPUs and the installation …", "$muted")
         try:
             report = await self._link.diagnose()
         except EngineError as error:

@@ -12,12 +12,11 @@ from textual.content import Content
 from textual.widgets import Static
 
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsolePage
+from console.tui.screens.base import Dialog
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.insight import text as words
 from console.tui.screens.insight.text import Room
 from console.tui.view import View
-from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from engine.snapshot import Snapshot
 
@@ -56,7 +55,7 @@ class InsightPanel(Static):
             self.show(self._snapshot)
 
 
-class InsightScreen(ConsolePage[None]):
+class InsightScreen(Dialog[None]):
     """Two columns where it is wide, one that scrolls where it is not."""
 
     AUTO_FOCUS = "#insight-page"
@@ -97,7 +96,6 @@ class InsightScreen(ConsolePage[None]):
                     yield InsightPanel("Context", words.context, id="insight-context")
                     yield InsightPanel("Draft acceptance by position", words.drafts, id="insight-drafts")
                     yield InsightPanel("Device utilisation", words.work, id="insight-work")
-        yield KeyRow()
 
     def on_mount(self) -> None:
         """Never empty."""
@@ -115,7 +113,7 @@ class InsightScreen(ConsolePage[None]):
         """Reset the counters, after a question."""
         question = ConfirmScreen(
             "Reset counters?",
-            "The numbers of this page start again at zero. Totals, graphs and today's energy stay.",
+            "These numbers start again at zero. Totals, graphs and today's energy stay.",
             yes="Reset",
             no="Cancel",
         )

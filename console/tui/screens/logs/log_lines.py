@@ -16,22 +16,30 @@ from engine.text.printable import printable, printable_lines
 
 MAX_LINES = 5000
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+ACCESS = "access"
+"""The source of access lines, one for each HTTP request."""
 _TAB_CELLS = 4
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warn", logging.ERROR: "error"}
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which lines are shown. word: any case; source: "" for all."""
+    """Which lines are shown. word: any case; source: "" for all.
+
+    access: with the access lines of the API, one for each request, which would bury all others; as the only source,
+    they are always shown.
+    """
 
     level: int = logging.DEBUG
     source: str = ""
     word: str = ""
+    access: bool = False
 
-    @property
-    def everything(self) -> bool:
-        """True if no line is left out."""
-        return self.level <= logging.DEBUG and not self.source and not self.word
+    def passes(self, source: str, level: int) -> bool:
+        """Return whether lines of a source and a level are shown, whatever is in them."""
+        if source == ACCESS and not self.access and self.source != ACCESS:
+            return False
+        return level >= self.level and (not self.source or source == self.source)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +65,7 @@ class LogLines:
         self._limit = limit
         self._lines: deque[Line] = deque()
         self._shown: deque[Line] = deque()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
         self._wanted = Wanted()
 
     def __len__(self) -> int:
@@ -75,7 +83,21 @@ class LogLines:
 
     def sources(self) -> tuple[tuple[str, int], ...]:
         """How many lines each source has, by name."""
-        return tuple(sorted(self._counts.items()))
+        counts: Counter[str] = Counter()
+        for (source, _), count in self._counts.items():
+            counts[source] += count
+        return tuple(sorted(counts.items()))
+
+    def hidden(self) -> tuple[tuple[str, int], ...]:
+        """How many lines are left out for their level, by its name, and how many are access lines."""
+        wanted, levels, access = self._wanted, Counter[int](), 0
+        for (source, level), count in self._counts.items():
+            if source == ACCESS and not wanted.passes(ACCESS, logging.ERROR):
+                access += count if not wanted.source else 0
+            elif level < wanted.level and wanted.passes(source, logging.ERROR):
+                levels[level] += count
+        named = [(LEVEL_NAMES[level], count) for level, count in sorted(levels.items())]
+        return (*named, (ACCESS, access)) if access else tuple(named)
 
     def add(self, entries: Sequence[LogEntry]) -> list[Line]:
         """Append lines, dropping the oldest beyond the limit; those that are wanted."""
@@ -86,7 +108,7 @@ class LogLines:
         for entry in entries:
             line = _line(entry)
             self._lines.append(line)
-            self._counts[line.source] += 1
+            self._counts[line.source, level_of(entry)] += 1
             if self._is_wanted(line):
                 self._shown.append(line)
                 added.append(line)
@@ -97,14 +119,22 @@ class LogLines:
         for lines in (self._lines, self._shown, self._counts):
             lines.clear()
 
-    def want(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> bool:
-        """Change the filter; whether that changed it."""
+    def want(
+        self,
+        *,
+        level: int | None = None,
+        source: str | None = None,
+        word: str | None = None,
+        access: bool | None = None,
+    ) -> bool:
+        """Change the filter; return whether that changed it."""
         before = self._wanted
         self._wanted = replace(
             before,
             level=before.level if level is None else level,
             source=before.source if source is None else source,
             word=before.word if word is None else word.casefold(),
+            access=before.access if access is None else access,
         )
         if self._wanted == before:
             return False
@@ -113,7 +143,7 @@ class LogLines:
 
     def has_below(self, level: int) -> bool:
         """Return whether there are lines below a level."""
-        return any(line.entry.level < level for line in self._lines)
+        return any(each < level for _, each in self._counts)
 
     def as_text(self) -> Iterator[str]:
         """The lines that are wanted now, as the log file has them; each is written out when it is asked for."""
@@ -121,25 +151,24 @@ class LogLines:
 
     def _drop(self) -> None:
         line = self._lines.popleft()
-        self._counts[line.source] -= 1
-        if not self._counts[line.source]:
-            del self._counts[line.source]
+        counted = line.source, level_of(line.entry)
+        self._counts[counted] -= 1
+        if not self._counts[counted]:
+            del self._counts[counted]
         if self._shown and self._shown[0] is line:
             self._shown.popleft()
 
     def _is_wanted(self, line: Line) -> bool:
         wanted = self._wanted
-        return (
-            line.entry.level >= wanted.level
-            and (not wanted.source or line.source == wanted.source)
-            and (not wanted.word or wanted.word in line.sought)
-        )
+        return wanted.passes(line.source, level_of(line.entry)) and (not wanted.word or wanted.word in line.sought)
 
 
 def source_of(logger: str) -> str:
     """Which part of the program a logger is of: "engine" for engine.worker_process.logs, "api" for
-    console.api.requests.stream."""
+    console.api.requests.stream, "access" for api.access."""
     first, _, rest = logger.partition(".")
+    if first == "api" and rest == ACCESS:
+        return ACCESS
     return "api" if first == "console" and rest.partition(".")[0] == "api" else first or "other"
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -15,13 +13,14 @@ from textual.content import Content
 from textual.widgets import Input, Static
 
 from console import text
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.logs.log_lines import LEVEL_NAMES, LEVELS, LogLines, line_text
 from console.tui.screens.logs.view import LogView
+from console.tui.screens.save_dialog import save_file, suggested_path
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Column, Row, Table, cell
-from engine.system.files import private_opener
 
 # The sources of lines, with their counts; one of them, or all, is chosen.
 
@@ -72,14 +71,34 @@ class LogsScreen(ConsoleScreen):
     AUTO_FOCUS = "LogView"
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "find", "Find", id="logs.filter", tooltip="Show only lines with a word", key_display="/"),
-        Binding("v", "level", "Level", id="logs.level", tooltip="Show fewer levels, then all again"),
+        ConsoleBinding(
+            "slash",
+            "find",
+            "Find",
+            id="logs.filter",
+            primary=True,
+            tooltip="Search: show only lines with a word",
+            key_display="/",
+        ),
+        Binding("v", "level", "Level", id="logs.level", tooltip="Hide the lowest level, then show all levels"),
+        Binding("w", "warning(1)", "Warning", id="logs.warning", tooltip="Go to the next warning or error"),
+        Binding(
+            "h", "access", "Access", id="logs.access", tooltip="Show or hide the access lines, one per HTTP request"
+        ),
         Binding("s", "sources", "Source", id="logs.source", tooltip="Show only one source"),
         Binding("f,G,end", "follow", "Follow", id="logs.bottom", tooltip="Go to the newest line and follow it"),
-        Binding("c", "copy", "Copy", id="logs.copy", tooltip="Copy the chosen line, or else the newest one"),
+        Binding("c", "copy", "Copy", id="logs.copy", tooltip="Copy the selected line, or the newest one"),
         Binding("e", "export", "Export", id="logs.export", tooltip="Save the lines that are shown to a file"),
+        Binding(
+            "W",
+            "warning(-1)",
+            "Warning before",
+            id="logs.warning.before",
+            tooltip="Go to the previous warning or error",
+            show=False,
+        ),
         Binding("g,home", "top", "Top", id="logs.top", tooltip="Go to the oldest line", show=False),
-        Binding("escape", "leave", "Leave", id="logs.leave", tooltip="Show all lines again", show=False),
+        Binding("escape", "leave", "Leave", id="logs.leave", tooltip="Clear the filters", show=False),
     ]
 
     def __init__(self) -> None:
@@ -93,7 +112,7 @@ class LogsScreen(ConsoleScreen):
             yield LogSources()
             yield LogView()
         with Horizontal(id="log-foot"):
-            yield Input(placeholder="/ then a word", id="word", compact=True)
+            yield Input(placeholder="/ search", id="word", compact=True)
             yield Static(id="log-state", markup=False)
 
     def update_body(self, view: View) -> None:
@@ -121,8 +140,15 @@ class LogsScreen(ConsoleScreen):
             self._state = state
             self.query_one("#log-state", Static).update(for_terminal(self.app, state))
 
-    def _filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
-        self._view.filter(level=level, source=source, word=word)
+    def _filter(
+        self,
+        *,
+        level: int | None = None,
+        source: str | None = None,
+        word: str | None = None,
+        access: bool | None = None,
+    ) -> None:
+        self._view.filter(level=level, source=source, word=word, access=access)
         self._say()
 
     # -- what happens -----------------------------------------------------------------------------------------------
@@ -165,7 +191,7 @@ class LogsScreen(ConsoleScreen):
         self.query_one(LogSources).remove_class("-open")
 
     def action_leave(self) -> None:
-        """All lines again."""
+        """All lines again; whether access lines are among them stays as it was chosen."""
         self.query_one("#word", Input).value = ""
         table = self.query_one(LogSources).table
         if table.cursor_key is not None:
@@ -178,6 +204,17 @@ class LogsScreen(ConsoleScreen):
         lines = self._view.lines
         levels = [LEVELS[0], *(level for level in LEVELS[1:] if lines.has_below(level) or level == lines.wanted.level)]
         self._filter(level=levels[(levels.index(lines.wanted.level) + 1) % len(levels)])
+
+    def action_access(self) -> None:
+        """Access lines among the others, or not."""
+        self._filter(access=not self._view.lines.wanted.access)
+
+    def action_warning(self, by: int) -> None:
+        """Choose the next or previous warning or error."""
+        if self._view.choose_warning(by):
+            self._view.focus()
+        else:
+            self.notify("No warnings or errors.")
 
     def action_top(self) -> None:
         """Oldest."""
@@ -193,51 +230,40 @@ class LogsScreen(ConsoleScreen):
         shown = self._view.lines.shown
         line = self._view.chosen or (shown[-1] if shown else None)
         if line is None:
-            self.notify("There is no line to copy.", severity="warning")
+            self.notify("No line to copy.", severity="warning")
             return
         self.app.copy_to_clipboard(line_text(line))
-        self.notify("Copied the chosen line" if self._view.chosen is not None else "Copied the newest line")
+        self.notify("Copied the selected line" if self._view.chosen is not None else "Copied the newest line")
 
     def action_export(self) -> None:
-        """Write the shown lines into a file where the console was started."""
+        """Save the lines that are shown where the operator says."""
         lines = self._view.lines
-        if lines.shown:
-            self.run_worker(self._export(lines.as_text(), len(lines.shown)), group="export", exit_on_error=False)
-        else:
-            self.notify("There is no line to save.", severity="warning")
+        if not lines.shown:
+            self.notify("No line to save.", severity="warning")
+            return
+        shown, count = lines.as_text(), text.plural(len(lines.shown), "line")
 
-    async def _export(self, lines: Iterator[str], count: int) -> None:
-        try:
-            path = await asyncio.to_thread(save, lines, Path.cwd())
-        except OSError as error:
-            self.notify(f"The lines cannot be saved: {error.strerror}", severity="error", markup=False)
-        else:
-            self.notify(f"Saved {text.plural(count, 'line')} to {path}", markup=False, timeout=8)
+        def content() -> bytes:
+            return "".join(f"{line}\n" for line in shown).encode("utf-8", "replace")
 
-
-def save(lines: Iterable[str], folder: Path) -> Path:
-    """Write lines to a new file in `folder`; raises OSError. Blocking."""
-    stem = time.strftime("ericllm-log-%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        path = folder / (f"{stem}.txt" if number == 1 else f"{stem}-{number}.txt")
-        try:
-            with open(path, "x", encoding="utf-8", errors="replace", opener=private_opener) as file:
-                file.writelines(f"{line}\n" for line in lines)
-        except FileExistsError:
-            continue
-        return path
-    raise FileExistsError(17, f"{stem}.txt and 998 more of that name exist already")
+        path = suggested_path(time.strftime("ericllm-log-%Y%m%d-%H%M%S.txt"))
+        save_file(self.app, f"Save {count} of the log", path, content, saved=f"Saved {count}")
 
 
 def state_line(lines: LogLines, *, follows: bool, unseen: int) -> Content:
-    """ "● following   120 of 5,000 lines, warn and above"."""
-    wanted = lines.wanted
+    """ "● following  120 of 5,000 lines  hidden: info 4,612, access 268"."""
     if follows:
         state = Content.styled("● following", "$success")
     else:
         news = f", {unseen:,} new" if unseen else ""
         state = Content.styled(f"■ paused{news}, f follows", "bold $warning")
-    shown = f"{len(lines.shown):,} of " if not wanted.everything else ""
-    level = f", {LEVEL_NAMES[wanted.level]} and above" if wanted.level > LEVELS[0] else ""
+    wanted = lines.wanted
+    shown = f"{len(lines.shown):,} of " if len(lines.shown) < len(lines) else ""
     source = f", {wanted.source}" if wanted.source else ""
-    return Content.assemble(state, "  ", (f"{shown}{len(lines):,} lines{source}{level}", "$muted"))
+    parts = [state, Content.styled(f"{shown}{len(lines):,} lines{source}", "$muted")]
+    hidden = [f"{name} {count:,}" for name, count in lines.hidden()]
+    if hidden:
+        parts.append(Content.styled(f"hidden: {', '.join(hidden)}", "$warning"))
+    elif wanted.level > LEVELS[0]:
+        parts.append(Content.styled(f"{LEVEL_NAMES[wanted.level]} and above", "$muted"))
+    return Content("  ").join(parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
@@ -27,8 +28,8 @@ SOURCE_CELLS = 8
 _BEFORE = 8 + 2 + 5 + 2 + SOURCE_CELLS + 1
 _MIN_CELLS = 20
 _STYLES = {"debug": "$muted", "info": "", "warn": "$warning", "error": "bold $error"}
-_EMPTY = "Nothing was logged yet."
-_NONE_WANTED = "No line passes the filter; escape shows all again."
+_EMPTY = "No log lines yet."
+_NONE_WANTED = "No line matches the filters. Esc clears it, h shows access lines."
 
 
 class LogView(ScrollView, can_focus=True):
@@ -45,8 +46,8 @@ class LogView(ScrollView, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", id="log.up", tooltip="Choose the line above", show=False, system=True),
-        Binding("down,j", "move(1)", "Down", id="log.down", tooltip="Choose the line below", show=False, system=True),
+        Binding("up,k", "move(-1)", "Up", id="log.up", tooltip="Select the previous line", show=False, system=True),
+        Binding("down,j", "move(1)", "Down", id="log.down", tooltip="Select the next line", show=False, system=True),
         Binding("pageup", "page(-1)", "Page up", id="log.page_up", tooltip="Go up a page", show=False, system=True),
         Binding(
             "pagedown", "page(1)", "Page down", id="log.page_down", tooltip="Go down a page", show=False, system=True
@@ -105,9 +106,16 @@ class LogView(ScrollView, can_focus=True):
         self._place_all()
         self._resize()
 
-    def filter(self, *, level: int | None = None, source: str | None = None, word: str | None = None) -> None:
+    def filter(
+        self,
+        *,
+        level: int | None = None,
+        source: str | None = None,
+        word: str | None = None,
+        access: bool | None = None,
+    ) -> None:
         """Show other lines, the newest of them."""
-        if self._lines.want(level=level, source=source, word=word):
+        if self._lines.want(level=level, source=source, word=word, access=access):
             self._place_all()
             self.follow()
 
@@ -205,7 +213,7 @@ class LogView(ScrollView, can_focus=True):
     # -- choosing a line --------------------------------------------------------------------------------------------
 
     def action_move(self, by: int) -> None:
-        """Choose the line above or below; at first the lowest that is seen."""
+        """Select the previous line or below; at first the lowest that is seen."""
         shown = self._lines.shown
         if not shown:
             return
@@ -215,6 +223,20 @@ class LogView(ScrollView, can_focus=True):
             return
         index = bisect_right(shown, self._chosen.row, key=lambda each: each.row) - 1 + by
         self._choose(shown[min(max(0, index), len(shown) - 1)])
+
+    def choose_warning(self, by: int) -> bool:
+        """Choose the next (1) or previous (-1) warning or error, the newest where no line is chosen; False where there
+        is none. After the last comes the first."""
+        found = [line for line in self._lines.shown if line.entry.level >= logging.WARNING]
+        if not found:
+            return False
+        if self._chosen is None:
+            self._choose(found[-1])
+            return True
+        rows = [line.row for line in found]
+        at = bisect_right(rows, self._chosen.row) if by > 0 else bisect_left(rows, self._chosen.row) - 1
+        self._choose(found[at % len(found)])
+        return True
 
     def action_page(self, by: int) -> None:
         """Scroll by what is seen."""

@@ -12,7 +12,8 @@ from textual.widgets import Input
 
 from console import text
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsolePage
+from console.tui.screens.base import Dialog
+from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.table import Column, Row, Table, cell
@@ -22,7 +23,7 @@ _COLUMNS = (Column("adapter", 12, grow=20), Column("state", 20, grow=60), Column
 _NONE = "No adapters yet. Type the folder of one below; requests then name it as their model."
 
 
-class AdaptersScreen(ConsolePage[None]):
+class AdaptersScreen(Dialog[None]):
     """model: the key of the model in view."""
 
     AUTO_FOCUS = "Input"
@@ -30,7 +31,7 @@ class AdaptersScreen(ConsolePage[None]):
         ConsoleBinding(
             "x,delete", "detach", "Detach", id="adapters.detach", mutates=True, tooltip="Detach the selected adapter"
         ),
-        Binding("escape", "dismiss", "Close", id="adapters.close", tooltip="Close the adapters", show=False),
+        Binding("escape", "dismiss", "Close", id="adapters.close", tooltip="Close the adapters"),
     ]
 
     def __init__(self, model: str) -> None:
@@ -39,8 +40,7 @@ class AdaptersScreen(ConsolePage[None]):
 
     def compose(self) -> ComposeResult:
         """The adapters above a box for one more."""
-        with Vertical(classes="dialog adapters") as page:
-            page.border_subtitle = "tab to the list, x detaches, esc closes"
+        with Vertical(classes="dialog adapters"):
             yield Table(_COLUMNS, empty=_NONE, id="adapter-table")
             yield Input(placeholder="A folder, or name=folder. Enter attaches it.", id="adapter", compact=True)
 
@@ -78,7 +78,20 @@ class AdaptersScreen(ConsolePage[None]):
         if chosen is None or model is None:
             self.notify("Choose an adapter with the arrow keys first.", severity="warning")
             return
-        self.console.perform(self.console.link.detach(chosen, model.name), done=f"{chosen} is detached")
+
+        def detach() -> None:
+            self.console.perform(self.console.link.detach(chosen, model.name), done=f"{chosen} is detached")
+
+        if self.console.view.is_read_only or not model.running + model.queued:
+            detach()
+            return
+        question = ConfirmScreen(
+            f"Detach {chosen}? {text.plural(model.running + model.queued, 'request')} of {model.name} not finished.",
+            "Those that use it finish with it; new requests for it get a 404.",
+            yes="Detach",
+            no="Keep",
+        )
+        self.app.push_screen(question, lambda sure: detach() if sure else None)
 
 
 def _row(adapter: AdapterReading, model: ModelReading) -> Row:

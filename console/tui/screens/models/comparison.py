@@ -9,11 +9,11 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 
 from console import text
 from console.link.protocol import ModelsLink
 from console.settings.load_options import NO_OPTIONS
+from console.tui.screens.base import Dialog
 from console.tui.screens.models.load_form import LoadForm
 from console.tui.screens.models.panel import Edits, load_target, missing_memory
 from console.tui.screens.models.table import family, quantization
@@ -58,7 +58,7 @@ def compare(left: Side, right: Side) -> tuple[Line, ...]:
 def _files(left: ModelEntry, right: ModelEntry) -> Iterator[Line]:
     yield _words("architecture", family(left), family(right))
     yield _words("quantised", quantization(left), quantization(right))
-    yield _numbers("bits a weight", left.bits_per_weight or 0, right.bits_per_weight or 0, lambda bits: f"{bits:.2f}")
+    yield _numbers("bits per weight", left.bits_per_weight or 0, right.bits_per_weight or 0, lambda bits: f"{bits:.2f}")
     yield _numbers("parameters", left.parameters, right.parameters, text.count)
     yield _numbers("weights", left.weights_bytes, right.weights_bytes, text.size)
     yield _numbers("context", left.context_tokens, right.context_tokens, lambda tokens: f"{tokens:,.0f}")
@@ -84,8 +84,8 @@ def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator
     first, second = (fit if isinstance(fit, Estimate) else None for fit in (left, right))
     if first is None and second is None:
         return
-    yield _both("a worker's weights", *(None if fit is None else fit.weights_bytes for fit in (first, second)))
-    yield _both("KV of a token", *(None if fit is None else fit.kv_token_bytes for fit in (first, second)))
+    yield _both("weights per worker", *(None if fit is None else fit.weights_bytes for fit in (first, second)))
+    yield _both("KV per token", *(None if fit is None else fit.kv_token_bytes for fit in (first, second)))
     devices = {_key(device): device for fit in (first, second) if fit is not None for device in fit.devices}
     for key in devices:
         yield from _device(text.device_label(devices[key]), _of(first, key), _of(second, key))
@@ -141,13 +141,15 @@ def _of(fit: Estimate | None, key: tuple[str, str]) -> DeviceEstimate | None:
 _NAME = 24
 
 
-class CompareScreen(ModalScreen[None]):
+class CompareScreen(Dialog[None]):
     """entries: the two.  edits: what was changed in their forms."""
 
     AUTO_FOCUS = "Table"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "only", "Differences", id="compare.only", tooltip="Show only what differs, then all again"),
-        Binding("escape,v,q", "dismiss", "Close", id="compare.close", tooltip="Close the comparison"),
+        Binding(
+            "escape,v,q", "dismiss", "Close", id="compare.close", tooltip="Close the comparison", key_display="esc"
+        ),
     ]
 
     def __init__(self, models: ModelsLink, entries: tuple[ModelEntry, ModelEntry], edits: Edits) -> None:
@@ -171,7 +173,6 @@ class CompareScreen(ModalScreen[None]):
         )
         with Vertical(classes="dialog compare") as page:
             page.border_title = "Two models"
-            page.border_subtitle = "d shows only what differs, esc closes"
             yield Table(columns, empty="Nothing differs.")
 
     def on_mount(self) -> None:

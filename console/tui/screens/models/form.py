@@ -42,7 +42,7 @@ class LoadFormView(Static, can_focus=True):
             "clear",
             "As set",
             id="load.clear",
-            tooltip="Leave the value to the program's knobs and settings",
+            tooltip="Reset the value to the knobs and settings",
         ),
         *(
             Binding(
@@ -58,14 +58,15 @@ class LoadFormView(Static, can_focus=True):
             for digit in range(10)
         ),
         Binding("t", "type", "Type", id="load.type", tooltip="Type the value: a list, a folder, a number"),
-        Binding("m", "more", "More", id="load.more_options", tooltip="Show all options of a load, or few"),
+        Binding("m", "more", "More", id="load.more_options", tooltip="Show all load options, or the basic ones"),
         ConsoleBinding(
             "enter",
             "screen.load_model(False)",
             "Load",
             id="models.load",
             mutates=True,
-            tooltip="Load the model with these",
+            primary=True,
+            tooltip="Load the model with these values",
         ),
         ConsoleBinding(
             "b",
@@ -73,7 +74,7 @@ class LoadFormView(Static, can_focus=True):
             "Beside",
             id="models.beside",
             mutates=True,
-            tooltip="Load it with these beside the others",
+            tooltip="Load it in addition, with these values",
         ),
     ]
     DEFAULT_CSS = """

@@ -127,12 +127,12 @@ class LoadForm:
     def origin(self, name: str) -> str:
         """Return where a value comes from, in a word or two."""
         if self.is_own(name):
-            return "own"
+            return "set here"
         if self._field(name).is_knob:
-            return "the knob"
+            return "current"
         if name == "max_model_len" and self.defaults.max_model_len is None:
-            return "the model's"
-        return "as set"
+            return "model default"
+        return "from settings"
 
     def with_step(self, name: str, by: int) -> LoadForm:
         """Return the form with the next value up or down; the last one stays, and so does what can only be typed."""

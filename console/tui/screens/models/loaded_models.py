@@ -1,4 +1,4 @@
-"""The models that the engine holds: how each is doing and what it takes; one that loads shows its phases."""
+"""The loaded models: how each is doing and what it takes; one that loads shows its phases."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def _download(fetching: Fetching, pace: Pace | None) -> list[Content]:
     return [
         Content.assemble(("◔ downloading", "$worker-loading"), (f"  {fetching.model}", "bold $foreground")),
         *(
-            [Content.styled("Asking the hub what there is …", "$muted")]
+            [Content.styled("Asking the hub for the files …", "$muted")]
             if asking
             else current_phase(fetching.progress, pace)
         ),
-        Content.assemble(_CANCEL, ("; what has come is kept", "$muted")),
+        Content.assemble(_CANCEL, ("; the part downloaded is kept", "$muted")),
     ]
 
 
@@ -185,7 +185,7 @@ def _worker(worker: WorkerReading, pace: Pace | None) -> Content:
 def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Content]:
     yield _row("requests", Content(f"{model.running} running, {model.queued} queued"))
     if model.status.state == "idle":
-        yield _row("idle", Content("loads again with the next request"))
+        yield _row("idle", Content("the next request loads it again"))
     elif model.idle_unload_s > 0:
         yield _row("idle", Content(f"unloads after {_span(model.idle_unload_s)} without requests"))
     workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]

@@ -71,7 +71,7 @@ def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> I
     if found.warning:
         yield Content.styled(found.warning, "$warning")
     if found.learned.loads:
-        yield Content.styled(f"Corrected by {text.plural(found.learned.loads, 'earlier load')}.", "$muted")
+        yield Content.styled(f"Calibrated from {text.plural(found.learned.loads, 'earlier load')}", "$muted")
 
 
 def _table(found: Estimate, width: int, ascii_only: bool) -> Iterator[Content]:
@@ -178,7 +178,14 @@ class FitPreview(Static):
         lines = list(_fit(entry, fit, self.content_size.width, ascii_only=is_ascii(self.app)))
         if stale and isinstance(fit, Estimate):
             lines = [_WAITING, Content.styled(Content("\n").join(lines[1:]).plain, "$muted")]
+        elif isinstance(fit, Estimate) and self._is_in_brief():
+            del lines[0]
         self.update(for_terminal(self.app, Content("\n").join(lines)))
+
+    def _is_in_brief(self) -> bool:
+        """True if the line above the form has the verdict, and both are seen."""
+        assert self.parent is not None
+        return self.display and any(brief.display for brief in self.parent.query("#brief"))
 
 
 _WAITING = Content.styled("◌ Estimating…", "$muted")
@@ -194,7 +201,7 @@ def brief(entry: ModelEntry, fit: Fit) -> Content:
 
 def _about(entry: ModelEntry) -> Iterator[Content]:
     bits = entry.bits_per_weight
-    each = f", {bits:.2f} bits a weight" if bits is not None else ""
+    each = f", {bits:.2f} bits per weight" if bits is not None else ""
     context = f"{entry.context_tokens:,} tokens" if entry.context_tokens else "not said"
     rows = [("kind", f"{family(entry)}, {quantization(entry)}{each}")]
     if entry.weights_bytes or not entry.problem:
@@ -215,7 +222,7 @@ def _folder(entry: ModelEntry) -> str:
 
 def _fit(entry: ModelEntry, fit: Fit, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
     if entry.unfinished:
-        yield Content.styled(f"◔ Its download stopped with {text.size(entry.kept_bytes)}.", "$warning")
+        yield Content.styled(f"◔ Download stopped at {text.size(entry.kept_bytes)}.", "$warning")
     elif entry.problem:
         yield Content.styled(f"✖ {entry.problem}", "$error")
     elif fit is None:
@@ -257,7 +264,7 @@ def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = F
     if read_only or is_broken(entry):
         return Content(", ").join(marks)
     there = active_models(snapshot)
-    load = "Enter goes on with its download" if entry.unfinished else "Enter loads it"
+    load = "Enter resumes its download" if entry.unfinished else "Enter loads it"
     words = [clickable(load, "screen.load_model(False)")]
     if there:
         model = default_model(snapshot)
@@ -265,7 +272,7 @@ def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = F
         replaced = spec.name if spec is not None else "the model"
         words = [
             clickable(f"{load} in place of {replaced}", "screen.load_model(False)"),
-            clickable("b beside it", "screen.load_model(True)"),
+            clickable("b in addition", "screen.load_model(True)"),
         ]
     more = (
         clickable("e sets values", "screen.edit"),
@@ -293,7 +300,8 @@ class ModelPanel(Vertical):
     DEFAULT_CSS = """
     ModelPanel { height: auto; min-height: 8; }
     ModelPanel LoadFormView { margin: 1 0; }
-    ModelPanel #brief { display: none; height: auto; }
+    ModelPanel LoadFormView.-broken { display: none; }
+    ModelPanel #brief { display: none; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     ModelPanel #hint {
         height: auto;
         link-style: none; link-color: $primary; link-background: transparent;
@@ -349,7 +357,7 @@ class ModelPanel(Vertical):
         if entry != self._entry:
             self._fit = None
             self.query_one(ModelDetails).show(entry)
-            self.query_one(LoadFormView).display = not is_broken(entry)
+            self.query_one(LoadFormView).set_class(is_broken(entry), "-broken")
             self._fill(entry, self._edits.get(load_target(entry), NO_OPTIONS))
         self._entry, self._moment = entry, moment
         self.price()

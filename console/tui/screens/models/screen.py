@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,15 +10,16 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
+from textual.dom import DOMNode
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from console import text
+from console.link.protocol import DRAIN_S
 from console.settings.load_options import NO_OPTIONS
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsoleScreen
-from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from console.tui.screens.base import ConsoleScreen, Dialog
+from console.tui.screens.dialogs import ConfirmScreen, FinishOrCut, FinishOrCutScreen, LineScreen
 from console.tui.screens.models.adapters import AdaptersScreen
 from console.tui.screens.models.comparison import CompareScreen
 from console.tui.screens.models.form import LoadFormView
@@ -37,6 +38,7 @@ from console.tui.screens.models.table import ModelTable
 from console.tui.view import View
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.table import Table
+from engine.config import MAX_TIMEOUT_S
 from engine.errors import EngineError, LoadCancelled
 from engine.models.catalog import ModelEntry
 from engine.snapshot import ModelReading, ModelState
@@ -54,7 +56,7 @@ class HubBox(Input):
             "Fetch only",
             id="models.fetch",
             mutates=True,
-            tooltip="Fetch a hub id and load nothing",
+            tooltip="Download a hub id without loading it",
         ),
     ]
 
@@ -66,7 +68,11 @@ class HubBox(Input):
         fetch_only: bool
 
     def __init__(self) -> None:
-        super().__init__(placeholder="A folder or org/name. Enter loads it, ctrl+l only fetches it.", id="other")
+        super().__init__(placeholder="Path or org/model. Enter: load, Ctrl+L: download only", id="other")
+
+    def on_blur(self) -> None:
+        """Where there is little room, it is shown only while it is typed in."""
+        self.remove_class("-open")
 
     async def action_submit(self) -> None:
         """Load it."""
@@ -93,7 +99,7 @@ def ask_value(app: App[Any], event: LoadFormView.Typing) -> None:
 How = Literal["load", "beside", "forget"]
 
 
-class LoadScreen(ModalScreen[How | None]):
+class LoadScreen(Dialog[How | None]):
     """The form of a load; its result is what to do with the model and the values in `edits`, None for nothing."""
 
     AUTO_FOCUS = "LoadFormView"
@@ -144,6 +150,10 @@ class LoadScreen(ModalScreen[How | None]):
         self.dismiss("forget")
 
 
+_LOADING = frozenset({"models.load", "models.beside", "models.edit"})
+"""Keys that a model which cannot be loaded does not offer."""
+
+
 class ModelsScreen(ConsoleScreen):
     """A table of models; beside it the engine's models and the selected one with its form."""
 
@@ -151,7 +161,7 @@ class ModelsScreen(ConsoleScreen):
     AUTO_FOCUS = "ModelTable"
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "edit", "Settings", id="models.edit", tooltip="Change what the selected model is loaded with"),
+        Binding("e", "edit", "Settings", id="models.edit", tooltip="Change the load settings of the selected model"),
         Binding("slash", "search", "Search", id="models.search", tooltip="Search the models", key_display="/"),
         Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models"),
         ConsoleBinding(
@@ -184,7 +194,7 @@ class ModelsScreen(ConsoleScreen):
         Binding(
             "d", "adapters", "Adapters", id="models.adapters", tooltip="Attach or detach LoRA adapters", show=False
         ),
-        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave box and search", show=False),
+        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave the box, end the search", show=False),
     ]
 
     def __init__(self) -> None:
@@ -193,17 +203,19 @@ class ModelsScreen(ConsoleScreen):
         self._marked: tuple[str, ...] = ()
         self._edits: Edits = {}
         self._scans = 0
+        self._is_broken = False
+        self._is_loading = False
 
     def compose_body(self) -> ComposeResult:
         """Table and boxes on the left, details on the right (below, where it is narrow)."""
         with Horizontal(id="models"):
             with Vertical(id="found"):
                 yield ModelTable()
-                yield Input(placeholder="Name, architecture or quantisation. Enter keeps, esc ends it.", id="search")
+                yield Input(placeholder="Name, architecture or quantisation · Enter keep · esc clear", id="search")
                 yield HubBox()
             with VerticalScroll(id="about"):
-                yield ModelLoad()
                 yield ModelPanel(self._edits)
+                yield ModelLoad()
 
     def on_mount(self) -> None:
         """Look once."""
@@ -211,7 +223,7 @@ class ModelsScreen(ConsoleScreen):
 
     def update_body(self, view: View) -> None:
         """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
-        self.query_one(HubBox).display = not view.is_read_only
+        self.query_one(HubBox).set_class(view.is_read_only, "-read-only")
         snapshot = view.snapshot
         self.query_one(ModelLoad).show(snapshot, self.link.models.fetching())
         loaded = {str(status.spec.path): status.state for status in active_models(snapshot) if status.spec is not None}
@@ -219,6 +231,23 @@ class ModelsScreen(ConsoleScreen):
             self._loaded = loaded
             self.query_one(ModelTable).mark(loaded, self._marked)
         self._describe(view)
+
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """A model that cannot be loaded offers no load, and nothing is cancelled where nothing loads."""
+        if (binding.id in _LOADING and self._is_broken) or (binding.id == "models.cancel" and not self._is_loading):
+            return False
+        return super().offers(node, binding)
+
+    def _look_at_keys(self, view: View) -> None:
+        """Offer other keys, where another kind of model is selected or a load began or ended."""
+        entry = self.query_one(ModelTable).selected
+        snapshot = view.published
+        loads = any(status.state == "loading" for status in (snapshot.status, *active_models(snapshot)))
+        before = self._is_broken, self._is_loading
+        self._is_broken = entry is not None and is_broken(entry)
+        self._is_loading = loads or self.link.models.fetching() is not None
+        if before != (self._is_broken, self._is_loading):
+            self.refresh_bindings()
 
     def action_rescan(self) -> None:
         """Look for models again, and at what the devices have free."""
@@ -246,6 +275,7 @@ class ModelsScreen(ConsoleScreen):
 
     def _describe(self, view: View) -> None:
         """Show the selected model; its fit is computed again where it may have changed."""
+        self._look_at_keys(view)
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
@@ -286,7 +316,7 @@ class ModelsScreen(ConsoleScreen):
         entry = self.query_one(ModelTable).selected
         if entry is not None:
             self._edits.pop(load_target(entry), None)
-            self.perform(self._forget(entry), done=f"{entry.name} loads as the program is set")
+            self.perform(self._forget(entry), done=f"{entry.name} loads with the default settings")
 
     async def _forget(self, entry: ModelEntry) -> None:
         await self.link.models.forget(load_target(entry))
@@ -342,8 +372,36 @@ class ModelsScreen(ConsoleScreen):
             return
         if is_broken(entry):
             self._say_what_is_wrong(entry)
-        else:
+            return
+
+        def load() -> None:
             self.perform(self._report_end(self._load(entry, beside=beside), f"{entry.name} is ready"))
+
+        replaced = None if beside else self._replaced_by(entry.name)
+        if replaced is not None and is_loaded_from(replaced.status, entry):  # a reload: no request is lost
+            replaced = None
+        self._confirm_replacing(replaced, entry.name, load)
+
+    def _replaced_by(self, name: str) -> ModelReading | None:
+        """The loaded model whose place a load of a model of that name takes."""
+        models = self.console.view.published.models
+        return next((model for model in models if model.name == name), models[0] if models else None)
+
+    def _confirm_replacing(self, replaced: ModelReading | None, name: str, go: Callable[[], None]) -> None:
+        """Ask before another model takes the place of one with unfinished requests."""
+        unfinished = 0 if replaced is None else num_live_requests(replaced, self.console.view.published)
+        if replaced is None or not unfinished or self.console.view.is_read_only:
+            go()
+            return
+        question = ConfirmScreen(
+            f"Replace {replaced.name}? {text.plural(unfinished, 'request')} of it "
+            f"{'is' if unfinished == 1 else 'are'} not finished.",
+            f"Running ones finish first; waiting ones are answered by {name}.\n"
+            "b in the list loads in addition, where both fit.",
+            yes="Replace",
+            no="Cancel",
+        )
+        self.app.push_screen(question, lambda sure: go() if sure else None)
 
     async def _load(self, entry: ModelEntry, *, beside: bool) -> None:
         """With what was changed here, else with what it was last loaded with."""
@@ -362,13 +420,18 @@ class ModelsScreen(ConsoleScreen):
 
     def on_hub_box_asked(self, event: HubBox.Asked) -> None:
         """Load, or only fetch, what was typed."""
-        if event.fetch_only:
-            work, done = self.link.models.download(event.name), f"{event.name} is on this machine"
-        else:
-            work = self.link.models.load(event.name, NO_OPTIONS)
-            done = f"{event.name.rpartition('/')[2]} is ready"
-        self.perform(self._report_end(self._then_scan(work), done))
+        name = event.name.rpartition("/")[2]
         self.action_leave()
+        if event.fetch_only:
+            work = self._then_scan(self.link.models.download(event.name))
+            self.perform(self._report_end(work, f"{event.name} is on this machine"))
+            return
+
+        def load() -> None:
+            work = self._then_scan(self.link.models.load(event.name, NO_OPTIONS))
+            self.perform(self._report_end(work, f"{name} is ready"))
+
+        self._confirm_replacing(self._replaced_by(name), name, load)
 
     async def _then_scan(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -386,13 +449,14 @@ class ModelsScreen(ConsoleScreen):
 
     def action_other(self) -> None:
         """Type a name."""
-        self.query_one(HubBox).focus()
+        box = self.query_one(HubBox)
+        box.add_class("-open")
+        box.focus()
 
     def action_cancel_load(self) -> None:
         """Stop the load or download under way."""
-        snapshot = self.console.view.published
-        loading = any(status.state == "loading" for status in (snapshot.status, *active_models(snapshot)))
-        if loading or self.link.models.fetching() is not None:
+        self._look_at_keys(self.console.view)
+        if self._is_loading:
             self.perform(self.link.cancel_load())
         else:
             self.notify("Nothing is loading.", severity="warning")
@@ -412,20 +476,26 @@ class ModelsScreen(ConsoleScreen):
         if not unfinished:
             self._unload(model, shown)
             return
-        self.app.push_screen(
-            ConfirmScreen(
-                f"{text.plural(unfinished, 'request')} of {shown} {'is' if unfinished == 1 else 'are'} not finished.",
-                "They get time to end, then they are cut off. Unload?",
-                yes="Unload",
-                no="Keep",
-            ),
-            lambda sure: self._unload(model, shown) if sure else None,
+        drains = model is not None and model.status.state == "draining"
+        question = FinishOrCutScreen(
+            f"{text.plural(unfinished, 'request')} of {shown} {'is' if unfinished == 1 else 'are'} not finished.",
+            "Finish: it takes no new requests, and is unloaded after the last one.\n"
+            "Cut off: clients get an error in place of the rest.",
+            finish="Finish them first",
+            cut="Cut them off now",
+            no="Keep waiting" if drains else "Keep it",
         )
 
-    def _unload(self, model: ModelReading | None, shown: str) -> None:
+        def answered(answer: FinishOrCut | None) -> None:
+            if answer:
+                self._unload(model, shown, drain_seconds=MAX_TIMEOUT_S if answer == "finish" else 0)
+
+        self.app.push_screen(question, answered)
+
+    def _unload(self, model: ModelReading | None, shown: str, *, drain_seconds: float = DRAIN_S) -> None:
         several = model is not None and len(self.console.view.published.models) > 1
         name = model.name if several and model is not None else ""
-        self.perform(self.link.unload(name), done=f"{shown} is unloaded")
+        self.perform(self.link.unload(name, drain_seconds=drain_seconds), done=f"{shown} is unloaded")
 
     def action_adapters(self) -> None:
         """The adapters of the model in view."""

@@ -28,7 +28,7 @@ _COLUMNS = (
 )
 _LOOKING = "Looking for models …"
 _NONE = "No models yet: o takes a folder or a hub id; --models-dir names a folder to look in."
-_NO_MATCH = "No model has that in its name, architecture or quantisation. esc shows all."
+_NO_MATCH = "No model matches. esc shows all."
 
 
 class ModelTable(Table):
@@ -41,6 +41,7 @@ class ModelTable(Table):
             "Load",
             id="models.load",
             mutates=True,
+            primary=True,
             tooltip="Load the selected model in place of the first",
         ),
         ConsoleBinding(
@@ -49,14 +50,14 @@ class ModelTable(Table):
             "Beside",
             id="models.beside",
             mutates=True,
-            tooltip="Load the selected model beside what is loaded",
+            tooltip="Load the selected model in addition to what is loaded",
         ),
         Binding(
             "space",
             "screen.mark",
             "Mark",
             id="models.mark",
-            tooltip="Mark the selected model, to be compared with another one",
+            tooltip="Mark the selected model for a comparison",
         ),
     ]
     DEFAULT_CSS = """

@@ -16,10 +16,11 @@ from textual.widgets import Static
 
 from console import text
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsolePage
+from console.tui.screens.base import Dialog
 from console.tui.screens.requests.table import clock
 from console.tui.view import View
-from console.tui.widgets.glyphs import for_terminal, is_ascii
+from console.tui.widgets.causes import cause_lines
+from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.plot import draw
 from console.tui.widgets.states import request_state
 from engine.errors import EngineError
@@ -38,7 +39,7 @@ _PHASE = 22
 _MIN_PAUSES = 4
 _PAUSES = 3
 _MIN_S = 1e-6
-"""Nothing took less; a part of such a time, as it may come from elsewhere, is no number."""
+"""Nothing took less; a part of such a time, as it may come from elsewhere, is not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +166,16 @@ NOT_ALLOWED = (
     "Prompts and answers are not kept. Start with --show-prompts, or set show_prompts = true in config.toml, "
     "to read those of the last requests here."
 )
-NOT_KEPT = "Nothing of its text is kept any more: only that of the last requests is."
-NO_TIMELINE = "Its timeline is not kept any more: only those of the last requests are."
+NOT_KEPT = "Its text is no longer kept: only that of the last requests is."
+NO_TIMELINE = "Its timeline is no longer kept: only those of the last requests are."
 
 
-def request_card(detail: RequestDetail, width: int, *, ascii_only: bool = False) -> Content:
-    """All but the text, in `width` cells."""
+def request_card(detail: RequestDetail, width: int, *, ascii_only: bool = False, lettered: bool = False) -> Content:
+    """All but the text, in `width` cells. lettered: mark causes by letters."""
     sections = (
         list(_headline(detail, width)),
         _timeline(detail, width, ascii_only),
+        _why(detail, width, lettered),
         list(_numbers(detail)),
         _sampling(detail, width),
     )
@@ -204,7 +206,7 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
     if not detail.timeline:
         return [_title("Timeline"), Content.styled(NO_TIMELINE, "$muted")]
     lines = [
-        _title("Timeline", "tokens per second, and what the time went into"),
+        _title("Timeline", "tokens per second, and latency breakdown"),
         *timeline_chart(detail, width, ascii_only=ascii_only),
     ]
     lines += [Content(""), *phase_list(detail)]
@@ -212,6 +214,11 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
         listed = ", ".join(f"{text.seconds(long)} at {text.seconds(at)}" for at, long in longest)
         lines.append(Content.assemble(("longest pauses: ", "$muted"), listed))
     return lines
+
+
+def _why(detail: RequestDetail, width: int, lettered: bool) -> list[Content]:
+    lines = [] if detail.why is None else cause_lines(detail.why, width, lettered=lettered)
+    return [_title("Why it took as long", "its time by cause"), *lines] if lines else []
 
 
 def _numbers(detail: RequestDetail) -> Iterator[Content]:
@@ -266,14 +273,20 @@ def _fact(label: str, value: str, second: str, second_value: str) -> Content:
 _FRAME_CELLS = 6
 
 
-class RequestScreen(ConsolePage[None]):
+class RequestScreen(Dialog[None]):
     """row: the request as it was in the table. What was last known of it stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
-            "x,delete", "cancel", "Cancel", id="request.cancel.this", mutates=True, tooltip="Cancel this request"
+            "x,delete",
+            "cancel",
+            "Cancel",
+            id="request.cancel.this",
+            mutates=True,
+            tooltip="Cancel this request",
+            key_display="x",
         ),
-        Binding("escape,q", "dismiss", "Close", id="request.close", tooltip="Close the request", show=False),
+        Binding("escape,q", "dismiss", "Close", id="request.close", tooltip="Close the request", key_display="esc"),
     ]
 
     def __init__(self, row: RequestRow) -> None:
@@ -283,6 +296,14 @@ class RequestScreen(ConsolePage[None]):
         self._looking = False
         self._problem = ""
         self._shown: tuple[Content, Content] | None = None
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """A request that ended cannot be cancelled."""
+        return not (action == "cancel" and self._ended) and super().check_action(action, parameters)
+
+    @property
+    def _ended(self) -> bool:
+        return self._detail is not None and self._detail.row.state == "finished"
 
     def compose(self) -> ComposeResult:
         """One page that scrolls where it is long."""
@@ -320,10 +341,12 @@ class RequestScreen(ConsolePage[None]):
         if detail is None:
             self.query_one("#request-card", Static).update(self._problem)
             return
-        ended = detail.row.state == "finished"
-        page.border_subtitle = "it ended; esc closes" if ended else "x cancels it, esc closes"
+        page.border_subtitle = "ended" if self._ended else ""
+        self.refresh_bindings()
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
-        shown = (request_card(detail, width, ascii_only=is_ascii(self.app)), prompt_and_answer(detail))
+        ascii_only, lettered = is_ascii(self.app), is_lettered(self.app)
+        card = request_card(detail, width, ascii_only=ascii_only, lettered=lettered)
+        shown = (card, prompt_and_answer(detail))
         before = self._shown
         self._shown = shown
         for at, name in enumerate(("#request-card", "#request-text")):

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from console.tui.screens.requests.groups import GROUP_OF, Group, Grouping, groups_of
 from engine.requests.history import KEPT_ROWS
 from engine.snapshot import RequestRow
 
@@ -81,6 +82,8 @@ class RequestList:
         self.column = "when"
         self.descending = True
         self.show: Show = "all"
+        self.grouping: Grouping = "none"
+        self._group: tuple[Grouping, str] | None = None
 
     @property
     def ended(self) -> int:
@@ -124,10 +127,34 @@ class RequestList:
             self.show = show
         self._rearrange()
 
+    def show_group(self, grouping: Grouping, name: str) -> None:
+        """Show only the requests of that client or key; of all with "none"."""
+        self._group = None if grouping == "none" else (grouping, name)
+        self._rearrange()
+
+    def group_by(self, grouping: Grouping) -> None:
+        """Group by client or key, every request in its group."""
+        self.grouping = grouping
+        self.show_group("none", "")
+
     @property
     def filtered(self) -> bool:
         """True if rows may be hidden."""
-        return bool(self._words) or self.show != "all"
+        return bool(self._words or self._group) or self.show != "all"
+
+    @property
+    def group_shown(self) -> str:
+        """The client or key whose requests alone are shown; "" is every one."""
+        return self._group[1] if self._group is not None else ""
+
+    @property
+    def shows_groups(self) -> bool:
+        """True if each row stands for a group."""
+        return self.grouping != "none" and self._group is None
+
+    def groups(self) -> list[Group]:
+        """Return the groups of the requests that pass the filter."""
+        return groups_of((entry[4] for entry in self._shown), self.grouping)
 
     # -- order --------------------------------------------------------------------------------------------------------
 
@@ -157,9 +184,11 @@ class RequestList:
 
     def _entries(self, rows: Iterable[RequestRow]) -> list[Entry]:
         value_of, last, words, show = SORTS[self.column], not self.descending, self._words, self.show
+        grouping, name = self._group or ("none", "")
+        group_of = GROUP_OF[grouping]
         found: list[Entry] = []
         for row in rows:
-            if matches(row, words, show):
+            if group_of(row) == name and matches(row, words, show):
                 value = value_of(row)
                 found.append((last == (value is None), "" if value is None else value, row.order, row.id, row))
         return found

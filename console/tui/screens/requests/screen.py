@@ -11,32 +11,27 @@ from textual.widgets import Input
 
 from console import text
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.detail import RequestScreen
+from console.tui.screens.requests.groups import GROUPINGS
 from console.tui.screens.requests.request_list import SHOWS, RequestList
+from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.requests.table import COLUMN_NAMES, RequestTable, count_text, empty_text
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
+from engine.snapshot import RequestRow
+
+_OF_REQUESTS = frozenset({"sort", "reverse", "cancel", "copy_curl", "copy_id", "filter_client"})
 
 
-class RequestsScreen(ConsoleScreen):
+class RequestsScreen(RequestActions):
     """Every request there is and the last that ended."""
 
     MODE = "requests"
     AUTO_FOCUS = "#all-requests"
     BINDINGS: ClassVar[list[BindingType]] = [
-        ConsoleBinding(
-            "x,delete",
-            "cancel",
-            "Cancel",
-            id="request.cancel",
-            mutates=True,
-            tooltip="Cancel the selected request",
-            key_display="x",
-        ),
         ConsoleBinding(
             "X",
             "cancel_queued",
@@ -49,9 +44,19 @@ class RequestsScreen(ConsoleScreen):
             "slash", "find", "Filter", id="requests.filter", tooltip="Show only requests with a word", key_display="/"
         ),
         Binding("v", "states", "States", id="requests.states", tooltip="Show only requests in some states, then all"),
+        Binding(
+            "g", "group", "Group", id="requests.group", tooltip="Group by client, then by API key, then not at all"
+        ),
         Binding("s", "sort(1)", "Sort", id="requests.sort", tooltip="Sort by the next column"),
         Binding("S", "reverse", "Reverse", id="requests.reverse", tooltip="Reverse the order", show=False),
-        Binding("escape", "leave", "Clear", id="requests.leave", tooltip="Show all requests again", show=False),
+        Binding(
+            "escape",
+            "leave",
+            "Clear",
+            id="requests.leave",
+            tooltip="Go back to the groups, or show all requests again",
+            show=False,
+        ),
     ]
 
     def __init__(self) -> None:
@@ -82,11 +87,23 @@ class RequestsScreen(ConsoleScreen):
         requests, panel, snapshot = self._requests, self.query_one("#requests-list"), view.snapshot
         empty = _nothing(requests, view)
         self.table.show_requests(empty)
-        set_title(panel, "Requests" if requests.show == "all" else f"Requests: {requests.show}")
+        by = f"by {requests.grouping}" if requests.shows_groups else requests.group_shown
+        kinds = [kind for kind in (requests.show if requests.show != "all" else "", by) if kind]
+        set_title(panel, ": ".join(["Requests", *kinds]))
         set_subtitle(panel, for_terminal(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
 
     def _rearranged(self) -> None:
         self._show(self.console.view)
+        self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether a key has a meaning now: a group is neither sorted nor cancelled."""
+        return not (self._requests.shows_groups and action in _OF_REQUESTS)
+
+    def action_group(self) -> None:
+        """By client, then by key, then each request again."""
+        self._requests.group_by(GROUPINGS[(GROUPINGS.index(self._requests.grouping) + 1) % len(GROUPINGS)])
+        self._rearranged()
 
     # -- order and filter ---------------------------------------------------------------------------------------------
 
@@ -102,7 +119,8 @@ class RequestsScreen(ConsoleScreen):
 
     def on_table_header_clicked(self, event: Table.HeaderClicked) -> None:
         """By that column; again, the other way round."""
-        self._sort(COLUMN_NAMES[event.column])
+        if not self._requests.shows_groups:
+            self._sort(COLUMN_NAMES[event.column])
 
     def _sort(self, column: str) -> None:
         again = column == self._requests.column
@@ -128,22 +146,36 @@ class RequestsScreen(ConsoleScreen):
         self.table.focus()
 
     def action_leave(self) -> None:
-        """All requests again."""
-        self.query_one("#request-filter", Input).value = ""
-        self._requests.filter(text="", show="all")
+        """Back to the groups; from there, all requests again."""
+        if self._requests.group_shown and self._requests.grouping != "none":
+            self._requests.show_group("none", "")
+        else:
+            self.query_one("#request-filter", Input).value = ""
+            self._requests.filter(text="", show="all")
+            self._requests.group_by("none")
         self._rearranged()
         self.table.focus()
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Look at one closely."""
-        if (row := self._requests.get(event.key)) is not None:
+        """Look at one closely, or at the requests of a group."""
+        if self._requests.shows_groups:
+            self._requests.show_group(self._requests.grouping, event.key)
+            self._rearranged()
+        elif (row := self._requests.get(event.key)) is not None:
             self.app.push_screen(RequestScreen(row))
 
-    def action_cancel(self) -> None:
-        """Cancel the request under the cursor."""
-        self.cancel_request(self.table.chosen)
+    @property
+    def chosen_request(self) -> RequestRow | None:
+        """The request under the cursor."""
+        return self.table.chosen
+
+    def show_client(self, client: str) -> None:
+        """Show only the requests of that client, until Esc."""
+        self._requests.show_group("client", client)
+        if self.is_mounted:
+            self._rearranged()
 
     def action_cancel_queued(self) -> None:
         """Cancel all that waits; ask first."""
@@ -152,7 +184,7 @@ class RequestsScreen(ConsoleScreen):
             self.notify("No request is queued.")
             return
         title = f"{text.plural(queued, 'request')} {'waits' if queued == 1 else 'wait'} for a worker."
-        question = ConfirmScreen(title, "Their clients get no answer. Cancel them?", yes="Cancel them", no="Keep them")
+        question = ConfirmScreen(title, "Their clients get an error. Cancel them?", yes="Cancel them", no="Keep them")
         self.app.push_screen(question, lambda yes: self._cancel_queued() if yes else None)
 
     def _cancel_queued(self) -> None:
@@ -165,5 +197,5 @@ class RequestsScreen(ConsoleScreen):
 
 def _nothing(requests: RequestList, view: View) -> str:
     if requests.filtered:
-        return "No request is like that. Esc shows all again."
+        return "No request matches. Esc shows all."
     return empty_text(view)

@@ -10,10 +10,11 @@ from textual.content import Content
 
 from console import text
 from console.text import local_time
+from console.tui.screens.requests.groups import group_columns, group_row
 from console.tui.screens.requests.request_list import RequestList, key_of
 from console.tui.view import View
 from console.tui.widgets.states import request_state
-from console.tui.widgets.table import Cell, Column, Listing, Row, Table, cell
+from console.tui.widgets.table import Cell, Column, Listing, OpeningTable, Row, cell
 from engine.snapshot import RequestRow
 
 _PROMPT = 9
@@ -32,11 +33,11 @@ def empty_text(view: View) -> str:
     snapshot, api, standing = view.snapshot, view.api, view.link_status
     state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
     if standing.reach == "recording":
-        return "No requests at this time of the recording."
+        return "No requests at this time in the recording."
     if standing.stale:
-        return f"Nothing is known of requests: no data from {standing.name}."
+        return f"No data from {standing.name}."
     if standing.reach == "starting":
-        return "Starting …"
+        return standing.starting_text
     if state == "loading":
         return "Requests appear here once the model is loaded."
     if state not in ("ready", "draining", "idle"):
@@ -44,7 +45,7 @@ def empty_text(view: View) -> str:
     if api.stopping:
         return "The API is stopping: new requests are refused."
     if api.running:
-        return f"Waiting for requests at {api.url}. A curl command is on the API screen (6){chat}."
+        return f"Waiting for requests at {api.url}. Press c to copy a curl command{chat}."
     if standing.read_only:
         return "No requests. The API is off."
     failed = f" ({api.error.message.rstrip('.')})" if api.error is not None else ""
@@ -94,7 +95,7 @@ class RequestRows(Listing):
         return self._requests.find(key)
 
 
-class RequestTable(Table):
+class RequestTable(OpeningTable):
     """Requests, sorted and filtered as `requests` is."""
 
     def __init__(self, requests: RequestList, *, id: str | None = None) -> None:
@@ -103,13 +104,19 @@ class RequestTable(Table):
         self._listing = RequestRows(requests)
 
     def show_requests(self, empty: str) -> None:
-        """Show the list as it is now. empty: what to say where it has no row."""
+        """Show the list, or its groups, as they are now. empty: what to say where there is no row."""
+        if self.requests.shows_groups:
+            groups = [group_row(group) for group in self.requests.groups()]
+            self.show(groups, empty=empty, columns=group_columns(self.requests.grouping))
+            return
         self.show(self._listing, empty=empty, columns=columns(self.requests))
 
     @property
     def chosen(self) -> RequestRow | None:
         """The request under the cursor."""
-        return self.requests.get(self.cursor_key) if self.cursor_key is not None else None
+        if self.cursor_key is None or self.requests.shows_groups:
+            return None
+        return self.requests.get(self.cursor_key)
 
 
 def columns(requests: RequestList) -> tuple[Column, ...]:

@@ -37,7 +37,7 @@ class SettingTable(Table):
     """One row a setting; the cursor goes past the headings."""
 
     def __init__(self) -> None:
-        super().__init__(COLUMNS, empty="No setting has these words. Escape shows all.", id="setting-table")
+        super().__init__(COLUMNS, empty="No setting matches. Escape shows all.", id="setting-table")
 
     def show_settings(self, settings: Sequence[SettingRow]) -> None:
         """Replace what is shown; the cursor stays on its setting, and is on the first where it was nowhere."""
@@ -175,7 +175,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
             box.password = row.secret and not is_ascii(self.app)
             box.highlighter = _Stars() if row.secret else None
             box.value = "" if row.secret else row.saved if row.saved is not None else row.value
-            box.placeholder = "Type it; it is saved and not shown." if row.secret else _unset(row)
+            box.placeholder = "Type it. It is saved, and not shown." if row.secret else _unset(row)
             box.focus()
         self.border_subtitle = "enter saves, esc cancels"
         self.call_after_refresh(self.scroll_end, animate=False)
@@ -235,7 +235,7 @@ def _about(row: SettingRow, *, brief: bool) -> Iterator[Content]:
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in shown)
     words, style = note(row)
     if row.wins:
-        words, style = f"{row.wins} wins over what is saved, as long as it is given.", "$warning"
+        words, style = f"{row.wins} overrides the saved value while it is given.", "$warning"
     if words:
         yield Content.styled(words, style)
 
@@ -246,4 +246,4 @@ def _choice(choice: str, row: SettingRow) -> tuple[tuple[str, str], ...]:
 
 
 def _unset(row: SettingRow) -> str:
-    return f"{row.default} is the default" if row.default else "Not set. Empty leaves it so."
+    return f"{row.default} is the default" if row.default else "Not set. Leave empty to keep it so."

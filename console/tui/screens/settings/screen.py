@@ -35,8 +35,9 @@ class SettingsScreen(ConsoleScreen):
             "Edit",
             id="settings.edit",
             mutates=True,
-            tooltip="Change the setting under the cursor",
-            key_display="enter",
+            primary=True,
+            tooltip="Change the selected setting",
+            key_display="⏎",
         ),
         ConsoleBinding(
             "d,delete",
@@ -47,9 +48,10 @@ class SettingsScreen(ConsoleScreen):
             tooltip="Reset the setting to its default",
             key_display="d",
         ),
+        Binding("v", "all", "All/basic", id="settings.all", tooltip="Show all settings, or the basic ones"),
         Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only what is not at its default"),
-        Binding("slash", "find", "Find", id="settings.find", tooltip="Find settings by a word", key_display="/"),
-        Binding("escape", "leave", "Leave", id="settings.leave", tooltip="Leave what is being typed", show=False),
+        Binding("slash", "find", "Find", id="settings.find", tooltip="Search settings", key_display="/"),
+        Binding("escape", "leave", "Leave", id="settings.leave", tooltip="Cancel the edit", show=False),
     ]
 
     def __init__(self) -> None:
@@ -57,6 +59,7 @@ class SettingsScreen(ConsoleScreen):
         self._rows: Sequence[SettingRow] = ()
         self._word = ""
         self._only_changed = False
+        self._all = False
 
     def compose_body(self) -> ComposeResult:
         """Search above the table; the setting next to them."""
@@ -87,15 +90,25 @@ class SettingsScreen(ConsoleScreen):
     def _show(self) -> None:
         found = [row for row in self._rows if self._matches(row)]
         listed = self.query_one("#listed")
-        set_title(listed, "Settings" if found == self._rows else f"Settings: {len(found)} found")
+        set_title(listed, self._title(len(found)))
         set_subtitle(listed, self.link.settings.path())
         self.query_one(SettingTable).show_settings(found)
         self._describe()
 
+    def _title(self, found: int) -> str:
+        if self._word or self._only_changed:
+            return f"Settings: {found} found"
+        whole = len(self._rows)
+        return f"All {whole} settings" if found == whole else f"Basic settings: {found} of {whole}, v shows all"
+
     def _matches(self, row: SettingRow) -> bool:
+        """A search, and the filter of changed ones, look at all settings."""
         searched = f"{row.name} {row.name.replace('_', ' ')} {row.group} {row.help}".lower()
         is_changed = row.source != "default" or row.saved is not None
-        return all(word in searched for word in self._word.lower().split()) and (is_changed or not self._only_changed)
+        if self._word or self._only_changed:
+            found = all(word in searched for word in self._word.lower().split())
+            return found and (is_changed or not self._only_changed)
+        return self._all or row.basic or is_changed or not any(each.basic for each in self._rows)
 
     def _describe(self) -> None:
         row = self._chosen()
@@ -121,6 +134,11 @@ class SettingsScreen(ConsoleScreen):
     def action_find(self) -> None:
         """Type a word."""
         self.query_one("#find", Input).focus()
+
+    def action_all(self) -> None:
+        """All settings, or the basic ones and what was changed."""
+        self._all = not self._all
+        self._show()
 
     def action_changed(self) -> None:
         """Only what is not at its default, or all again."""
@@ -152,7 +170,7 @@ class SettingsScreen(ConsoleScreen):
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def action_edit(self) -> None:
-        """Change the setting under the cursor."""
+        """Change the selected setting."""
         if (row := self._chosen()) is not None:
             panel = self.query_one(SettingPanel)
             panel.show(row)
@@ -164,7 +182,7 @@ class SettingsScreen(ConsoleScreen):
         if row is None or self.query_one(SettingPanel).editing:
             return
         if row.saved is None:
-            self.notify(f"{row.name} is not in config.toml: there is nothing to take out.", markup=False)
+            self.notify(f"{row.name} is not in config.toml: nothing to reset.", markup=False)
         else:
             self._save(row, None)
 
@@ -220,6 +238,6 @@ class SettingsScreen(ConsoleScreen):
 def _outcome(row: SettingRow) -> str:
     """Return the outcome of a save."""
     if row.wins:
-        return f"{row.name} is saved; {row.wins} wins over it as long as it is given."
-    what = f"{row.name} is out of the file" if row.saved is None else f"{row.name} is saved"
+        return f"{row.name} is saved; {row.wins} overrides it while it is given."
+    what = f"{row.name} is reset to its default" if row.saved is None else f"{row.name} is saved"
     return f"{what}, used {USED[row.when]}." if row.waits else f"{what} and in use."

@@ -8,13 +8,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Static
 
 from console import text
 from console.link.protocol import EngineLink
 from console.link.status import link_status
 from console.link.tuning import Tried, TuneOrder, TuningReport
+from console.tui.screens.base import Dialog, accept_key
 from console.tui.screens.benches.bench_draft import TRACE
 from console.tui.screens.tune.autotune_draft import FORM, KNOBS, RELOADING, TuneDraft
 from console.tui.widgets.bench import BenchFields
@@ -27,11 +27,11 @@ from engine.errors import EngineError, InvalidRequest
 
 # What autotune tries and has found: how it goes, and a row for each setting, the fastest first.
 
-NOTHING_YET = "The first setting is being measured."
+NOTHING_YET = "Measuring the first setting."
 _VERDICTS = {"kept": ("✓ kept", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ broken", "$error")}
 _STATES = {
     "running": ("◔ trying settings", "$worker-loading"),
-    "restoring": ("◔ putting the engine back", "$worker-loading"),
+    "restoring": ("◔ restoring the settings", "$worker-loading"),
     "done": ("✓ done", "$success"),
     "cancelled": ("○ cancelled", "$muted"),
     "failed": ("✖ failed", "$error"),
@@ -146,19 +146,20 @@ _MEANWHILE = (
     "reload the model on each change; a knob that cannot be changed here is left out."
 )
 _HOW: dict[bool, str] = {True: "reloads", False: "as it serves"}
-_ELSEWHERE = " A trace is for a console on that machine."
+_ELSEWHERE = " Traces: only on a console on that machine."
 
 
-class TuneFormScreen(ModalScreen[bool | None]):
+class TuneFormScreen(Dialog[bool | None]):
     """True once it has begun. model: the one to be tuned, "" is the first.  draft: what was typed and chosen before."""
 
     AUTO_FOCUS = "#tune-turned"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Begin to try settings"),
+        accept_key("Start"),
+        Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Start trying settings", show=False),
         Binding("space", "switch", "On or off", id="tune.switch", tooltip="Vary the selected knob, or not"),
         Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
-        Binding("escape", "dismiss(None)", "Cancel", id="tune.leave", tooltip="Close the form", show=False),
+        Binding("escape", "dismiss(None)", "Cancel", id="tune.leave", tooltip="Close the form"),
     ]
 
     def __init__(self, link: EngineLink, *, model: str = "", draft: TuneDraft | None = None) -> None:
@@ -173,7 +174,6 @@ class TuneFormScreen(ModalScreen[bool | None]):
         elsewhere = bool(link_status(self._link).name)
         with Vertical(classes="dialog bench-form tune-form") as page:
             page.border_title = "Autotune"
-            page.border_subtitle = "enter starts it, tab goes on, esc cancels"
             yield Static(FORM.measures, id="tune-measures", markup=False)
             with Horizontal(id="tune-choice"):
                 yield Table((Column("turned", 13), Column("", 12, drop=1)), id="tune-turned")
@@ -219,14 +219,17 @@ class TuneFormScreen(ModalScreen[bool | None]):
         self._complain("")
         self._show_knobs()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Enter starts it from the table as well."""
+        return isinstance(self.focused, Table) or super().check_action(action, parameters)
+
     def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Enter among the knobs."""
+        """Two clicks on a knob."""
         event.stop()
         self.action_start()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter in a field."""
-        event.stop()
+    def action_accept(self) -> None:
+        """Begin, from a field or the table."""
         self.action_start()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:

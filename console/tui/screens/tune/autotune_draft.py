@@ -28,13 +28,13 @@ FORM = BenchForm(
     measures="Tries settings under load for the most tok/s that keep TTFT and ITL.",
     fields=(
         _field("minutes", "minutes", "10", "time limit"),
-        _field("slo_ttft_s", "max TTFT", "", "500ms; none: as in Settings"),
-        _field("slo_itl_s", "max ITL", "", "50ms; none: as in Settings"),
-        _field("percentile", "percentile", "95", "of TTFT and ITL that keep that"),
-        _field("users", "users", "", "at once; none: one per place"),
-        _field("prompt", "prompt tokens", "", "64-256; none: as asked lately"),
-        _field("output", "answer tokens", "", "32-128; none: likewise"),
-        _field(TRACE, "trace", "", "a ShareGPT file of what to ask"),
+        _field("slo_ttft_s", "max TTFT", "", "500ms; empty: as in Settings"),
+        _field("slo_itl_s", "max ITL", "", "50ms; empty: as in Settings"),
+        _field("percentile", "percentile", "95", "percentile of TTFT and ITL"),
+        _field("users", "users", "", "at once; empty: one per slot"),
+        _field("prompt", "prompt tokens", "", "64-256; empty: as in recent requests"),
+        _field("output", "answer tokens", "", "32-128; empty: as in recent requests"),
+        _field(TRACE, "trace", "", "a ShareGPT file with prompts"),
     ),
 )
 
@@ -53,7 +53,7 @@ class TuneDraft:
     def order(self, model: str) -> TuneOrder:
         """All of it. Raises InvalidRequest, its param the field."""
         if len(self.fixed) == len(KNOBS):
-            raise InvalidRequest("no knob is left to be turned: space switches one on", param="knobs")
+            raise InvalidRequest("no knob is on: space switches one on", param="knobs")
         typed = {each.name: self.typed.value(FORM, each).strip() for each in FORM.fields}
         return TuneOrder(
             model=model,
@@ -75,14 +75,14 @@ def _number(typed: Mapping[str, str], name: str, least: float, most: float) -> f
     except ValueError:
         value = least - 1
     if not least <= value <= most:
-        raise InvalidRequest(f"{typed[name] or 'nothing'} is no number from {least:g} to {most:g}", param=name)
+        raise InvalidRequest(f"{typed[name] or 'nothing'} is not a number from {least:g} to {most:g}", param=name)
     return value
 
 
 def _whole(typed: Mapping[str, str], name: str, least: int, most: int) -> int:
     value = _number(typed, name, least, most)
     if value != int(value):
-        raise InvalidRequest(f"{typed[name]} is no whole number", param=name)
+        raise InvalidRequest(f"{typed[name]} is not a whole number", param=name)
     return int(value)
 
 
@@ -95,5 +95,5 @@ def _duration(typed: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise InvalidRequest(f"{typed[name]} is no time; one looks like 500ms or 0.5s", param=name)
+        raise InvalidRequest(f"{typed[name]} is not a time, such as 500ms or 0.5s", param=name)
     return value

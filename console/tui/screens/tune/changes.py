@@ -51,8 +51,8 @@ class EffectTable(Table):
 
 
 NONE_YET = (
-    "No changes yet. Turn a knob with [ ] or - + while requests run: its effect on throughput and latency is measured "
-    "here, over the same load before and after."
+    "No changes yet. Change workers with [ ] or max prompts with - + while requests run: the effect on throughput and "
+    "latency is measured here, over the same load before and after. s sends sample requests for 30 s."
 )
 
 

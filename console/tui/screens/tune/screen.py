@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -14,15 +15,15 @@ from textual.widgets import Static
 
 from console import text
 from console.link.tuning import TuningReport
-from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import ConsoleScreen
+from console.tui.keymap import API_SWITCH, KNOBS, READOUT, ConsoleBinding
+from console.tui.screens.dashboard.panels.advice import AdvicePanel, AdvisedScreen
 from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
 from console.tui.screens.tune.changes import EffectTable, effect_details
 from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
 from console.tui.widgets.glyphs import for_terminal
-from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, Span
-from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, next_zoom, span_of
+from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
 from console.tuning.effects import Effect, ObservedSetting, ObservedSettings
 from console.tuning.knobs import knob_text, next_idle_unload
@@ -112,11 +113,11 @@ def _idle(seconds: float) -> str:
 
 
 IDLE = Binding.Group("Idle unload", compact=True)
-_ZOOM = 2
+_ZOOM = 300
 NO_POINTS = "Needs 10 s of load."
 
 
-class TuneScreen(ConsoleScreen):
+class TuneScreen(AdvisedScreen):
     """Knobs above, curves between, changes below."""
 
     MODE = "tune"
@@ -136,7 +137,7 @@ class TuneScreen(ConsoleScreen):
             "Idle unload −",
             id="idle.shorter",
             mutates=True,
-            tooltip="Unload the model after less time without a request",
+            tooltip="Unload the idle model sooner",
             key_display=",",
             group=IDLE,
         ),
@@ -146,7 +147,7 @@ class TuneScreen(ConsoleScreen):
             "Idle unload +",
             id="idle.longer",
             mutates=True,
-            tooltip="Unload the model after more time without a request",
+            tooltip="Unload the idle model later",
             key_display=".",
             group=IDLE,
         ),
@@ -156,6 +157,7 @@ class TuneScreen(ConsoleScreen):
             "Find best",
             id="tune.find",
             mutates=True,
+            primary=True,
             tooltip="Find the best settings by measurement, or cancel that",
         ),
         Binding(
@@ -171,7 +173,18 @@ class TuneScreen(ConsoleScreen):
         Binding(
             "v", "view", "Changes/found", id="tune.view", tooltip="Show the effects of changes, or the settings tried"
         ),
+        ConsoleBinding(
+            "s",
+            "load",
+            "Load 30 s",
+            id="tune.load",
+            mutates=True,
+            tooltip="Send sample requests for 30 s, to see the effect of a change; again, to stop",
+        ),
         Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
+        *KNOBS,
+        API_SWITCH,
+        *READOUT,
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
     ]
 
@@ -192,7 +205,9 @@ class TuneScreen(ConsoleScreen):
         with Horizontal(id="tune-plots", classes="panel") as plots:
             plots.border_title = "Throughput"
             yield Graph(
-                Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens"), id="tune-tokens"
+                Scale(text.count, least=10),
+                Curve(lambda at: at.output_tokens, "$graph-tokens", "out tok/s"),
+                id="tune-tokens",
             )
             yield Scatter(id="tune-settings")
         with Vertical(id="tune-changes", classes="panel") as changes:
@@ -203,18 +218,21 @@ class TuneScreen(ConsoleScreen):
             found.border_title = "Autotune"
             found.display = False
             yield TuningPanel()
+        yield AdvicePanel()
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     def update_body(self, view: View) -> None:
         """Hand the snapshot on."""
         snapshot = view.snapshot
+        self.query_one(AdvicePanel).show(view)
         self.query_one(KnobPanel).show(snapshot, view.model)
-        span = Span(snapshot.history, snapshot.marks, ZOOMS[self._zoom])
-        self.query_one(Graph).show(_tokens_title(snapshot, span.seconds_per_column), span)
+        span = span_of(snapshot, self._zoom)
+        self.query_one(Graph).show(_tokens_title(snapshot, self._zoom), span)
         self._show_tuning(self.link.tuning.report())
         bench = self.link.benches.report()
-        set_subtitle(self.query_one("#tune-plots"), f"{brief(bench)}; b shows it" if bench.under_way else "")
+        subtitle = f"{brief(bench)}; b shows it" if bench.under_way else _sample_text(self._report)
+        set_subtitle(self.query_one("#tune-plots"), subtitle)
         self._show_settings(snapshot)
         self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
 
@@ -259,8 +277,20 @@ class TuneScreen(ConsoleScreen):
 
     def action_zoom(self) -> None:
         """Another span in the graph."""
-        self._zoom = (self._zoom + 1) % len(ZOOMS)
+        self._zoom = next_zoom(self._zoom)
         self.redraw()
+
+    def action_readout(self, by: int) -> None:
+        """Read the values of another moment in the graph."""
+        self.query_one(Graph).move_cursor(by)
+
+    def on_graph_pointed(self, event: Graph.Pointed) -> None:
+        """Show the values of that moment."""
+        self.query_one(Graph).point(event.at)
+        set_title(
+            self.query_one("#tune-plots"),
+            "Throughput" if event.at is None else f"Throughput at {text.local_time(event.at)}",
+        )
 
     def action_latency(self) -> None:
         """The other latency."""
@@ -275,21 +305,31 @@ class TuneScreen(ConsoleScreen):
             self.perform(self.link.tuning.cancel(), done="Settings restored")
             return
         if self.console.view.model is None:
-            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            self.notify("No model loaded. Press 2 to load one.", severity="warning")
             return
         self.console.action_autotune()
+
+    def action_load(self) -> None:
+        """Send sample requests for a while, or stop that."""
+        if self._report.load_clients:
+            self.perform(self.link.tuning.stop_load(), done="Sample load stopped")
+        elif self.console.view.model is None:
+            self.notify("No model loaded. Press 2 to load one.", severity="warning")
+        else:
+            command = self.link.tuning.start_load(self.console.view.model_name)
+            self.perform(command, done="Sample load for 30 s. Turn a knob with [ ] or - + after 10 s of it.")
 
     def action_use_best(self) -> None:
         """Turn the knobs to it, and start with it from now on."""
         if self._report.best is None or self._report.under_way:
-            self.notify("Nothing was found yet. Press f to try settings.")
+            self.notify("No best settings yet. Press f to find them.")
             return
-        self.perform(self.link.tuning.use_best(), done="The best settings are in use, and will be from now on")
+        self.perform(self.link.tuning.use_best(), done="The best settings are in use, and saved")
 
     def action_view(self) -> None:
         """Switch between the effects of changes and the settings tried."""
         if self._report.state == "none":
-            self.notify("No settings were tried yet. Press f to do so.")
+            self.notify("No settings tried yet. Press f to find the best.")
             return
         self._finding = not self._finding
         self.redraw()
@@ -306,7 +346,7 @@ class TuneScreen(ConsoleScreen):
         name = change.knob.replace("_", " ")
         back = knob_text(change.knob, change.before)
         if self._value(change.knob, change.model) == change.before:
-            self.notify(f"{name} is {back} already.", markup=False)
+            self.notify(f"{name} is already {back}.", markup=False)
             return
         self.console.turn(change.knob, change.before, change.model if len(models) > 1 else "")
         self.notify(f"{name} goes back to {back}.", markup=False)
@@ -324,11 +364,19 @@ class TuneScreen(ConsoleScreen):
         """Sooner or later, or never."""
         view = self.console.view
         if (model := view.model) is None:
-            self.notify("There is no model yet. Press 2 to load one.", severity="warning")
+            self.notify("No model loaded. Press 2 to load one.", severity="warning")
             return
         target = next_idle_unload(model.idle_unload_s, by)
         if target != model.idle_unload_s:
             self.console.turn("idle_unload", target, view.model_name)
+
+
+def _sample_text(report: TuningReport) -> str:
+    """ "sample load: 32 clients, 24 s left; s stops it", "" where none runs."""
+    if not report.load_clients:
+        return ""
+    left = f"{math.ceil(report.load_left_s)} s left"
+    return f"sample load: {text.plural(report.load_clients, 'client')}, {left}; s stops it"
 
 
 def _points(seen: list[ObservedSetting], *, ttft: bool) -> list[Point]:
@@ -340,10 +388,10 @@ def _points(seen: list[ObservedSetting], *, ttft: bool) -> list[Point]:
     ]
 
 
-def _tokens_title(snapshot: Snapshot, step: int) -> Content:
+def _tokens_title(snapshot: Snapshot, seconds: int) -> Content:
     return Content.assemble(
         ("■ ", "$graph-tokens"),
         ("out tok/s ", "$muted"),
         (text.rate(snapshot.output_tokens_per_s), "bold"),
-        (f"  a column is {step} s", "$muted"),
+        (f"  last {ZOOMS[seconds]}", "$muted"),
     )

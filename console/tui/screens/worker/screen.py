@@ -17,10 +17,10 @@ from console import text
 from console.text import device_name, devices_name, local_time
 from console.tui.keymap import ConsoleBinding
 from console.tui.load_pace import LoadPaces, Pace
-from console.tui.screens.base import ConsolePage
+from console.tui.screens.base import Dialog
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
-from console.tui.widgets.clickable import key_hint
+from console.tui.widgets.causes import cause_lines
 from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.states import worker_state
@@ -52,6 +52,7 @@ def worker_card(
         _load(worker, pace),
         _placement(worker, snapshot, width, ascii_only),
         list(_facts(worker)),
+        _why(worker, width, ascii_only),
         [] if down else words,
         _log(log, width),
     )
@@ -103,6 +104,11 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
     yield _fact("loaded", loaded, "preempted", str(stats.preemptions))
     wait = f", next start in {worker.retry_in_s:.1f} s" if worker.retry_in_s is not None else ""
     yield _fact("crashes", f"{worker.deaths_in_a_row}{wait}", "restarts", str(worker.restarts))
+
+
+def _why(worker: WorkerReading, width: int, lettered: bool) -> list[Content]:
+    lines = cause_lines(worker.why, width, lettered=lettered)
+    return [_title("Why requests take as long", "their time on it by cause, last minute"), *lines] if lines else []
 
 
 def _process(worker: WorkerReading) -> str:
@@ -163,10 +169,9 @@ def _fact(label: str, value: str, second: str, second_value: str) -> Content:
 
 _FRAME_CELLS = 6
 _LOG_LINES = 8
-_ACTIONS = (("restart", "screen.restart"), ("drain", "screen.drain"), ("close", "screen.dismiss"))
 
 
-class WorkerScreen(ConsolePage[None]):
+class WorkerScreen(Dialog[None]):
     """worker: its id. What was last known of a worker that is gone stays to be read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -179,7 +184,7 @@ class WorkerScreen(ConsolePage[None]):
             mutates=True,
             tooltip="Drain this worker: it finishes its requests, then stops",
         ),
-        Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", show=False),
+        Binding("escape,q", "dismiss", "Close", id="worker.close", tooltip="Close the worker", key_display="esc"),
     ]
 
     def __init__(self, worker: str) -> None:
@@ -198,7 +203,6 @@ class WorkerScreen(ConsolePage[None]):
 
     def on_mount(self) -> None:
         """Never empty."""
-        self.query_one(VerticalScroll).border_subtitle = self._hints(*_ACTIONS)
         self.redraw()
 
     def on_resize(self) -> None:
@@ -214,7 +218,7 @@ class WorkerScreen(ConsolePage[None]):
         worker = self._reading(view)
         page = self.query_one(VerticalScroll)
         if worker is None:
-            page.border_subtitle = Content.assemble("it is gone  ", self._hints(_ACTIONS[-1]))
+            page.border_subtitle = "it is gone"
             return
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
         snapshot = view.published
@@ -226,9 +230,6 @@ class WorkerScreen(ConsolePage[None]):
         if self._shown is None or not shown.is_same(self._shown):
             self._shown = shown
             self.query_one("#card", Static).update(for_terminal(self.app, shown))
-
-    def _hints(self, *actions: tuple[str, str]) -> Content:
-        return Content("  ").join(key_hint(self, f"worker.{name}", name, action) for name, action in actions)
 
     def _read_log(self) -> None:
         """Read what was logged of the worker since the last frame."""
@@ -242,7 +243,7 @@ class WorkerScreen(ConsolePage[None]):
             self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
         elif worker.active:
             works = f"{worker.id} works on {text.plural(worker.active, 'request')}."
-            moved = "They go on where they are, on another worker or on this one when it is back. Restart it?"
+            moved = "They continue on another worker, or on this one when it is back. Restart it?"
             question = ConfirmScreen(works, moved, yes="Restart", no="Cancel")
             self.app.push_screen(question, lambda yes: self._restart() if yes else None)
         else:
@@ -262,7 +263,7 @@ class WorkerScreen(ConsolePage[None]):
             works = f" finishes {text.plural(worker.active, 'request')}," if worker.active else ""
             question = ConfirmScreen(
                 f"Drain {worker.id}?",
-                f"It{works} takes nothing new and goes: one worker less.",
+                f"It{works} takes no new requests and stops: one worker less.",
                 yes="Drain",
                 no="Cancel",
             )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.geometry import Size
 
 from console import text
-from console.adviser import Advice
-from console.tui.screens.base import AppScreen
+from console.adviser import Advice, Look, Open, Turn
+from console.tui.keymap import ConsoleBinding
+from console.tui.screens.base import AppScreen, ConsoleScreen
 from console.tui.screens.dashboard.panels import DashboardPanel
+from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.view import View
 from console.tui.widgets.clickable import clickable, key_of
 from console.tui.widgets.glyphs import for_terminal
@@ -76,3 +81,56 @@ def advice_line(advice: Advice, index: int, width: int, *, key: str = "", more: 
     room = max(0, width - end.cell_length - 2)
     sentence = advice.sentence if len(advice.sentence) <= room else text.clip(advice.brief, room)
     return Content.assemble(("▲ ", "$warning"), f"{sentence:<{room}}", end)
+
+
+class AdvisedScreen(ConsoleScreen):
+    """A screen with an AdvicePanel, and the keys that take and dismiss advice."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ConsoleBinding(
+            "t",
+            "take_advice",
+            "Advice",
+            id="advice.take",
+            mutates=True,
+            tooltip="Apply the advice: change the knob that it names",
+        ),
+        Binding(
+            "T",
+            "dismiss_advice",
+            "Dismiss advice",
+            id="advice.dismiss",
+            tooltip="Dismiss the first advice for this session",
+            show=False,
+        ),
+    ]
+
+    def action_take_advice(self, index: int | None = None) -> None:
+        """Do what the first advice says, or that one: turn the knob, or go where it can be changed."""
+        advice = self.query_one(AdvicePanel).advice
+        at = first_actionable(advice) if index is None else index
+        if at is None or at >= len(advice):
+            return
+        match advice[at].action:
+            case Turn(knob=knob, by=by):
+                self.console.adviser.follow(advice[at])
+                self.console.action_step(knob, by)
+            case Open(mode=mode):
+                self.console.action_open(mode)
+            case Look(worker=worker):
+                self.app.push_screen(WorkerScreen(worker))
+        self.query_one(AdvicePanel).show(self.console.view)
+
+    def action_dismiss_advice(self, index: int = 0) -> None:
+        """Dismiss the first advice, or that one, for this session."""
+        advice = self.query_one(AdvicePanel).advice
+        if index < len(advice):
+            self.console.adviser.dismiss(advice[index])
+            self.query_one(AdvicePanel).show(self.console.view)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Advice can be taken and dismissed where there is any."""
+        if action not in ("take_advice", "dismiss_advice") or not self.is_mounted:
+            return True
+        advice = self.query_one(AdvicePanel).advice
+        return bool(advice) if action == "dismiss_advice" else first_actionable(advice) is not None

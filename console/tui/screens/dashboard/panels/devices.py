@@ -18,6 +18,7 @@ from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.panel import refresh_rows, set_title
 from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
+from engine.devices.health import harmful_throttling
 from engine.snapshot import DeviceReading, ProcessMemory, Second
 
 # Legends of devices: what the colours of memory bars mean, or their letters, with and without numbers.
@@ -337,6 +338,10 @@ def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
     if device.power_w is not None:
         limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
         found.append(Content(f"{device.power_w:.0f}{limit} W"))
+    if device.sensors is not None and device.sensors.xid_errors:
+        found.insert(0, Content.styled(f"Xid {device.sensors.xid_errors[-1]}", "$error"))
+    if harmful_throttling(device):
+        found.insert(0, Content.styled("throttled", "$warning"))
     return found
 
 

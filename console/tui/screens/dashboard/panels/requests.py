@@ -1,4 +1,4 @@
-"""Requests: the live ones first, then the last that ended."""
+"""Requests: the live ones, and below them the last that ended where they are asked for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from console.tui.screens.requests.table import empty_text, prompt_progress
 from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import request_state
-from console.tui.widgets.table import Cell, Column, Row, Table, cell
-from engine.snapshot import RequestRow
+from console.tui.widgets.table import Cell, Column, OpeningTable, Row, Table, cell
+from engine.snapshot import RequestRow, Snapshot
 
 _BAR = 16
 _ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
@@ -54,31 +54,51 @@ class RequestsPanel(DashboardPanel):
     def __init__(self) -> None:
         super().__init__()
         self._rows: dict[str, RequestRow] = {}
+        self._shows_ended = False
 
     def compose(self) -> ComposeResult:
         """The table alone."""
-        yield Table(_LIVE_COLUMNS, id="request-table")
+        yield OpeningTable(_LIVE_COLUMNS, id="request-table")
 
     @property
     def table(self) -> Table:
         """The table."""
         return self.query_one(Table)
 
+    @property
+    def chosen(self) -> RequestRow | None:
+        """The request under the cursor."""
+        return self._rows.get(self.table.cursor_key or "")
+
+    def toggle_ended(self) -> None:
+        """Show the requests that ended, or only the live ones."""
+        self._shows_ended = not self._shows_ended
+
     def show(self, view: View) -> None:
-        """Show the requests of `view`."""
-        snapshot = view.snapshot
-        ordered = sorted(snapshot.requests, key=lambda row: _ORDER[row.state])
-        self._rows = {row.id: row for row in ordered}
+        """Show the requests of `view`. One that ends under the cursor stays, so that no key is about another one."""
+        ordered = sorted(view.snapshot.requests, key=lambda row: _ORDER[row.state])
         live = sum(row.state != "finished" for row in ordered)
-        empty = empty_text(view)
-        self.table.show([request_row(row) for row in ordered], empty=empty, pinned=live)
-        set_subtitle(self, f"{snapshot.running} running, {snapshot.queued} queued")
+        ended = len(ordered) - live
+        cursor = self.table.cursor_key
+        rows = [row for row in ordered if self._shows_ended or row.state != "finished" or row.id == cursor]
+        self._rows = {row.id: row for row in rows}
+        empty = empty_text(view) if not ended else f"{empty_text(view)} v shows the last {ended:,} that ended."
+        self.table.show([request_row(row) for row in rows], empty=empty, pinned=live)
+        set_subtitle(self, _counts(view.snapshot, ended, self._shows_ended))
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Post the request: Enter, or two clicks."""
         event.stop()
         if (row := self._rows.get(event.key)) is not None:
             self.post_message(self.Opened(row))
+
+
+def _counts(snapshot: Snapshot, ended: int, shows_ended: bool) -> str:
+    """Running, queued and since when, ended and the key that shows or hides them."""
+    oldest = max((row.queued_s for row in snapshot.requests if row.state == "queued"), default=None)
+    waits = f" (oldest {text.seconds(oldest)})" if oldest is not None else ""
+    hint = f", {ended:,} ended (v {'hides' if shows_ended else 'shows'})" if ended else ""
+    return f"{snapshot.running} running, {snapshot.queued} queued{waits}{hint}"
 
 
 def request_row(row: RequestRow) -> Row:

@@ -8,10 +8,18 @@ from textual.content import Content
 
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
+from console.tui.screens.insight.text import Room, time_spent
 from console.tui.view import View
-from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.causes import advice_lines, cause_bar, cause_list
+from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.panel import refresh_rows
+from engine.requests.causes import Why
 from engine.snapshot import Snapshot, Totals
+
+_NAME_CELLS = 10
+
+_LEADING_ROWS = 2
+"""Facts before what the time of requests went into."""
 
 
 class SessionPanel(DashboardPanel):
@@ -29,29 +37,63 @@ class SessionPanel(DashboardPanel):
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[Content] = []
+        self._view: View | None = None
+
+    def on_resize(self) -> None:
+        """Lines are cut to the width."""
+        if self._view is not None:
+            self.show(self._view)
 
     def show(self, view: View) -> None:
         """Draw the lines that changed."""
-        before = self._lines
-        self._lines = [
-            for_terminal(self.app, Content.assemble((f"{name:<10}", "$muted"), value))
+        self._view, before = view, self._lines
+        lines = [
+            Content.assemble((f"{name:<{_NAME_CELLS}}", "$muted"), value)
             for name, value in session_facts(view.snapshot)
         ]
+        lines[_LEADING_ROWS:_LEADING_ROWS] = self._time(view.snapshot.why)
+        for more in (self._causes(view.snapshot.why), list(self._latency(view.snapshot))):
+            if len(lines) + len(more) <= self.size.height:
+                lines += more
+        self._lines = [for_terminal(self.app, line) for line in lines]
         refresh_rows(self, before, self._lines)
+
+    def _time(self, why: Why) -> list[Content]:
+        """The time of requests as a bar, and what to change; nothing while there were none."""
+        if not why.causes:
+            return []
+        bar = cause_bar(why, max(0, self.size.width - _NAME_CELLS), lettered=is_lettered(self.app))
+        return [_named("time", bar), *advice_lines(why, self.size.width)]
+
+    def _causes(self, why: Why) -> list[Content]:
+        """The causes of the time of requests, beneath an empty row."""
+        lines = list(cause_list(why, lettered=is_lettered(self.app)))
+        return [Content(), Content.styled("Time of requests, last minute", "bold $primary"), *lines] if lines else []
+
+    def _latency(self, snapshot: Snapshot) -> Iterator[Content]:
+        """Queue, prefill and decode, beneath an empty row; nothing while no answer has ended."""
+        insight = snapshot.insight
+        if any(spread.count for spread in (insight.queue, insight.prefill, insight.decode)):
+            yield Content()
+            yield from time_spent(snapshot, Room(self.size.width, is_ascii(self.app), is_lettered(self.app)))
 
     def render(self) -> Content:
         """Name and number, two columns."""
         return Content("\n").join(self._lines[: max(1, self.size.height)])
 
 
+def _named(name: str, value: Content) -> Content:
+    return Content.assemble((f"{name:<{_NAME_CELLS}}", "$muted"), value)
+
+
 def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """Name and value of each line."""
     totals, model = snapshot.totals, snapshot.status.model
-    yield "up", _uptime(snapshot.uptime_s)
     yield "requests", " · ".join(_requests(snapshot))
+    yield "errors", " · ".join(_errors(totals)) or "none"
     tokens = (totals.output_tokens, "out"), (totals.prompt_tokens, "in"), (totals.cached_tokens, "cached")
     yield "tokens", " · ".join(f"{text.count(number)} {word}" for number, word in tokens)
-    yield "errors", " · ".join(_errors(totals)) or "none"
+    yield "up", _uptime(snapshot.uptime_s)
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
         yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"

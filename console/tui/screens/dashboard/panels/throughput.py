@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal, Vertical
@@ -14,9 +17,23 @@ from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.clickable import key_hint
-from console.tui.widgets.glyphs import for_terminal
-from console.tui.widgets.graph import ZOOMS, Curve, Graph, Scale, Span
+from console.tui.widgets.glyphs import for_terminal, is_lettered
+from console.tui.widgets.graph import (
+    GUTTER,
+    HISTORY_S,
+    ZOOMS,
+    Curve,
+    Graph,
+    Plot,
+    Scale,
+    Span,
+    mark_sign,
+    next_zoom,
+    span_of,
+)
 from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.plot import Sample, columns, missed_columns, seconds_per_column
+from engine.backends.base import StepLimit
 from engine.snapshot import Snapshot
 
 
@@ -41,12 +58,100 @@ class Stat(Vertical):
 
     def show(self, caption: str, value: str, detail: Content) -> None:
         """value: digits and a decimal point, "-" for what is not known."""
-        if self._shown == (caption, value, detail.plain):
+        if self._shown == (caption, value, detail.markup):
             return
-        self._shown = (caption, value, detail.plain)
+        self._shown = (caption, value, detail.markup)
         self.query_one(".caption", Static).update(Content.styled(caption, "$muted"), layout=False)
         self.query_one(Digits).update(value)
         self.query_one(".detail", Static).update(for_terminal(self.app, detail), layout=False)
+
+
+class _LimitLook(NamedTuple):
+    """A limit of steps: in words, its sign, also without block characters and colours, and its colour."""
+
+    words: str
+    sign: str
+    letter: str
+    style: str
+
+
+_LIMITS: Mapping[StepLimit, _LimitLook] = MappingProxyType(
+    {
+        "kv_pages": _LimitLook("KV pages", "━", "K", "$graph-kv"),
+        "max_prompts": _LimitLook("max prompts", "━", "M", "$graph-queued"),
+        "step_tokens": _LimitLook("step tokens", "━", "T", "$accent"),
+        "none": _LimitLook("no work", "─", "-", "$graph-axis"),
+    }
+)
+
+
+def limit_columns(history: Sequence[Sample], width: int, seconds_per_column: int) -> list[StepLimit | None]:
+    """The limit of most of the steps of each column, oldest first; None where that is not known."""
+
+    def share(limit: StepLimit) -> list[float | None]:
+        return columns(history, width, seconds_per_column, lambda at: None if at.limit is None else at.limit == limit)
+
+    shares = {limit: share(limit) for limit in _LIMITS}
+
+    def most(column: int) -> StepLimit | None:
+        here = [(value, limit) for limit, values in shares.items() if (value := values[column])]
+        return max(here)[1] if here else None
+
+    return [most(column) for column in range(width)]
+
+
+class LimitStrip(Plot):
+    """One row beneath a graph of the same width and span: what kept the steps of each moment from doing more."""
+
+    DEFAULT_CSS = """
+    LimitStrip { height: 1; width: 1fr; }
+    LimitStrip.-unknown { display: none; }
+    """
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self._span, self._width = Span(), 0
+        self._limits: list[StepLimit | None] = []
+        self._missed: list[int] = []
+
+    def show(self, span: Span) -> None:
+        """Draw it again, where anything changed."""
+        width = max(0, self.size.width - GUTTER)
+        if (span.history, span.seconds, width) == (self._span.history, self._span.seconds, self._width):
+            return
+        self._span, self._width = span, width
+        step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
+        self._limits = limit_columns(span.history, width, step)
+        self._missed = missed_columns(span.history, width, step)
+        self.refresh()
+
+    def on_resize(self) -> None:
+        """Another width shows another span."""
+        self.show(self._span)
+
+    def line(self, y: int) -> Content:
+        """A sign for each column."""
+        lettered = is_lettered(self.app)
+        cells = [(" ", "") if limit is None else _limit_sign(limit, lettered) for limit in self._limits]
+        for column in self._missed:
+            cells[column] = ("·", "$graph-axis")
+        runs = [("".join(sign for sign, _ in run), style) for style, run in groupby(cells, lambda cell: cell[1])]
+        return for_terminal(self.app, Content.assemble((f"{'limit':>{GUTTER - 1}}▕", "$graph-axis"), *runs))
+
+
+def _limit_sign(limit: StepLimit, lettered: bool) -> tuple[str, str]:
+    look = _LIMITS[limit]
+    return look.letter if lettered else look.sign, look.style
+
+
+def limit_legend(span: Span, *, lettered: bool = False) -> list[Content]:
+    """Each limit of the span in words with its sign, the most frequent first; nothing where none is known."""
+    since = span.history[-1].at - span.seconds if span.history else 0.0
+    found = Counter(sample.limit for sample in span.history if sample.at > since and sample.limit is not None)
+    return [
+        Content.assemble(_limit_sign(limit, lettered), (f" {_LIMITS[limit].words}  ", "$muted"))
+        for limit, _ in found.most_common()
+    ]
 
 
 class ThroughputPanel(DashboardPanel):
@@ -66,12 +171,14 @@ class ThroughputPanel(DashboardPanel):
     ThroughputPanel #tokens { height: 1fr; }
     ThroughputPanel Static { text-wrap: nowrap; text-overflow: ellipsis; }
     """
-    SECONDS: ClassVar[dict[int, str]] = {1: "1 s", 2: "2 s", 5: "5 s", 10: "10 s"}
 
     def __init__(self) -> None:
         super().__init__()
-        self._zoom = 0
+        self._zoom = 60
+        self._cursor: float | None = None
+        self._ended = 0.0
         self._line = Content("")
+        self._view: View | None = None
 
     def compose(self) -> ComposeResult:
         """Numbers, the main graph, four smaller ones."""
@@ -81,66 +188,98 @@ class ThroughputPanel(DashboardPanel):
             yield Stat(id="stat-itl")
             yield Stat(id="stat-queue")
         yield Static(id="line")
-        yield Graph(Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens"), id="tokens")
+        yield Graph(
+            Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens", "out tok/s"), id="tokens"
+        )
+        yield LimitStrip(id="limits")
         with Grid(id="graphs"):
             yield Graph(
                 Scale(text.seconds, least=0.01),
-                Curve(lambda at: at.ttft_p50, "$graph-ttft"),
-                Curve(lambda at: at.ttft_p95, "$graph-ttft-spread"),
+                Curve(lambda at: at.ttft_p50, "$graph-ttft", "TTFT p50"),
+                Curve(lambda at: at.ttft_p95, "$graph-ttft-spread", "p95"),
                 id="ttft",
             )
             yield Graph(
                 Scale(text.seconds, least=0.01),
-                Curve(lambda at: at.itl_p50, "$graph-itl"),
-                Curve(lambda at: at.itl_p95, "$graph-itl-spread"),
+                Curve(lambda at: at.itl_p50, "$graph-itl", "ITL p50"),
+                Curve(lambda at: at.itl_p95, "$graph-itl-spread", "p95"),
                 id="itl",
             )
             yield Graph(
                 Scale(text.count, least=4),
-                Curve(lambda at: at.running, "$graph-running"),
-                Curve(lambda at: at.running + at.queued, "$graph-queued"),
+                Curve(lambda at: at.running, "$graph-running", "running"),
+                Curve(lambda at: at.running + at.queued, "$graph-queued", "queued", lambda at: at.queued),
                 id="requests",
             )
-            yield Graph(Scale(text.percent, bound=1.0), Curve(lambda at: at.kv_usage, "$graph-kv"), id="kv")
+            yield Graph(Scale(text.percent, bound=1.0), Curve(lambda at: at.kv_usage, "$graph-kv", "KV"), id="kv")
 
     def on_mount(self) -> None:
         """Name the way to insight."""
         self.border_title = Content.assemble("Throughput  ", key_hint(self.screen, "insight", "insight", "app.insight"))
 
+    def on_resize(self) -> None:
+        """Titles are cut to the width."""
+        self.call_after_refresh(self._show_again)
+
+    def _show_again(self) -> None:
+        if self._view is not None and self.children:  # none are left while the console closes
+            self.show(self._view)
+
     def zoom(self) -> None:
         """The next of the spans, and back to the first."""
-        self._zoom = (self._zoom + 1) % len(ZOOMS)
+        self._zoom = next_zoom(self._zoom)
 
     def show(self, view: View) -> None:
         """Show the numbers and the graphs."""
-        snapshot = view.snapshot
+        self._view, snapshot = view, view.snapshot
         self._show_numbers(snapshot)
         numbers = for_terminal(self.app, number_lines(snapshot, self.scrollable_content_region.width))
         if not numbers.is_same(self._line):
             self._line = numbers
             self.query_one("#line", Static).update(numbers, layout=False)
-        step = ZOOMS[self._zoom]
-        set_subtitle(self, f"a column is {self.SECONDS[step]}")
-        plain = Span(snapshot.history, (), step)
-        self.query_one("#tokens", Graph).show(_tokens_title(snapshot), Span(snapshot.history, snapshot.marks, step))
+        span = span_of(snapshot, self._zoom)
+        self._ended = span.history[-1].at if span.history else 0.0
+        self._show_time()
+        plain = Span(span.history, (), span.seconds)
+        legend = limit_legend(span, lettered=is_lettered(self.app))
+        strip, graph = self.query_one(LimitStrip), self.query_one("#tokens", Graph)
+        strip.set_class(not legend, "-unknown")
+        strip.show(span)
+        caption = Content.styled("" if strip.display else "limit ", "$muted")
+        graph.show(_tokens_title(span, legend, caption, graph.size.width), span)
         for name, title in _titles(snapshot).items():
             self.query_one(f"#{name}", Graph).show(title, plain)
+
+    def on_graph_pointed(self, event: Graph.Pointed) -> None:
+        """Show the same moment in every graph."""
+        self._cursor = event.at
+        for graph in self.query(Graph):
+            graph.point(event.at)
+        self._show_time()
+
+    def _show_time(self) -> None:
+        """The time of the values that graphs show, else how long they show."""
+        shown = f"last {ZOOMS[self._zoom]}"
+        if self._cursor is not None:
+            shown = f"{text.local_time(self._cursor)}, {max(0, round(self._ended - self._cursor))} s ago"
+        set_subtitle(self, shown)
 
     def _show_numbers(self, snapshot: Snapshot) -> None:
         tokens, ttft, itl, queue = (
             self.query_one(f"#stat-{name}", Stat) for name in ("tokens", "ttft", "itl", "queue")
         )
+        slo = snapshot.insight.goodput
         tokens.show(
             "out tok/s", f"{snapshot.output_tokens_per_s:.0f}", _pair("in", text.rate(snapshot.prompt_tokens_per_s))
         )
-        ttft.show(*_big_seconds("TTFT", snapshot.ttft.p50), _pair("p95", text.seconds(snapshot.ttft.p95)))
-        itl.show(*_big_seconds("ITL", snapshot.itl.p50), _pair("p95", text.seconds(snapshot.itl.p95)))
+        ttft.show(*_big_seconds("TTFT", snapshot.ttft.p50), _p95(snapshot.ttft.p95, slo.slo_ttft_s, "$foreground", ""))
+        itl.show(*_big_seconds("ITL", snapshot.itl.p50), _p95(snapshot.itl.p95, slo.slo_itl_s, "$foreground", ""))
         queue.show("running", str(snapshot.running), _pair("queued", str(snapshot.queued)))
 
 
 def number_lines(snapshot: Snapshot, width: int) -> Content:
     """Return the big numbers as two rows of `width` cells; the last are left out where they do not fit."""
-    hits = text.percent(snapshot.prefix_hit_rate)
+    hits, slo = text.percent(snapshot.prefix_hit_rate), snapshot.insight.goodput
     first = (
         _number("out", text.rate(snapshot.output_tokens_per_s), " tok/s", "$graph-tokens"),
         _number("in", text.rate(snapshot.prompt_tokens_per_s), " tok/s", "$foreground"),
@@ -150,9 +289,9 @@ def number_lines(snapshot: Snapshot, width: int) -> Content:
     )
     second = (
         _number("TTFT p50", text.seconds(snapshot.ttft.p50), "", "$graph-ttft"),
-        _number("p95", text.seconds(snapshot.ttft.p95), "", "$graph-ttft"),
+        _p95(snapshot.ttft.p95, slo.slo_ttft_s, "$graph-ttft"),
         _number("ITL p50", text.seconds(snapshot.itl.p50), "", "$graph-itl"),
-        _number("p95", text.seconds(snapshot.itl.p95), "", "$graph-itl"),
+        _p95(snapshot.itl.p95, slo.slo_itl_s, "$graph-itl"),
         _number("prefix hits", hits, "", "$foreground"),
     )
     return Content("\n").join(_join(line, width) for line in (first, second))
@@ -186,11 +325,32 @@ def _titles(snapshot: Snapshot) -> dict[str, Content]:
     }
 
 
-def _tokens_title(snapshot: Snapshot) -> Content:
-    title = Content.assemble(("■ ", "$graph-tokens"), ("out tok/s", "$muted"))
-    if not snapshot.marks:
-        return title
-    return Content.assemble(title, ("  ┊ ", "$graph-mark"), (f"{snapshot.marks[-1].text}", "$muted"))
+def _tokens_title(span: Span, legend: list[Content], caption: Content, width: int) -> Content:
+    """A legend of the graph, as much of the legend as fits, and the last mark. caption: before the legend."""
+    title = Content.assemble(("■ ", "$graph-tokens"), ("out tok/s  ", "$muted"), caption if legend else "")
+    mark = Content("")
+    if span.marks:
+        sign, style = mark_sign(span.marks[-1])
+        mark = Content.assemble((f"{sign} ", style), (span.marks[-1].text, "$muted"))
+    room = width - title.cell_length - mark.cell_length
+    shown = len(legend)
+    while shown > 1 and sum(each.cell_length for each in legend[:shown]) > room:
+        shown -= 1
+    return Content("").join([title, *legend[:shown], mark])
+
+
+def _p95(value_s: float | None, limit_s: float | None, style: str, name: str = "SLO ") -> Content:
+    """A p95 next to its SLO, coloured by it, where there is one. name: before the limit."""
+    if value_s is None or limit_s is None:
+        return Content.assemble(("p95 ", "$muted"), (text.seconds(value_s), f"bold {style}"))
+    over, near = value_s > limit_s, value_s > 0.9 * limit_s
+    colour = "$error" if over else "$warning" if near else "$success"
+    sign = ">" if over else "≤"
+    return Content.assemble(
+        ("p95 ", "$muted"),
+        (text.seconds(value_s), f"bold {colour}"),
+        (f" {sign} {name}{text.seconds(limit_s)}", "$muted"),
+    )
 
 
 def _number(caption: str, value: str, unit: str, style: str) -> Content:

@@ -15,7 +15,7 @@ from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import worker_state
-from console.tui.widgets.table import Cell, Column, Row, Table, cell
+from console.tui.widgets.table import Cell, Column, OpeningTable, Row, Table, cell
 from console.tui.widgets.worker_text import failure_text, num_slots, time_left
 from engine.snapshot import Snapshot, WorkerReading
 
@@ -43,7 +43,7 @@ class WorkersPanel(DashboardPanel):
 
     def compose(self) -> ComposeResult:
         """The table alone."""
-        yield Table(columns(()), id="worker-table")
+        yield OpeningTable(columns(()), id="worker-table")
 
     @property
     def table(self) -> Table:
@@ -85,6 +85,7 @@ def columns(workers: tuple[WorkerReading, ...], *, room: int | None = None) -> t
         Column("state", 9, grow=60),
         Column("active", 6, "right"),
         Column("tok/s", 5, "right"),
+        Column("KV tokens", 11, "right", drop=2),
         Column("KV", 4, "right", drop=1),
     )
 
@@ -111,6 +112,7 @@ def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = Fals
         cells += (
             cell(f"{worker.active}/{num_slots(worker)}"),
             cell(text.rate(worker.tokens_per_s), "bold"),
+            cell("–" if usage is None else f"{text.count(usage * worker.kv_tokens)}/{text.count(worker.kv_tokens)}"),
             cell(text.percent(usage)),
         )
     return Row(worker.id, cells)
@@ -137,9 +139,10 @@ def _empty(snapshot: Snapshot, standing: LinkStatus) -> str:
         choose = "" if standing.read_only else " Press 2 to choose another model."
         return f"Loading failed: {text.clip(status.error.message, 300).rstrip('.')}.{choose}"
     if status.state == "loading":
-        return "Starting …"
+        name = status.spec.name if status.spec is not None else ""
+        return f"Loading {name}…" if name else "Loading…"
     if status.state == "idle":
         return "Unloaded while idle; the next request loads the model again."
     if standing.reach == "starting":
-        return "Starting …"
+        return standing.starting_text
     return "No model loaded." if standing.read_only else "No model loaded. Press 2 to choose one."

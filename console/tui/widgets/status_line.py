@@ -1,4 +1,4 @@
-"""The top line of every screen: which model, how it is, how it is served, what time it is."""
+"""The top line of every screen: the model, its state, ready workers, queue, errors, alerts, the API and the time."""
 
 from __future__ import annotations
 
@@ -13,127 +13,18 @@ from console import text
 from console.link.protocol import ApiStatus
 from console.link.status import LinkStatus
 from console.text import has_simulated_devices, local_time
-from console.tui.modes import MODES
-from console.tui.view import prompts_limit, workers_now
+from console.tui.view import workers_of
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import model_state
 from engine.snapshot import Snapshot
-
-# The second row of every screen: where one is and where one can go, and the two knobs. All of it can be clicked.
-
-
-@dataclass(frozen=True, slots=True)
-class KnobValues:
-    """Values of the knobs. now: workers there are while they become `workers`; limit: what memory allows of prompts,
-    0 where that is all."""
-
-    workers: int = 0
-    now: int = 0
-    prompts: int = 0
-    limit: int = 0
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> KnobValues:
-        """Those of the model in view."""
-        return cls(
-            workers=snapshot.target_workers,
-            now=workers_now(snapshot),
-            prompts=snapshot.max_prompts,
-            limit=prompts_limit(snapshot),
-        )
-
-
-class TabRow(Widget):
-    """mode: the name of the screen this row is on."""
-
-    DEFAULT_CSS = """
-    TabRow {
-        height: 1; width: 1fr; padding: 0 1; background: $surface;
-        link-style: none; link-color: $foreground; link-background: transparent;
-        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
-    }
-    """
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self._mode = mode
-        self._knobs = KnobValues()
-        self._read_only = False
-
-    def show(self, snapshot: Snapshot, *, read_only: bool = False) -> None:
-        """The knobs as they are set. read_only: they cannot be turned, so there is nothing to click."""
-        knobs = KnobValues.of(snapshot)
-        if (knobs, read_only) != (self._knobs, self._read_only):
-            self._knobs, self._read_only = knobs, read_only
-            self.refresh()
-
-    def render(self) -> Content:
-        """Tabs on the left, knobs on the right: the widest forms that fit together, knobs giving way first."""
-        width = self.size.width
-        for brief in (False, True):
-            tabs = tab_row(self._mode, brief=brief)
-            for brevity in range(BREVITIES):
-                knobs = knob_row(self._knobs, brevity, turns=not self._read_only)
-                if (room := width - tabs.cell_length - knobs.cell_length) > 0:
-                    return for_terminal(self.app, Content.assemble(tabs, " " * room, knobs))
-        return for_terminal(self.app, tabs)
-
-
-BREVITIES = 4
-
-
-def tab_row(here: str, *, brief: bool) -> Content:
-    """All tabs; brief: the digit alone of those that one is not on."""
-    return Content("").join(_tab(mode.name, mode.digit, mode.title, mode.name == here, brief=brief) for mode in MODES)
-
-
-def knob_row(knobs: KnobValues, brevity: int, *, turns: bool = True) -> Content:
-    """Both knobs. brevity: 0 says most; the last of BREVITIES is the narrowest form. turns: with signs to click."""
-    coming = f"{knobs.now}→" if knobs.now != knobs.workers else ""
-    allowed = (f", memory allows {knobs.limit}", f", memory allows {knobs.limit}", f", fits {knobs.limit}")
-    limit = "" if not knobs.limit else (*allowed, f" ({knobs.limit})")[brevity]
-    tight = brevity == BREVITIES - 1
-    prompts = "Prompts" if brevity else "Max prompts"
-    return Content("  ").join(
-        (
-            _knob("Workers", "workers", f"{coming}{knobs.workers}", tight=tight, turns=turns),
-            _knob(prompts, "max_prompts", str(knobs.prompts), limit, tight=tight, turns=turns),
-        )
-    )
-
-
-def _link(text: str, style: str, action: str) -> Content:
-    return Content.styled(text, style).stylize(Style.from_meta({"@click": action}))
-
-
-def _tab(name: str, digit: str, title: str, here: bool, *, brief: bool) -> Content:
-    if here:
-        return Content.styled(f" {digit} {title} ", "bold reverse $primary")
-    if brief:
-        return _link(f" {digit} ", "$primary", f"app.open('{name}')")
-    return Content.assemble((f" {digit}", "$primary"), _link(f" {title} ", "$foreground", f"app.open('{name}')"))
-
-
-def _knob(title: str, name: str, value: str, limit: str = "", *, tight: bool, turns: bool) -> Content:
-    """limit: what memory allows, said behind the value. tight: no more spaces than it needs."""
-    pad = "" if tight else " "
-    if not turns:
-        return Content.assemble((f"{title} ", "$muted"), (value, "bold $foreground"), (limit, "$warning"))
-    return Content.assemble(
-        (f"{title} ", "$muted"),
-        _link(f"{pad}−{pad}", "bold $primary", f"app.step('{name}', -1)"),
-        (f" {value}", "bold $foreground"),
-        (limit, "$warning"),
-        " ",
-        _link(f"{pad}+{pad}", "bold $primary", f"app.step('{name}', 1)"),
-    )
-
 
 HERE = LinkStatus()
 _MUTED = "$muted"
 _DOT = Content.styled(" · ", "$graph-axis")
 _BAR_CELLS = 10
 _BREVITIES = 5
+_FULL_QUEUE = 0.8
+"""Share of the queue's places that are taken, from which on it is nearly full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +32,7 @@ class _View:
     snapshot: Snapshot
     api: ApiStatus
     standing: LinkStatus
+    alerts: int
 
 
 class StatusLine(Widget):
@@ -158,9 +50,9 @@ class StatusLine(Widget):
         super().__init__()
         self._view: _View | None = None
 
-    def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus = HERE) -> None:
-        """Draw the line again, where anything changed."""
-        before, self._view = self.render(), _View(snapshot, api, standing)
+    def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus = HERE, *, alerts: int = 0) -> None:
+        """Draw the line again, where anything changed. alerts: those that were not seen yet."""
+        before, self._view = self.render(), _View(snapshot, api, standing, alerts)
         if not self.render().is_same(before):
             self.refresh()
 
@@ -168,24 +60,27 @@ class StatusLine(Widget):
         """The widest form that fits."""
         if self._view is None:
             return Content("")
-        return for_terminal(
-            self.app, status_line(self._view.snapshot, self._view.api, self.size.width, self._view.standing)
-        )
+        view = self._view
+        line = status_line(view.snapshot, view.api, self.size.width, view.standing, alerts=view.alerts)
+        return for_terminal(self.app, line)
 
 
-def status_line(snapshot: Snapshot, api: ApiStatus, width: int, standing: LinkStatus = HERE) -> Content:
+def status_line(
+    snapshot: Snapshot, api: ApiStatus, width: int, standing: LinkStatus = HERE, *, alerts: int = 0
+) -> Content:
     """The whole line in `width` cells."""
     clock = Content.styled(local_time(snapshot.at), _MUTED)
     room = width - clock.cell_length - 2
-    forms = (_left(snapshot, api, standing, brevity, room) for brevity in range(_BREVITIES))
+    forms = (_left(snapshot, api, standing, brevity, room, alerts) for brevity in range(_BREVITIES))
     left = next((form for form in forms if form.cell_length <= room), None)
     if left is None:
-        left = _left(snapshot, api, standing, _BREVITIES - 1, room).truncate(room, ellipsis=True)
+        left = _left(snapshot, api, standing, _BREVITIES - 1, room, alerts).truncate(room, ellipsis=True)
     return Content.assemble(left, " " * (width - left.cell_length - clock.cell_length), clock)
 
 
-def _left(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus, brevity: int, room: int) -> Content:
-    parts = [Content.styled("EricLLM", "bold $primary")] if brevity < _BREVITIES - 1 else []
+def _left(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus, brevity: int, room: int, alerts: int) -> Content:
+    colour = "$primary" if standing.stale else _worst(snapshot)
+    parts = [Content.styled("EricLLM", f"bold {colour}")] if brevity < _BREVITIES - 1 else []
     if standing.stale:
         return _DOT.join([*(parts if brevity < 2 else ()), *_out_of_reach(standing, brevity)])
     parts += _where(standing, brevity)
@@ -193,16 +88,17 @@ def _left(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus, brevity: int
     if name is not None:
         parts.append(name)
     if standing.reach == "starting":
-        return _DOT.join([*parts, Content.styled("◌ starting", "$worker-loading")])
-    remarks = _remarks(snapshot, brevity)
+        return _DOT.join([*parts, Content.styled(f"◌ starting {standing.model}".rstrip(), "$worker-loading")])
+    remarks = [*_remarks(snapshot, brevity), *_health(snapshot, brevity, alerts)]
     parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *remarks))))
     status = snapshot.status
     if status.state in ("ready", "draining"):
         parts.append(_shape(snapshot, brevity))
-    parts += remarks
+    served: list[Content] = []
     if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
-        parts.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
-    return _DOT.join(parts)
+        served.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
+    narrowest = brevity == _BREVITIES - 1  # its end is cut, and an open API is worse news than a queue
+    return _DOT.join([*parts, *(served + remarks if narrowest else remarks + served)])
 
 
 def _where(standing: LinkStatus, brevity: int) -> list[Content]:
@@ -266,8 +162,10 @@ def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
 
 
 def _remarks(snapshot: Snapshot, brevity: int) -> list[Content]:
-    """That there are more models than this one, and that devices are simulated."""
+    """That new requests are refused, there are more models than this one, and devices are simulated."""
     remarks: list[Content] = []
+    if snapshot.draining_since is not None:
+        remarks.append(_draining(snapshot, snapshot.draining_since, brevity))
     if (more := len(snapshot.models) - 1) > 0:
         words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
         remarks.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
@@ -276,11 +174,77 @@ def _remarks(snapshot: Snapshot, brevity: int) -> list[Content]:
     return remarks
 
 
+def _draining(snapshot: Snapshot, since: float, brevity: int) -> Content:
+    """For how long new requests have been refused, and what is left of the old ones."""
+    unfinished, lasts = snapshot.running + snapshot.queued, _whole_seconds(snapshot.at - since)
+    if brevity > 2:
+        return Content.styled(f"◒ draining {unfinished}" if unfinished else "◒ drained", "$warning")
+    words = f"◒ draining {lasts}, {unfinished} left" if unfinished else f"◒ drained {lasts}"
+    return Content.styled(words, "$warning")
+
+
+def _whole_seconds(elapsed_s: float) -> str:
+    """ "42 s", "2:05"."""
+    return f"{elapsed_s:.0f} s" if elapsed_s < 99.5 else text.seconds(elapsed_s)
+
+
+def _ready_workers(snapshot: Snapshot) -> int:
+    """Workers of the model in view that are ready, of those that are wanted."""
+    return min(snapshot.target_workers, sum(worker.state == "ready" for worker in workers_of(snapshot)))
+
+
 def _shape(snapshot: Snapshot, brevity: int) -> Content:
-    workers, prompts = snapshot.target_workers, snapshot.max_prompts
+    """Ready workers of those that are wanted; a sign and a colour where one is missing or still comes."""
+    wanted, ready, prompts = snapshot.target_workers, _ready_workers(snapshot), snapshot.max_prompts
+    noun = "worker" if wanted == 1 else "workers"
+    if ready < wanted:
+        glyph, style = ("◌", "$worker-loading") if _only_grows(snapshot) else ("▲", "$warning")
+        if not ready:
+            glyph, style = "✖", "$error"
+        return Content.styled(f"{glyph} {ready}/{wanted}" + (f" {noun}" if brevity < 3 else ""), style)
     if brevity > 0:
-        return Content.styled(f"{workers}×{prompts}", "$foreground")
-    return Content.styled(f"{text.plural(workers, 'worker')} × {text.plural(prompts, 'prompt')}", "$foreground")
+        return Content.styled(f"{ready}/{wanted}×{prompts}", "$foreground")
+    return Content.styled(f"{ready}/{wanted} {noun} × {text.plural(prompts, 'prompt')}", "$foreground")
+
+
+def _only_grows(snapshot: Snapshot) -> bool:
+    """True if the workers that are missing are on their first start."""
+    return all(
+        worker.state in ("starting", "loading") and not worker.restarts
+        for worker in workers_of(snapshot)
+        if worker.state not in ("ready", "draining", "stopping")
+    )
+
+
+def _health(snapshot: Snapshot, brevity: int, alerts: int) -> list[Content]:
+    """The queue, requests that failed in the last minute, and alerts that were not seen; nothing where all is well."""
+    found: list[Content] = []
+    if snapshot.queued:
+        found.append(Content.styled(f"queue {snapshot.queued}", "$warning" if _queue_is_full(snapshot) else ""))
+    if errors := snapshot.errors_per_min:
+        words = f"✖ {errors}" if brevity > 2 else f"✖ {text.plural(errors, 'error')}" + ("" if brevity else " in 1 min")
+        found.append(Content.styled(words, "$error"))
+    if alerts and brevity < 3:
+        words = f"▲ {text.plural(alerts, 'alert')}"
+        found.append(Content.styled(words, "$warning").stylize(Style.from_meta({"@click": "app.alerts"})))
+    return found
+
+
+def _queue_is_full(snapshot: Snapshot) -> bool:
+    return snapshot.max_queue > 0 and snapshot.queued >= _FULL_QUEUE * snapshot.max_queue
+
+
+def _worst(snapshot: Snapshot) -> str:
+    """The colour of the worst of the states that the line shows."""
+    serving = snapshot.status.state in ("ready", "draining")
+    ready, wanted = _ready_workers(snapshot), snapshot.target_workers
+    if snapshot.errors_per_min or snapshot.status.state == "failed" or (serving and not ready):
+        return "$error"
+    if snapshot.draining_since is not None:
+        return "$warning"
+    if _queue_is_full(snapshot) or (serving and ready < wanted and not _only_grows(snapshot)):
+        return "$warning"
+    return "$primary"
 
 
 def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:

@@ -1,0 +1,72 @@
+"""Alerts: what went wrong lately, the newest first, with what was done and what to do."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from console.text import local_time
+from console.tui.screens.base import Dialog
+from console.tui.view import View
+from console.tui.widgets.glyphs import for_terminal
+from engine.snapshot import Alert
+
+_LEVELS = {"error": ("✖", "$error"), "warning": ("▲", "$warning")}
+
+
+class AlertsScreen(Dialog[None]):
+    """A list that scrolls. Looking at it marks the alerts as seen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,A", "dismiss", "Close", id="alerts.close", tooltip="Close the alerts", key_display="esc"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown = Content("")
+
+    def compose(self) -> ComposeResult:
+        """The list."""
+        with VerticalScroll(classes="dialog alerts") as page:
+            page.border_title = "Alerts"
+            yield Static(id="alert-list", markup=False)
+
+    def on_mount(self) -> None:
+        """Never a first frame without them."""
+        self.redraw()
+
+    def show_view(self, view: View) -> None:
+        """Draw the list again, where anything changed."""
+        self.console.alerts.mark_seen(view)
+        shown = for_terminal(self.app, alert_list(view.published.alerts))
+        if not shown.is_same(self._shown):
+            self._shown = shown
+            self.query_one("#alert-list", Static).update(shown)
+
+
+def alert_list(alerts: tuple[Alert, ...]) -> Content:
+    """All alerts, the last to occur first."""
+    if not alerts:
+        return Content.styled("No alerts. Crashes, failed loads and refused clients are listed here.", "$muted")
+    newest_first = sorted(alerts, key=lambda alert: (alert.last_at, alert.id), reverse=True)
+    return Content("\n\n").join(map(describe, newest_first))
+
+
+def describe(alert: Alert) -> Content:
+    """One alert: when, how often and what; then what was done, and what to do."""
+    glyph, style = _LEVELS[alert.level]
+    often = f" · {alert.count} times since {local_time(alert.at)}" if alert.count > 1 else ""
+    head = Content.assemble(
+        (f"{glyph} ", style), (f"{local_time(alert.last_at)}  {alert.subject}{often}", "bold $foreground")
+    )
+    lines = [head, Content.styled(alert.text, style)]
+    if alert.done:
+        lines.append(Content.assemble(("Done: ", "$muted"), (alert.done, "$foreground")))
+    if alert.advice:
+        lines.append(Content.assemble(("To do: ", "$muted"), (alert.advice, "$foreground")))
+    return Content("\n").join(lines)

@@ -1,0 +1,1 @@
+"""The Devices page: every reading of each device."""

@@ -1,0 +1,140 @@
+"""Actions on the request under the cursor, on each screen with a table of requests."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+from textual.binding import Binding, BindingType
+
+from console.settings.addresses import reachable
+from console.tui.keymap import ConsoleBinding
+from console.tui.screens.api.screen import KEY_VARIABLE, curl_command, curl_line
+from console.tui.screens.base import ConsoleScreen
+from engine.config.sampling import PARAMETERS
+from engine.errors import EngineError
+from engine.requests.history import RequestDetail
+from engine.snapshot import RequestRow
+
+_PLACEHOLDER = "YOUR PROMPT"
+_PATH = "/v1/completions"
+
+
+class RequestActions(ConsoleScreen):
+    """The keys of a request's row. Subclasses give `chosen_request` and `show_client`."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ConsoleBinding(
+            "x,delete",
+            "cancel",
+            "Cancel",
+            id="request.cancel",
+            mutates=True,
+            tooltip="Cancel the selected request",
+            key_display="x",
+        ),
+        Binding(
+            "c",
+            "copy_curl",
+            "Copy curl",
+            id="request.copy_curl",
+            tooltip="Copy the request as a curl command",
+            show=False,
+        ),
+        Binding("y", "copy_id", "Copy id", id="request.copy_id", tooltip="Copy the id of the request", show=False),
+        Binding(
+            "f",
+            "filter_client",
+            "This client",
+            id="request.client",
+            tooltip="Show only the requests of this client",
+            show=False,
+        ),
+    ]
+
+    @property
+    def chosen_request(self) -> RequestRow | None:
+        """The request under the cursor."""
+        raise NotImplementedError
+
+    def show_client(self, client: str) -> None:
+        """Show only the requests of that client."""
+        raise NotImplementedError
+
+    def action_cancel(self) -> None:
+        """Cancel the request under the cursor."""
+        self.cancel_request(self.chosen_request)
+
+    def action_copy_id(self) -> None:
+        """Copy its id."""
+        if (row := self._chosen()) is not None:
+            self.app.copy_to_clipboard(row.id)
+            self.notify(f"Copied {row.id}", markup=False)
+
+    def action_filter_client(self) -> None:
+        """Show only the requests of its client."""
+        if (row := self._chosen()) is None:
+            return
+        if row.client:
+            self.show_client(row.client)
+        else:
+            self.notify("This request has no client.", severity="warning")
+
+    def action_copy_curl(self) -> None:
+        """Copy it as a curl command; where no request is chosen, a command that sends one."""
+        if (row := self.chosen_request) is not None:
+            self.run_worker(self._copy_curl(row), group="curl", exclusive=True, exit_on_error=False)
+        elif line := self._example():
+            self._copied(line, "Copied a curl command that sends a request")
+        else:
+            self.notify("No dialect is on: switch one on first (d on the API screen).", severity="warning")
+
+    async def _copy_curl(self, row: RequestRow) -> None:
+        try:
+            detail = await self.link.requests.detail(row.id, row.order)
+        except EngineError:  # forgotten by now: its row has something all the same
+            detail = RequestDetail(row=row)
+        api = self.console.view.api
+        has_prompt = detail.text is not None and not detail.text.cut
+        line = curl_command(self._base, _PATH, curl_body(detail), with_key=api.key_required)
+        self._copied(line, f"Copied {row.id} as a curl command{'' if has_prompt else ': put your prompt into it'}")
+
+    def _example(self) -> str:
+        spec = self.console.view.snapshot.status.spec
+        return curl_line(
+            self._base,
+            spec.name if spec is not None else "",
+            dialects=self.link.api.report().dialects,
+            with_key=self.console.view.api.key_required,
+        )
+
+    @property
+    def _base(self) -> str:
+        api = self.console.view.api
+        return msgspec.structs.replace(api, host=reachable(api.host)).url
+
+    def _copied(self, line: str, done: str) -> None:
+        self.app.copy_to_clipboard(line)
+        key = f"; it takes the key from ${KEY_VARIABLE}" if self.console.view.api.key_required else ""
+        self.notify(f"{done}{key}", markup=False)
+
+    def _chosen(self) -> RequestRow | None:
+        if (row := self.chosen_request) is None:
+            self.notify("Choose a request with the arrow keys first.", severity="warning")
+        return row
+
+
+def curl_body(detail: RequestDetail) -> dict[str, object]:
+    """Return a completion request with the model, the prompt and the parameters of a request, as far as they are kept:
+    of lists and texts only the number is."""
+    row, text = detail.row, detail.text
+    prompt = text.prompt if text is not None and not text.cut else _PLACEHOLDER
+    body: dict[str, object] = {"model": row.model} if row.model else {}
+    body["prompt"] = prompt
+    if row.max_tokens:
+        body["max_tokens"] = row.max_tokens
+    for name, value in detail.sampling.items():
+        if not isinstance(value, str):
+            parameter = PARAMETERS.get(name)
+            body[parameter.http_name if parameter is not None else name] = value
+    return body

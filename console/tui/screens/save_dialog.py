@@ -1,0 +1,69 @@
+"""Saving a file from a screen: the path is asked for first, with one in the data folder to begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textual.app import App
+
+from console.tui.screens.dialogs import ConfirmScreen, LineScreen
+from engine.system.files import replace_file
+
+
+def save_file(app: App[Any], title: str, path: Path, content: Callable[[], bytes], *, saved: str = "Saved") -> None:
+    """Ask where to save, then save what `content` returns, which is called in a thread.
+
+    path: what the box begins with. saved: first words of the message afterwards. A file that is there is replaced
+    only after a question.
+    """
+
+    def ask(typed: str) -> None:
+        app.push_screen(LineScreen(title, typed, accept="Save", placeholder="path of the file"), chosen)
+
+    def chosen(typed: str | None) -> None:
+        if typed is None:
+            return
+        try:
+            target = Path(typed).expanduser().absolute()
+            exists, is_file = target.exists(), target.is_file()
+        except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, or the home of an unknown user
+            complain(typed, error)
+            return
+        if not exists:
+            save(target)
+        elif not is_file:
+            app.notify(f"{typed} is not a file.", severity="error", markup=False)
+            ask(typed)
+        else:
+            question = ConfirmScreen("This file exists. Replace it?", str(target), yes="Replace", no="Keep")
+            app.push_screen(question, lambda sure: save(target) if sure else ask(typed))
+
+    def save(target: Path) -> None:
+        app.run_worker(write(target), group="save", exit_on_error=False)
+
+    async def write(target: Path) -> None:
+        try:
+            await asyncio.to_thread(lambda: replace_file(target, content()))
+        except OSError as error:
+            complain(str(target), error)
+        else:
+            app.notify(f"{saved} to {target}", markup=False, timeout=8)
+
+    def complain(typed: str, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or error
+        app.notify(f"Cannot save {typed}: {reason}", severity="error", markup=False, timeout=8)
+
+    ask(str(path))
+
+
+def suggested_path(name: str) -> Path:
+    """Return a path in the folder for exports, below the data folder, that no file has yet."""
+    from console.settings.schema import data_dir  # not before the first frame
+
+    wanted = data_dir() / "exports" / name
+    numbered = (wanted.with_stem(f"{wanted.stem}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain((wanted,), numbered) if not path.exists())

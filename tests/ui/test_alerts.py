@@ -1,0 +1,175 @@
+"""What goes wrong is seen on every screen: in the status line, a toast, a badge and the list of alerts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from console.link.frames import Frame
+from console.link.protocol import ApiStatus
+from console.link.recording.recorder import RecordingWriter
+from console.tui.app import EricApp
+from console.tui.attached_app import AttachedApp
+from console.tui.modes import MODES
+from console.tui.replay_app import ReplayApp
+from console.tui.screens.alerts.screen import AlertsScreen
+from console.tui.widgets.status_line import status_line
+from engine.errors import ModelLoadFailed
+from engine.snapshot import Alert, Snapshot
+from tests.fakes import scenes
+from tests.fakes.elsewhere import FakeRemote, replay_of
+from tests.fakes.link import FakeLink
+from tests.ui.seen import rows, screen_text, until
+
+KILLED = "worker w1 was ended by SIGKILL (out of memory, perhaps)"
+
+
+def alert(number: int = 1, **changes: object) -> Alert:
+    """A worker that was killed."""
+    values: dict[str, object] = {
+        "id": number,
+        "at": scenes.NOW - 5,
+        "last_at": scenes.NOW - 5,
+        "cause": "worker_died",
+        "subject": "w1",
+        "text": KILLED,
+        "done": "Restarting. 3 of its requests went back to the queue.",
+        "advice": "Check the kernel log for the OOM killer.",
+    }
+    return Alert(**(values | changes))  # type: ignore[arg-type]
+
+
+def healthy() -> Snapshot:
+    """Both workers are ready."""
+    return scenes.busy(workers=(scenes.worker(0), scenes.worker(1)))
+
+
+def after_the_kill(*alerts: Alert) -> Snapshot:
+    """One of two workers is dead."""
+    workers = (scenes.worker(0), scenes.worker(1, state="restarting", pid=None, active=0, restarts=1))
+    return scenes.busy(workers=workers, alerts=alerts or (alert(),))
+
+
+def toasts(app: EricApp) -> list[str]:
+    """What toasts say."""
+    return [toast.message for toast in app._notifications]
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in MODES])
+async def test_a_killed_worker_is_seen_on_every_screen(mode: str) -> None:
+    link = FakeLink(healthy())
+    app = EricApp(link, start=mode)
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        await until(pilot, lambda: "2/2 workers" in rows(app)[0])
+        assert "▲" not in rows(app)[1]
+        link.show(after_the_kill())
+        await until(pilot, lambda: "▲ 1/2 workers" in rows(app)[0])
+        await until(pilot, lambda: bool(toasts(app)))
+        assert [KILLED in each for each in toasts(app)] == [True]
+        if mode != "logs":
+            assert "▲ 1 alert" in rows(app)[0]
+            assert "Logs▲" in rows(app)[1]
+        app.action_alerts()
+        await until(pilot, lambda: "Check the kernel log" in screen_text(app))
+        assert "went back to the queue" in screen_text(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, AlertsScreen) and "Logs▲" not in rows(app)[1])
+        assert "alert" not in rows(app)[0]
+
+
+async def test_a_key_opens_the_list_and_closes_it() -> None:
+    app = EricApp(FakeLink(after_the_kill()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("A")
+        await until(pilot, lambda: "14:02:06  w1" in screen_text(app))
+        await pilot.press("A")
+        await until(pilot, lambda: not isinstance(app.screen, AlertsScreen))
+
+
+async def test_without_alerts_the_list_says_what_would_be_in_it() -> None:
+    app = EricApp(FakeLink())
+    async with app.run_test() as pilot:
+        await pilot.press("A")
+        await until(pilot, lambda: "No alerts." in screen_text(app))
+
+
+async def test_the_same_alert_has_one_toast_and_the_badge_comes_back_when_it_occurs_again() -> None:
+    link = FakeLink()
+    app = EricApp(link)
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        link.show(after_the_kill())
+        await until(pilot, lambda: "Logs▲" in rows(app)[1])
+        await pilot.press("7")
+        await until(pilot, lambda: app.current_mode == "logs")
+        await pilot.press("1")
+        await until(pilot, lambda: app.current_mode == "dashboard" and "Logs▲" not in rows(app)[1])
+        link.show(after_the_kill(alert(count=2, last_at=scenes.NOW)))
+        await until(pilot, lambda: "Logs▲" in rows(app)[1])
+        assert len(toasts(app)) == 1
+        await pilot.press("A")
+        await until(pilot, lambda: "2 times since 14:02:06" in screen_text(app))
+
+
+async def test_alerts_from_before_the_console_was_opened_have_a_badge_and_no_toast() -> None:
+    app = AttachedApp([FakeRemote("10.0.0.7:8000", after_the_kill())])
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        await until(pilot, lambda: "Logs▲" in rows(app)[1])
+        assert toasts(app) == []
+
+
+async def test_many_alerts_at_once_have_one_toast() -> None:
+    link = FakeLink()
+    app = EricApp(link)
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        link.show(after_the_kill(*(alert(number, subject=f"w{number}") for number in range(1, 8))))
+        await until(pilot, lambda: bool(toasts(app)))
+        assert toasts(app) == ["7 new alerts: A lists them."]
+
+
+async def test_a_failed_load_is_said_once() -> None:
+    link = FakeLink()
+    error = ModelLoadFailed("the checkpoint has no tokenizer")
+    link.failures["unload"] = error
+    app = EricApp(link)
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        link.show(after_the_kill(alert(text=f"m could not be loaded: {error.message}", cause="load_failed")))
+        await until(pilot, lambda: bool(toasts(app)))
+        app.perform(link.unload())
+        await app.workers.wait_for_complete()
+        assert len(toasts(app)) == 1
+
+
+async def test_a_recording_shows_its_alerts(tmp_path: Path) -> None:
+    path = tmp_path / "night.rec"
+    with RecordingWriter(path) as writer:
+        for at in range(20):
+            moment = scenes.changed(healthy() if at < 10 else after_the_kill(), at=scenes.NOW - 20 + at)
+            writer.add(Frame(snapshot=moment, api=ApiStatus()), [])
+    replay, clock = replay_of(path)
+    app = ReplayApp(replay)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await until(pilot, lambda: "2/2" in rows(app)[0])
+        clock.now += 12
+        await until(pilot, lambda: "▲ 1/2 workers" in rows(app)[0])
+        assert [KILLED in each for each in toasts(app)] == [True]
+        await pilot.press("A")
+        await until(pilot, lambda: "Check the kernel log" in screen_text(app))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_status_line_says_what_is_wrong_in_every_width(width: int) -> None:
+    snapshot = scenes.changed(after_the_kill(), queued=41, errors_per_min=2)
+    line = status_line(snapshot, ApiStatus(running=True), width, alerts=1)
+    assert line.cell_length == width
+    assert "▲ 1/2" in line.plain
+    if width >= 80:
+        assert "queue 41" in line.plain and "✖ 2" in line.plain
+    assert "$warning" in {str(span.style) for span in line.spans}
+
+
+def test_a_worker_on_its_first_start_is_no_warning_and_none_ready_is_an_error() -> None:
+    coming = scenes.busy(workers=(scenes.worker(0), scenes.worker(1, state="loading")))
+    assert "◌ 1/2 workers" in status_line(coming, ApiStatus(), 160).plain
+    dead = scenes.busy(workers=tuple(scenes.worker(each, state="failed") for each in range(2)))
+    assert "✖ 0/2 workers" in status_line(dead, ApiStatus(), 160).plain

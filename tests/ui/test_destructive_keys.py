@@ -1,0 +1,149 @@
+"""No single key ends what runs, or keeps new requests out: it asks first, and Enter changes nothing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from textual.screen import ModalScreen
+
+from console.tui import modes
+from console.tui.app import EricApp
+from console.tui.binding_index import all_bindings, mutating_ids
+from console.tui.keymap import DRAIN, ConsoleBinding
+from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen
+from engine.config import MAX_TIMEOUT_S
+from engine.snapshot import ModelReading
+from tests.fakes import scenes
+from tests.fakes.link import FakeLink
+from tests.ui.seen import listed, screen_text, until
+
+ENDS_REQUESTS = {
+    "cancel_queued",
+    "cancel_request",
+    "detach",
+    "drain",
+    "drain_worker",
+    "load",
+    "restart_worker",
+    "revoke_key",
+    "stop_api",
+    "switch_dialect",
+    "unload",
+}
+"""Calls that end requests, or refuse ones that were answered before."""
+
+
+def busy() -> FakeLink:
+    """A model with requests, as the Models screen lists it."""
+    snapshot = scenes.busy()
+    model = ModelReading(
+        key="m1", name="NeuralHermes-7B", status=snapshot.status, target_workers=2, max_prompts=8, running=16, queued=1
+    )
+    return FakeLink(msgspec.structs.replace(snapshot, models=(model,)))
+
+
+KEYS = sorted(
+    {key for each in all_bindings() if each.owner and each.id in mutating_ids(each.owner) for key in each.keys}
+    | {"enter", "b", "l", "delete", "q", "ctrl+q"}
+)
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in modes.MODES])
+async def test_no_single_key_ends_requests_or_keeps_new_ones_out(mode: str) -> None:
+    link = busy()
+    app = EricApp(link, start=mode)
+    async with app.run_test(size=(140, 50)) as pilot:
+        await pilot.pause()
+        for focused in (None, *app.screen.focus_chain):
+            for key in KEYS:
+                app.screen.set_focus(focused)
+                await pilot.press(key)
+                await pilot.pause()
+                if isinstance(app.screen, ConfirmScreen | FinishOrCutScreen):
+                    await pilot.press("enter")
+                while len(app.screen_stack) > 1:
+                    app.pop_screen()
+                    await pilot.pause()
+        harmless = [("load", {"model": "NeuralHermes-7B"}), *(each for each in link.commands if "beside" in each[1])]
+        assert [each for each in link.commands if each[0] in ENDS_REQUESTS and each not in harmless] == []
+        assert app.is_running
+
+
+async def test_drain_asks_refuses_new_requests_and_the_same_key_takes_them_again() -> None:
+    link = busy()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press("D")
+        await until(pilot, lambda: "Drain? 17 requests finish first." in screen_text(app))
+        await pilot.press("y")
+        await until(pilot, lambda: "draining 0 s, 17 left" in screen_text(app))
+        link.change(at=link.current.at + 42, running=0, queued=0, requests=())
+        await until(pilot, lambda: "drained 42 s" in screen_text(app))
+        await pilot.press("D")
+        await until(pilot, lambda: "drained" not in screen_text(app))
+    assert link.names() == ["drain", "resume"]
+
+
+async def test_drain_is_in_the_palette_of_every_screen_and_a_key_of_two() -> None:
+    owners = {bound.owner.__name__ for bound in all_bindings() if bound.id == DRAIN.id and bound.owner is not None}
+    assert owners == {"DashboardScreen", "ApiScreen"}
+    assert isinstance(DRAIN, ConsoleBinding)
+    assert DRAIN.mutates
+
+
+async def test_quit_can_wait_for_what_runs() -> None:
+    link = busy()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press("q")
+        await until(pilot, lambda: "Finish them first (f)" in screen_text(app))
+        await pilot.press("f")
+        await until(pilot, lambda: "draining 0 s, 17 left" in screen_text(app))
+        assert app.is_running
+        link.change(running=0, queued=0, requests=())
+        app.refresh_screen()
+        await pilot.pause()
+    assert app.return_code == 0
+    assert link.names() == ["drain"]
+
+
+async def test_a_quit_that_waits_is_called_off_by_taking_requests_again() -> None:
+    link = busy()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press("q", "f")
+        await until(pilot, lambda: "draining" in screen_text(app))
+        await pilot.press("D")
+        await until(pilot, lambda: "draining" not in screen_text(app))
+        link.change(running=0, queued=0, requests=())
+        app.refresh_screen()
+        await pilot.pause()
+        assert app.is_running
+
+
+@pytest.mark.parametrize(("key", "drain_seconds"), [("f", MAX_TIMEOUT_S), ("y", 0)])
+async def test_unloading_a_model_with_requests_finishes_them_or_cuts_them_off(key: str, drain_seconds: float) -> None:
+    link = busy()
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("u")
+        await until(pilot, lambda: isinstance(pilot.app.screen, FinishOrCutScreen))
+        await pilot.press(key)
+        await until(pilot, lambda: link.commands == [("unload", {"drain_seconds": drain_seconds})])
+
+
+async def test_a_load_in_place_of_a_model_with_requests_asks() -> None:
+    link = busy()
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        table = await listed(pilot)
+        table.move_to(next(i for i, row in enumerate(table.rows) if row.key not in ("NeuralHermes-7B", "broken")))
+        await pilot.press("enter")
+        await until(
+            pilot, lambda: "Replace NeuralHermes-7B? 17 requests of it are not finished." in screen_text(pilot.app)
+        )
+        await pilot.press("n")
+        assert link.names() == []
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(pilot.app.screen, ModalScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: link.names() == ["load"])

@@ -1,0 +1,84 @@
+"""Alerts: one for each cause, with a count, the newest 200, and what each asks of an operator."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import ErrorInfo, InsufficientMemory, WorkerFailed
+from engine.metrics.alerts import MAX_ALERTS, MERGE_S, AlertLog, advice_after_death, advice_after_load, cause_of_death
+from engine.worker_process.hosts import WorkerExit
+from engine.workers.health import describe_exit
+
+
+class Clock:
+    """Unix time, as a test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_cause_is_one_alert_with_a_count() -> None:
+    clock = Clock()
+    alerts = AlertLog(clock)
+    first = alerts.add("worker_died", "w0", "w0 died", done="Restarting.")
+    clock.now += MERGE_S
+    again = alerts.add("worker_died", "w0", "w0 died again", done="Left dead.")
+    alerts.add("worker_died", "w1", "w1 died")
+    assert [(each.subject, each.count) for each in alerts.latest] == [("w0", 2), ("w1", 1)]
+    assert (again.id, again.at, again.last_at) == (first.id, first.at, clock.now)
+    assert (again.text, again.done) == ("w0 died again", "Left dead.")
+
+
+def test_the_same_cause_much_later_is_another_alert() -> None:
+    clock = Clock()
+    alerts = AlertLog(clock)
+    first = alerts.add("worker_died", "w0", "w0 died")
+    clock.now += MERGE_S + 1
+    later = alerts.add("worker_died", "w0", "w0 died")
+    assert [each.count for each in alerts.latest] == [1, 1]
+    assert later.id > first.id
+
+
+def test_the_last_two_hundred_are_kept_each_with_an_id_of_its_own() -> None:
+    alerts = AlertLog(Clock())
+    for number in range(MAX_ALERTS + 50):
+        alerts.add("refused", str(number), "refused")
+    assert len(alerts.latest) == MAX_ALERTS
+    assert alerts.latest[-1].subject == str(MAX_ALERTS + 49)
+    assert len({each.id for each in alerts.latest}) == MAX_ALERTS
+
+
+def test_what_was_done_is_added_to_the_alert_where_it_is_still_kept() -> None:
+    alerts = AlertLog(Clock())
+    alert = alerts.add("worker_died", "w0", "w0 died", done="Restarting.")
+    alerts.add_done(alert.id, "Ready again after 2.0 s.")
+    alerts.add_done(alert.id + 1, "nothing of it")
+    assert [each.done for each in alerts.latest] == ["Ready again after 2.0 s."]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "advice"),
+    [
+        (WorkerFailed("worker w0 reported nothing for 61 s", silent_s=61.0).info, "worker_hung", "--hang-seconds"),
+        (ErrorInfo(code="worker_failed", message="CUDA out of memory. Tried"), "out_of_memory", "max prompts"),
+        (ErrorInfo(code="worker_failed", message="worker w0 exited with code 3"), "worker_died", "wrote last"),
+    ],
+)
+def test_a_death_has_a_cause_and_says_what_to_do(error: ErrorInfo, cause: str, advice: str) -> None:
+    assert cause_of_death(error) == cause
+    assert advice in advice_after_death(error)
+
+
+def test_a_kill_from_outside_only_guesses_at_memory() -> None:
+    exit_ = WorkerExit(code=None, signal="SIGKILL", log_tail="")
+    error = WorkerFailed(describe_exit("w0", exit_), worker="w0", signal="SIGKILL").info
+    assert cause_of_death(error) == "worker_died"
+    assert "OOM killer" in advice_after_death(error)
+
+
+def test_a_load_without_room_says_what_takes_less() -> None:
+    assert "fewer workers" in advice_after_load(InsufficientMemory("it does not fit").info)
+    assert "Correct what" in advice_after_load(ErrorInfo(code="unsupported_model", message="unknown architecture"))
