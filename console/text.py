@@ -98,6 +98,11 @@ def percent(fraction: float | None) -> str:
     return "–" if fraction is None else f"{min(1.0, max(0.0, fraction)):.0%}"
 
 
+def share(fraction: float) -> str:
+    """ "6%"; what is there and rounds to nothing is "<1%"."""
+    return "<1%" if 0 < fraction < 0.005 else percent(fraction)
+
+
 def plural(number: int, noun: str) -> str:
     """ "1 worker", "2 workers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -139,6 +144,63 @@ def class_title(name: str) -> str:
 
 def _short(value: float) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+# Rates, energy, money and long times.
+
+_SCALES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_JOULES_PER_KWH = 3.6e6
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86_400
+
+
+def three_digits(value: float) -> str:
+    """Three digits, more where they are before the point: "0.52", "5.2", "52", "1,204"."""
+    for digits, below in ((2, 0.9995), (1, 9.95)):
+        if abs(value) < below:
+            return f"{value:.{digits}f}"
+    return f"{value:,.0f}"
+
+
+def with_si_prefix(value: float, unit: str) -> str:
+    """ "8.6 TFLOP/s", "936 GB/s", "0 B/s"."""
+    prefix, scale = _si_prefix(value)
+    return f"{three_digits(value / scale) if value else 0} {prefix}{unit}"
+
+
+def of_limit(value: float, limit: float, unit: str) -> str:
+    """ "8.6 of 71 TFLOP/s": both in the unit of the limit."""
+    prefix, scale = _si_prefix(limit)
+    return f"{three_digits(value / scale) if value else 0} of {three_digits(limit / scale)} {prefix}{unit}"
+
+
+def _si_prefix(value: float) -> tuple[str, float]:
+    return next(((name, scale) for name, scale in _SCALES if abs(value) >= scale * 0.9995), ("", 1.0))
+
+
+def energy(joules: float) -> str:
+    """ "1.24 kWh", "3.2 Wh", "512 J"."""
+    if joules >= _JOULES_PER_KWH / 10:
+        return f"{joules / _JOULES_PER_KWH:,.2f} kWh"
+    if joules >= _JOULES_PER_KWH / 1000:
+        return f"{joules / _JOULES_PER_KWH * 1000:.1f} Wh"
+    return f"{joules:.0f} J"
+
+
+def cost(joules: float, rate_per_kwh: float, currency: str) -> str:
+    """ "0.97 EUR"; four decimals below a tenth, where two would round it to nothing."""
+    money = joules / _JOULES_PER_KWH * rate_per_kwh
+    return f"{money:,.{2 if money >= 0.1 or not money else 4}f} {currency}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """ "41 s", "12 min", "2 h 15 min", "3 d 4 h"."""
+    if seconds < _MINUTE_S:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds // _MINUTE_S:.0f} min"
+    if seconds < _DAY_S:
+        return f"{seconds // _HOUR_S:.0f} h {seconds % _HOUR_S // _MINUTE_S:.0f} min"
+    return f"{seconds // _DAY_S:.0f} d {seconds % _DAY_S // _HOUR_S:.0f} h"
 
 
 # What devices are called on the screen: short, and never hiding that one is simulated or on another machine.

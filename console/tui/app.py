@@ -412,26 +412,12 @@ class EricApp(StyledApp, inherit_bindings=False):
         if not isinstance(self.screen, DoctorScreen):
             self.push_screen(DoctorScreen(self.link))
 
-    def action_insight(self) -> None:
-        """Where time, tokens and energy go."""
-        from console.tui.screens.insight.screen import InsightScreen
-
-        if not isinstance(self.screen, InsightScreen):
-            self.push_screen(InsightScreen())
-
     def action_alerts(self) -> None:
         """Show the alerts."""
         from console.tui.screens.alerts.screen import AlertsScreen
 
         if not isinstance(self.screen, AlertsScreen):
             self.push_screen(AlertsScreen())
-
-    def action_benches(self) -> None:
-        """Show the benchmarks."""
-        from console.tui.screens.benches.screen import BenchesScreen
-
-        if not isinstance(self.screen, BenchesScreen):
-            self.push_screen(BenchesScreen(self.link, model=self.view.model_name))
 
     def action_autotune(self) -> None:
         """Find the best settings of the model in view: what it is to go by first, then the Tune screen."""

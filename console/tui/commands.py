@@ -17,7 +17,7 @@ from textual.theme import BUILTIN_THEMES
 from textual.types import IgnoreReturnCallbackType
 
 from console.link.status import link_status
-from console.tui.keymap import ALERTS, API_SWITCH, DRAIN, INSIGHT, KNOBS, ConsoleBinding
+from console.tui.keymap import ALERTS, API_SWITCH, DRAIN, KNOBS, ConsoleBinding
 from console.tui.screens.base import AppScreen
 
 
@@ -35,12 +35,13 @@ COMMANDS: tuple[Binding, ...] = (
     _command("request.cancel", "Cancel a request…", "app.open('requests')", "Choose one on Requests", mutates=True),
     *KNOBS,
     _command("logs.export", "Export the log…", "app.at('logs', 'export')", "Save it to a file"),
-    _command("tune.bench", "Benchmark…", "app.benches", "Run benchmarks; plot and compare results"),
+    _command(
+        "tune.bench", "Benchmark…", "app.at('tune', \"show('benchmarks')\")", "Run benchmarks; plot and compare results"
+    ),
     _command(
         "tune.find", "Autotune…", "app.autotune", "Find the best settings of the model by measurement", mutates=True
     ),
     ALERTS,
-    INSIGHT,
     _command("open.settings", "Go to Settings", "app.open('settings')", ""),
     _command("theme", "Theme…", "app.change_theme", "Change the colours"),
     _command("doctor", "Doctor", "app.doctor", "Check this machine and its install"),

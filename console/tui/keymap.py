@@ -103,9 +103,6 @@ READOUT: tuple[Binding, ...] = (
     ),
 )
 ALERTS = Binding("A", "app.alerts", "Alerts", id="alerts", tooltip="Alerts: what went wrong lately", show=False)
-INSIGHT = Binding(
-    "n", "app.insight", "Insight", id="insight", tooltip="Insight: where time, tokens and energy go", show=False
-)
 
 BINDINGS: list[Binding] = [
     *(
@@ -132,7 +129,6 @@ BINDINGS: list[Binding] = [
         for mode in MODES
     ),
     HELP,
-    INSIGHT,
     ALERTS,
     Binding("q", "app.quit", "Quit", id="quit", tooltip="Quit the console"),
     Binding(

@@ -10,7 +10,6 @@ from console.bench.kinds import PLANS
 from console.link.benches import BenchReport
 from console.tui.app import EricApp
 from console.tui.screens.benches.form import BenchFormScreen
-from console.tui.screens.benches.screen import BenchesScreen
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
@@ -41,12 +40,12 @@ async def opened(pilot: Pilot[None]) -> None:
     """From the Tune screen, with the results read."""
     await until(pilot, lambda: "Tune" in screen_text(pilot.app))
     await pilot.press("b")
-    await until(pilot, lambda: isinstance(pilot.app.screen, BenchesScreen))
+    await shown(pilot, "Benchmark results")
     await shown(pilot, "users")
 
 
 async def formed(pilot: Pilot[None]) -> None:
     """The form of a bench, filled in."""
-    await pilot.press("b")
+    await pilot.press("n")
     await until(pilot, lambda: isinstance(pilot.app.screen, BenchFormScreen))
     await shown(pilot, PLANS["latency"].sentence()[:40])

@@ -12,7 +12,6 @@ from textual.pilot import Pilot
 from console.bench.comparison import compare
 from console.bench.result import read_result
 from console.tui.screens.benches.comparison import difference_notes
-from console.tui.screens.benches.screen import BenchesScreen
 from tests.fakes import bench_scenes
 from tests.ui.benching import SIZES, app_with, link_of, opened, shown
 from tests.ui.seen import screen_text, shows, until
@@ -36,7 +35,7 @@ async def test_nothing_measured_yet_says_how_to_begin() -> None:
     app = app_with(results=False)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("b")
-        await shown(pilot, "No results yet. Press b to run a bench.")
+        await shown(pilot, "No results yet. Press n to run a bench.")
 
 
 async def test_p_plots_the_next_number_of_the_result_and_shift_p_the_one_before() -> None:
@@ -50,12 +49,12 @@ async def test_p_plots_the_next_number_of_the_result_and_shift_p_the_one_before(
         await shown(pilot, "to the least users (x) ─")
 
 
-async def test_t_plots_the_number_from_run_to_run() -> None:
+async def test_o_plots_the_number_from_run_to_run() -> None:
     app = app_with()
     async with app.run_test(size=(140, 40)) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
-        await pilot.press("down", "t")
+        await pilot.press("down", "o")
         await shown(pilot, "mean response (s) of users 4, over time")
         plot = screen_text(app).partition("over time")[2]
         assert plot.index("2026-05-29 08:05") < plot.index("2026-05-28 09:15")
@@ -63,14 +62,14 @@ async def test_t_plots_the_number_from_run_to_run() -> None:
         assert "2026-05-28 17:40" not in plot, "that is another bench"
 
 
-async def test_t_leaves_out_results_of_other_work_and_says_how_many() -> None:
+async def test_o_leaves_out_results_of_other_work_and_says_how_many() -> None:
     app = app_with()
     results = link_of(app).benches.results
     results[1] = msgspec.structs.replace(results[1], settings={**results[1].settings, "requests": 8})
     async with app.run_test(size=(140, 40)) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
-        await pilot.press("down", "t")
+        await pilot.press("down", "o")
         await shown(pilot, "over time, 1 result of other work left out")
         plot = screen_text(app).partition("over time")[2]
         assert "2026-05-29 08:05" in plot and "2026-05-28 09:15" not in plot
@@ -154,9 +153,9 @@ async def test_the_marked_result_is_compared_with_the_selected_one_the_older_fir
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
-        await pilot.press("v")
+        await pilot.press("C")
         await shown(pilot, "Mark a result with space")
-        await pilot.press("down", "space", "end", "v")
+        await pilot.press("down", "space", "end", "C")
         await shown(pilot, "before (1) after (3)")
         for words in ("-30.0%", "better", "≈ same", "1.62 ±5%", "1.13 ±5%"):
             assert words in screen_text(app), words
@@ -176,7 +175,7 @@ async def test_a_compares_the_numbers_too_that_a_table_leaves_out() -> None:
     async with app.run_test(size=(140, 50)) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
-        await pilot.press("down", "space", "end", "v")
+        await pilot.press("down", "space", "end", "C")
         await shown(pilot, "before (1) after (3)")
         assert "ITL p90" not in screen_text(app)
         await pilot.press("a")
@@ -195,17 +194,17 @@ async def test_results_of_different_benches_are_not_compared() -> None:
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
-        await pilot.press("down", "space", "down", "v")
+        await pilot.press("down", "space", "down", "C")
         await shown(pilot, "only like can be compared")
 
 
-async def test_a_result_is_forgotten_after_a_question() -> None:
+async def test_a_result_is_deleted_after_a_question() -> None:
     app = app_with()
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("d")
-        await shown(pilot, "Forget result 4?")
+        await shown(pilot, "Delete result 4?")
         await pilot.press("y")
         await until(pilot, lambda: link_of(app).commands == [("forget", {"number": 4})])
         await until(pilot, lambda: "3 results" in screen_text(app))
@@ -216,9 +215,9 @@ async def test_a_history_that_is_slow_to_read_keeps_no_key_waiting() -> None:
     link_of(app).hold("history")
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("b")
-        await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
+        await shown(pilot, "Benchmark results")
         await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(app.screen, BenchesScreen))
+        await shown(pilot, "Effect of changes")
         link_of(app).release("history")
 
 
@@ -241,7 +240,7 @@ def test_a_comparison_has_a_row_for_each_number_and_the_settings_that_differ() -
     async def compared(pilot: Pilot[None]) -> None:
         await opened(pilot)
         await shown(pilot, "p plots another of")
-        await pilot.press("down", "space", "end", "v")
+        await pilot.press("down", "space", "end", "C")
         await shown(pilot, "before (1) after (3)")
 
     link_app = app_with()

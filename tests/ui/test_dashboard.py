@@ -196,17 +196,6 @@ async def test_z_shows_a_longer_time() -> None:
         assert "max_prompts 4 → 8" in screen_text(app)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_insight_is_one_click_away(size: tuple[int, int]) -> None:
-    app = EricApp(FakeLink(scenes.busy()))
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        line = next(at for at, row in enumerate(rows(app)) if "n insight" in row)
-        await pilot.click(offset=(rows(app)[line].index("n insight") + 3, line))
-        await pilot.pause()
-        assert type(app.screen).__name__ == "InsightScreen"
-
-
 @pytest.mark.parametrize("scene", [scenes.busy, scenes.eight_gpus])
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_an_ascii_terminal_gets_ascii(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from console.link.readonly import ReadOnlyLink
+from console.link.rpc import as_link
 from console.tui.app import EricApp
 from console.tui.screens.devices.screen import device_blocks
 from engine.devices.simulated import SimulatedProbe, under_load
+from engine.errors import EngineBusy
 from engine.snapshot import DeviceSensors, ProcessMemory
-from tests.fakes import scenes
+from tests.fakes import insight_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import screen_text, until
+from tests.ui.seen import rows, screen_text, until
 
 SENSORS = DeviceSensors(
     memory_utilisation=0.61,
@@ -59,7 +62,7 @@ async def test_every_reading_is_on_the_page(size: tuple[int, int]) -> None:
 
 def test_an_absent_reading_is_n_a_and_never_zero() -> None:
     bare = msgspec.structs.replace(scenes.gpu(0), utilisation=None, temperature_c=None, power_w=None, sensors=None)
-    lines = device_blocks((bare,)).plain.splitlines()
+    lines = device_blocks(scenes.busy(devices=(bare,))).plain.splitlines()
     absent = {line.split("  ")[1].strip() for line in lines if line.endswith("n/a")}
     readings = ("utilisation", "power", "temperature", "SM clock", "memory clock", "throttling", "PCIe")
     assert absent >= {*readings, "ECC errors", "Xid errors", "fan"}
@@ -67,7 +70,8 @@ def test_an_absent_reading_is_n_a_and_never_zero() -> None:
 
 def test_simulated_devices_play_every_reading() -> None:
     (device,) = (each for each in SimulatedProbe((24,)).read() if each.kind == "simulated")
-    text = device_blocks((under_load(msgspec.structs.replace(device, utilisation=0.5), 0.5),)).plain
+    device = under_load(msgspec.structs.replace(device, utilisation=0.5), 0.5)
+    text = device_blocks(scenes.empty(devices=(device,))).plain
     assert [line for line in text.splitlines() if line.endswith("n/a") and "processes" not in line] == []
 
 
@@ -77,3 +81,30 @@ async def test_throttling_and_xid_stand_at_the_device_on_the_dashboard() -> None
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: "throttled" in screen_text(app))
         assert "Xid 79" in screen_text(app)
+
+
+async def test_l_measures_the_peak_of_the_processor() -> None:
+    link = FakeLink(insight_scenes.one_answer())
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("d")
+        await until(pilot, lambda: "peak not measured" in screen_text(app))
+        await pilot.press("l")
+        await until(pilot, lambda: link.names() == ["measure"])
+
+
+async def test_a_measurement_that_is_refused_says_why() -> None:
+    link = FakeLink(insight_scenes.one_answer())
+    link.failures["measure"] = EngineBusy("The processor can only be measured while no request is running")
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("d", "l")
+        await until(pilot, lambda: any("can only be measured" in each.message for each in app._notifications))
+
+
+async def test_a_read_only_console_does_not_offer_to_measure() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink(insight_scenes.one_answer()))))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("d")
+        await until(pilot, lambda: "esc Close" in rows(app)[-1])
+        assert "Measure" not in rows(app)[-1]

@@ -14,7 +14,7 @@ from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
 from tests.ui.seen import screen_text, until
 
-COVERS = ["action_help", "action_doctor", "action_insight", "action_benches", "action_autotune"]
+COVERS = ["action_help", "action_doctor", "action_autotune"]
 
 
 class CountingLink(FakeLink):

@@ -29,7 +29,6 @@ from console.tui.screens.attach.instances import InstancesScreen
 from console.tui.screens.attach.replay import GoToScreen
 from console.tui.screens.benches.comparison import BenchComparisonScreen
 from console.tui.screens.benches.result import BenchResultScreen
-from console.tui.screens.benches.screen import BenchesScreen
 from console.tui.screens.chat.settings import ChatSettingsScreen, PresetsScreen
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.screens.doctor.screen import DoctorScreen
@@ -191,11 +190,10 @@ async def test_nothing_foreign_steers_the_terminal_in_what_takes_several_keys() 
         for action, kind in (("doctor", DoctorScreen), ("autotune", TuneFormScreen)):
             await app.run_action(f"app.{action}")
             await opens(pilot, kind)
-        await app.run_action("app.benches")
+        await pilot.press("f5", "b")
         await filled(pilot)
         await opens(pilot, BenchResultScreen, "enter")
-        await opens(pilot, BenchComparisonScreen, "space", "down", "v")
-        await opens(pilot, BenchesScreen)
+        await opens(pilot, BenchComparisonScreen, "space", "down", "C")
         await app.run_action("app.toggle_api")
         await opens(pilot, ConfirmScreen)
         await pilot.press("6", "w")

@@ -23,7 +23,7 @@ from console.tui.screens.requests.detail import (
     request_card,
     timeline_chart,
 )
-from console.tui.widgets.causes import cause_lines
+from console.tui.widgets.latency import cause_lines
 from engine.requests.causes import Cause, describe
 from engine.requests.history import RequestDetail, TokenBatch, WorkerSpan
 from engine.snapshot import RequestRow

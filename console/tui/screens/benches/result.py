@@ -29,7 +29,7 @@ from engine.errors import EngineError
 
 # The results of benches that are remembered, a row each, the newest first.
 
-NO_RESULT = "No results yet. Press b to run a bench."
+NO_RESULT = "No results yet. Press n to run a bench."
 _TIME_CELLS = 16
 _COLUMNS = (
     Column("", 1),

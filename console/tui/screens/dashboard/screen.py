@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
-from console.tui.keymap import API_SWITCH, DRAIN, INSIGHT, KNOBS, READOUT
+from console.tui.keymap import API_SWITCH, DRAIN, KNOBS, READOUT
 from console.tui.screens.dashboard.panels import DashboardPanel, Place, discover
 from console.tui.screens.dashboard.panels.advice import AdvisedScreen
 from console.tui.screens.dashboard.panels.devices import DevicesPanel, is_many
@@ -42,7 +41,6 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         ),
         Binding("i", "inspect", "Worker", id="worker.open", tooltip="Show the selected worker"),
         Binding("d", "devices", "Devices", id="devices.open", tooltip="Show every reading of the devices", show=False),
-        replace(INSIGHT, show=True),
         *KNOBS,
         API_SWITCH,
         DRAIN,

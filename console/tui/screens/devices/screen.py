@@ -1,4 +1,4 @@
-"""Devices: every reading of each; n/a where the device does not give it."""
+"""Devices: every reading of each, n/a where the device does not give it, and the energy of all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from textual.widgets import Static
 from console import text
 from console.adviser.thresholds import HOT_C
 from console.text import device_label
+from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import Dialog
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.plot import meter
 from engine.devices.health import harmful_throttling
-from engine.snapshot import DeviceReading, DeviceSensors, ProcessMemory
+from engine.snapshot import DeviceReading, DeviceSensors, DeviceWork, ProcessMemory, Snapshot
 
 _LABEL = 14
+_BAR = 24
 _ABSENT = ("n/a", "$muted")
 _NONE = DeviceSensors()
 
@@ -29,6 +32,14 @@ class DevicesScreen(Dialog[None]):
     """A page that scrolls, a block for each device."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        ConsoleBinding(
+            "l",
+            "measure",
+            "Measure CPU peak",
+            id="devices.measure",
+            mutates=True,
+            tooltip="Measure peak CPU throughput (uses all cores for a few seconds)",
+        ),
         Binding("escape,q,d", "dismiss", "Close", id="devices.close", tooltip="Close the devices", key_display="esc"),
     ]
 
@@ -48,28 +59,59 @@ class DevicesScreen(Dialog[None]):
 
     def show_view(self, view: View) -> None:
         """Draw the blocks again, where anything changed."""
-        shown = for_terminal(self.app, device_blocks(view.snapshot.devices))
+        shown = for_terminal(self.app, device_blocks(view.snapshot))
         if not shown.is_same(self._shown):
             self._shown = shown
             self.query_one("#device-list", Static).update(shown)
 
+    def action_measure(self) -> None:
+        """Measure the peak of the processor, against which its work is shown."""
+        self.notify("Measuring peak CPU throughput takes a few seconds.", markup=False)
+        self.console.perform(self.console.link.insight.measure(), done="Peak CPU throughput measured")
 
-def device_blocks(devices: Sequence[DeviceReading]) -> Content:
-    """A block for each device, with a blank line between two."""
-    if not devices:
+
+def device_blocks(snapshot: Snapshot) -> Content:
+    """A block for each device and one for energy, with a blank line between two."""
+    if not snapshot.devices:
         return Content.styled("No device was read yet.", "$muted")
-    return Content("\n\n").join(Content("\n").join(_block(device)) for device in devices)
+    work = {each.device: each for each in snapshot.insight.work}
+    blocks = [*(_block(device, work.get(device.id)) for device in snapshot.devices), _energy(snapshot)]
+    return Content("\n\n").join(Content("\n").join(block) for block in blocks)
 
 
-def _block(device: DeviceReading) -> Iterator[Content]:
+def _block(device: DeviceReading, work: DeviceWork | None) -> Iterator[Content]:
     simulated = "  simulated" if device.kind == "simulated" else ""
     yield Content.assemble((device_label(device), "bold $primary"), "  ", device.name, (simulated, "$warning"))
-    for label, value in _rows(device):
+    for label, value in _rows(device, work):
         shown = Content.styled(*_ABSENT) if value is None else value
-        yield Content.assemble((f"  {label:<{_LABEL}}", "$muted"), shown)
+        yield _row(label, shown)
 
 
-def _rows(device: DeviceReading) -> Iterator[tuple[str, Content | None]]:
+def _row(label: str, value: Content) -> Content:
+    return Content.assemble((f"  {label:<{_LABEL}}", "$muted"), value)
+
+
+def _energy(snapshot: Snapshot) -> Iterator[Content]:
+    """Power of the devices with a worker, energy of a token, and today's energy and cost."""
+    seen, session = snapshot.insight.energy, snapshot.insight.session
+    yield Content.styled("Energy", "bold $primary")
+    if seen.power_w is None:
+        yield _row("now", Content("power not reported by this device" if seen.unmetered else "no device is in use"))
+    else:
+        per_watt = snapshot.output_tokens_per_s / seen.power_w if seen.power_w else 0.0
+        yield _row("now", Content(f"{seen.power_w:,.0f} W · {text.three_digits(per_watt)} tok/s per W"))
+    if seen.session_joules:
+        per_token = seen.busy_joules / session.output_tokens if session.output_tokens else None
+        joules = "" if per_token is None else f"{text.three_digits(per_token)} J per token while busy · "
+        yield _row("session", Content(f"{joules}{text.energy(seen.session_joules)}"))
+    if seen.session_joules or seen.today_joules:
+        money = "" if seen.rate_per_kwh is None else text.cost(seen.today_joules, seen.rate_per_kwh, seen.currency)
+        yield _row("today", Content(text.energy(seen.today_joules) + (f" · {money}" if money else "")))
+    if seen.unmetered and seen.power_w is not None:
+        yield _row("", Content(f"{text.plural(seen.unmetered, 'device')} in use not counted: power not reported"))
+
+
+def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str, Content | None]]:
     sensors = device.sensors or _NONE
     used = device.total_bytes - device.free_bytes
     yield (
@@ -79,6 +121,10 @@ def _rows(device: DeviceReading) -> Iterator[tuple[str, Content | None]]:
             sensors.memory_utilisation is not None and f"memory interface {text.percent(sensors.memory_utilisation)}",
         ),
     )
+    if work is not None:
+        peak = _unknown_peak(device)
+        yield "compute", _against_peak(work.flops_per_s, work.flops_limit_per_s, "FLOP/s", peak)
+        yield "bandwidth", _against_peak(work.bytes_per_s, work.bytes_limit_per_s, "B/s", peak)
     parts = (
         ("weights", device.weights_bytes),
         ("KV", device.kv_bytes),
@@ -103,6 +149,20 @@ def _rows(device: DeviceReading) -> Iterator[tuple[str, Content | None]]:
     yield "Xid errors", _errors(xids, "none")
     yield "fan", None if sensors.fan is None else Content(text.percent(sensors.fan))
     yield "processes", _processes((*device.own, *device.others))
+
+
+def _against_peak(value: float, peak: float | None, unit: str, unknown: str) -> Content:
+    """What the workers do on a device, as a share of its peak where that is known."""
+    if peak is None:
+        return Content.assemble(text.with_si_prefix(value, unit), (f"  {unknown}", "$muted"))
+    bar = meter(value / peak, _BAR, "$graph-tokens" if unit == "FLOP/s" else "$gpu-kv")
+    return Content.assemble(bar, (f"{value / peak:>5.0%}", "bold"), f"  {text.of_limit(value, peak, unit)}")
+
+
+def _unknown_peak(device: DeviceReading) -> str:
+    if device.kind == "simulated":
+        return "simulated"
+    return "peak not measured" if device.id == "cpu" else "peak not known"
 
 
 def _joined(*parts: str | bool) -> Content | None:

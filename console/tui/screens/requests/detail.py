@@ -19,8 +19,8 @@ from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import Dialog
 from console.tui.screens.requests.table import clock
 from console.tui.view import View
-from console.tui.widgets.causes import cause_lines
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
+from console.tui.widgets.latency import cause_lines
 from console.tui.widgets.plot import draw
 from console.tui.widgets.states import request_state
 from engine.errors import EngineError

@@ -28,6 +28,7 @@ from engine.errors import EngineError, InvalidRequest
 # What autotune tries and has found: how it goes, and a row for each setting, the fastest first.
 
 NOTHING_YET = "Measuring the first setting."
+NOT_TRIED = "No settings tried yet. Press f to find the best ones by measurement."
 _VERDICTS = {"kept": ("✓ kept", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ broken", "$error")}
 _STATES = {
     "running": ("◔ trying settings", "$worker-loading"),
@@ -48,11 +49,14 @@ class TuningPanel(Vertical):
         yield Table((), empty=NOTHING_YET, id="tuning-tried")
 
     def show(self, report: TuningReport) -> None:
-        """How it stands."""
+        """Show the state of the run, and the settings that it has tried."""
+        head, table = self.query_one("#tuning-head", Static), self.query_one(Table)
+        head.display = report.state != "none"
+        if report.state == "none":
+            table.show([], empty=NOT_TRIED, columns=())
+            return
         lines = [_state(report), _order_text(report), *_remark(report)]
-        head = for_terminal(self.app, Content("\n").join(lines))
-        self.query_one("#tuning-head", Static).update(head)
-        table = self.query_one(Table)
+        head.update(for_terminal(self.app, Content("\n").join(lines)))
         table.show([_row(each, report) for each in report.tried], empty=NOTHING_YET, columns=_columns(report))
 
 

@@ -1,9 +1,11 @@
-"""Tune: the knobs, and what turning each of them did to throughput and latency."""
+"""Tune: the knobs, and beneath them a view: effects of changes, autotune, the workload, or benchmarks."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal, get_args
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -11,16 +13,19 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.style import Style
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import ContentSwitcher, Static
 
 from console import text
 from console.link.tuning import TuningReport
 from console.tui.keymap import API_SWITCH, KNOBS, READOUT, ConsoleBinding
+from console.tui.screens.benches.panel import BenchesPanel
 from console.tui.screens.dashboard.panels.advice import AdvicePanel, AdvisedScreen
 from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
 from console.tui.screens.tune.changes import EffectTable, effect_details
+from console.tui.screens.tune.workload import WorkloadPanel
 from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
+from console.tui.widgets.clickable import clickable, key_hint
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, next_zoom, span_of
 from console.tui.widgets.panel import set_subtitle, set_title
@@ -112,6 +117,37 @@ def _idle(seconds: float) -> str:
     return "idle, then the model is unloaded"
 
 
+# The views beneath the knobs, and the row that names them.
+
+TuneView = Literal["changes", "autotune", "workload", "benchmarks"]
+_TITLES: Mapping[TuneView, str] = MappingProxyType(
+    {"changes": "Changes", "autotune": "Autotune", "workload": "Workload", "benchmarks": "Benchmarks"}
+)
+_WITH_PLOTS = ("changes", "autotune")
+
+
+class ViewRow(Static):
+    """The titles of the views, each to be clicked."""
+
+    DEFAULT_CSS = """
+    ViewRow {
+        height: 1; padding: 0 1;
+        link-style: none; link-color: $foreground; link-background: transparent;
+        link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
+    }
+    """
+
+    def show(self, here: TuneView) -> None:
+        """here: the view that is seen."""
+        titles = (
+            Content.styled(f" {title} ", "bold reverse $primary")
+            if view == here
+            else clickable(f" {title} ", f"screen.show('{view}')", "$foreground")
+            for view, title in _TITLES.items()
+        )
+        self.update(Content.assemble(*titles, key_hint(self.screen, "tune.view", "next", "screen.next_view")))
+
+
 IDLE = Binding.Group("Idle unload", compact=True)
 _ZOOM = 300
 NO_POINTS = "Needs 10 s of load."
@@ -121,7 +157,7 @@ class TuneScreen(AdvisedScreen):
     """Knobs above, curves between, changes below."""
 
     MODE = "tune"
-    AUTO_FOCUS = "#changes"
+    AUTO_FOCUS = "EffectTable"
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
             "u",
@@ -162,7 +198,7 @@ class TuneScreen(AdvisedScreen):
         ),
         Binding(
             "b",
-            "app.benches",
+            "show('benchmarks')",
             "Bench",
             id="tune.bench",
             tooltip="Benchmarks: measure the serving model; show earlier results",
@@ -171,8 +207,9 @@ class TuneScreen(AdvisedScreen):
             "w", "use_best", "Use best", id="tune.use", mutates=True, tooltip="Use the best settings found, from now on"
         ),
         Binding(
-            "v", "view", "Changes/found", id="tune.view", tooltip="Show the effects of changes, or the settings tried"
+            "v", "next_view", "View", id="tune.view", tooltip="Show changes, autotune, the workload, or benchmarks"
         ),
+        Binding("escape", "show('changes')", "Changes", id="tune.changes", tooltip="Show changes", show=False),
         ConsoleBinding(
             "s",
             "load",
@@ -195,13 +232,14 @@ class TuneScreen(AdvisedScreen):
         self._effects: tuple[tuple[Effect, ...], bool] | None = None
         self._seen = ObservedSettings()
         self._report = TuningReport()
-        self._finding = False
+        self._view: TuneView = "changes"
 
     def compose_body(self) -> ComposeResult:
         """Top to bottom."""
         with Vertical(id="tune-knobs", classes="panel") as knobs:
             knobs.border_title = "Knobs"
             yield KnobPanel()
+        yield ViewRow()
         with Horizontal(id="tune-plots", classes="panel") as plots:
             plots.border_title = "Throughput"
             yield Graph(
@@ -210,31 +248,63 @@ class TuneScreen(AdvisedScreen):
                 id="tune-tokens",
             )
             yield Scatter(id="tune-settings")
-        with Vertical(id="tune-changes", classes="panel") as changes:
-            changes.border_title = "Effect of changes"
-            yield EffectTable(id="changes")
-            yield Static(id="change", markup=False)
-        with Vertical(id="tune-found", classes="panel") as found:
-            found.border_title = "Autotune"
-            found.display = False
-            yield TuningPanel()
+        with ContentSwitcher(initial=self._view, id="tune-views"):
+            with Vertical(id="changes", classes="panel") as changes:
+                changes.border_title = "Effect of changes"
+                yield EffectTable()
+                yield Static(id="change", markup=False)
+            with Vertical(id="autotune", classes="panel") as found:
+                found.border_title = "Autotune"
+                yield TuningPanel()
+            yield WorkloadPanel(id="workload")
+            yield BenchesPanel(self.link, id="benchmarks")
         yield AdvicePanel()
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     def update_body(self, view: View) -> None:
-        """Hand the snapshot on."""
+        """Hand the snapshot on, to the view that is seen."""
         snapshot = view.snapshot
         self.query_one(AdvicePanel).show(view)
         self.query_one(KnobPanel).show(snapshot, view.model)
-        span = span_of(snapshot, self._zoom)
-        self.query_one(Graph).show(_tokens_title(snapshot, self._zoom), span)
-        self._show_tuning(self.link.tuning.report())
+        before, self._report = self._report, self.link.tuning.report()
         bench = self.link.benches.report()
-        subtitle = f"{brief(bench)}; b shows it" if bench.under_way else _sample_text(self._report)
+        if self._report.under_way and not before.under_way:
+            self.action_show("autotune")
+        self.query_one(ViewRow).show(self._view)
+        if self._view in _WITH_PLOTS:
+            self._show_plots(snapshot, f"{brief(bench)}; b shows it" if bench.under_way else _sample_text(self._report))
+        match self._view:
+            case "changes":
+                self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
+            case "autotune":
+                self.query_one(TuningPanel).show(self._report)
+            case "workload":
+                self.query_one(WorkloadPanel).show(snapshot)
+            case "benchmarks":
+                self.query_one(BenchesPanel).show(bench)
+
+    def action_show(self, name: TuneView) -> None:
+        """Show a view, and move the focus into it."""
+        if name != self._view:
+            self._view = name
+            self.query_one("#tune-plots").display = name in _WITH_PLOTS
+            self.query_one("#tune-views", ContentSwitcher).current = name
+            self.redraw()
+        view = self.query_one(f"#{name}")
+        inside = view if view.can_focus else next(iter(view.query("Table").results(Table)), None)
+        if inside is not None:
+            inside.focus(scroll_visible=False)
+
+    def action_next_view(self) -> None:
+        """Show the next view."""
+        views = get_args(TuneView)
+        self.action_show(views[(views.index(self._view) + 1) % len(views)])
+
+    def _show_plots(self, snapshot: Snapshot, subtitle: str) -> None:
+        self.query_one(Graph).show(_tokens_title(snapshot, self._zoom), span_of(snapshot, self._zoom))
         set_subtitle(self.query_one("#tune-plots"), subtitle)
         self._show_settings(snapshot)
-        self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
 
     def _show_effects(self, found: tuple[Effect, ...], *, named: bool) -> None:
         if self._effects != (found, named):
@@ -242,20 +312,9 @@ class TuneScreen(AdvisedScreen):
             self.query_one(EffectTable).show_effects(found, named=named)
             self._show_change()
 
-    def _show_tuning(self, report: TuningReport) -> None:
-        """A run that begins takes the place of the changes."""
-        if report.under_way and not self._report.under_way:
-            self._finding = True
-        self._report = report
-        shown = self._finding and report.state != "none"
-        self.query_one("#tune-found").display = shown
-        self.query_one("#tune-changes").display = not shown
-        if shown:
-            self.query_one(TuningPanel).show(report)
-
     def _show_settings(self, snapshot: Snapshot) -> None:
         latency = "TTFT" if self._ttft else "ITL"
-        if self._finding and self._report.state != "none":
+        if self._view == "autotune" and self._report.state != "none":
             title = Content.styled(f"tried: tok/s vs. {latency} p{self._report.percentile:g}", "$muted")
             points = points_of(self._report, ttft=self._ttft)
             self.query_one(Scatter).show(title, points, text.seconds, NOTHING_YET)
@@ -325,14 +384,6 @@ class TuneScreen(AdvisedScreen):
             self.notify("No best settings yet. Press f to find them.")
             return
         self.perform(self.link.tuning.use_best(), done="The best settings are in use, and saved")
-
-    def action_view(self) -> None:
-        """Switch between the effects of changes and the settings tried."""
-        if self._report.state == "none":
-            self.notify("No settings tried yet. Press f to find the best.")
-            return
-        self._finding = not self._finding
-        self.redraw()
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 

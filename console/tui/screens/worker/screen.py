@@ -20,8 +20,8 @@ from console.tui.load_pace import LoadPaces, Pace
 from console.tui.screens.base import Dialog
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
-from console.tui.widgets.causes import cause_lines
 from console.tui.widgets.glyphs import for_terminal, is_lettered
+from console.tui.widgets.latency import cause_lines
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.states import worker_state
 from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map

@@ -8,13 +8,12 @@ from textual.content import Content
 
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
-from console.tui.screens.insight.text import Room, time_spent
 from console.tui.view import View
-from console.tui.widgets.causes import advice_lines, cause_bar, cause_list
-from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
+from console.tui.widgets.glyphs import for_terminal, is_lettered
+from console.tui.widgets.latency import advice_lines, cause_bar, cause_list, latency_breakdown, room_of
 from console.tui.widgets.panel import refresh_rows
 from engine.requests.causes import Why
-from engine.snapshot import Snapshot, Totals
+from engine.snapshot import Session, Snapshot, Totals
 
 _NAME_CELLS = 10
 
@@ -75,7 +74,7 @@ class SessionPanel(DashboardPanel):
         insight = snapshot.insight
         if any(spread.count for spread in (insight.queue, insight.prefill, insight.decode)):
             yield Content()
-            yield from time_spent(snapshot, Room(self.size.width, is_ascii(self.app), is_lettered(self.app)))
+            yield from latency_breakdown(snapshot, room_of(self.app, self.size.width))
 
     def render(self) -> Content:
         """Name and number, two columns."""
@@ -93,7 +92,11 @@ def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     yield "errors", " · ".join(_errors(totals)) or "none"
     tokens = (totals.output_tokens, "out"), (totals.prompt_tokens, "in"), (totals.cached_tokens, "cached")
     yield "tokens", " · ".join(f"{text.count(number)} {word}" for number, word in tokens)
+    if snapshot.insight.session.busy_s:
+        yield "busy", _busy(snapshot.insight.session)
     yield "up", _uptime(snapshot.uptime_s)
+    if energy := " · ".join(_energy(snapshot)):
+        yield "energy", energy
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
         yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
@@ -127,6 +130,27 @@ def _errors(totals: Totals) -> Iterator[str]:
     ):
         if number:
             yield f"{number:,} {word}"
+
+
+def _busy(session: Session) -> str:
+    """Share of the time in which a worker computed, and how fast that went."""
+    rates = (session.output_tokens / session.busy_s, session.prompt_tokens / session.busy_s)
+    speed = f"{text.rate(rates[0])} tok/s generated, {text.rate(rates[1])} prefilled"
+    batch = "" if session.batch is None else f" · average batch {text.three_digits(session.batch)}"
+    share = text.percent(session.busy_s / max(session.elapsed_s, session.busy_s))
+    return f"{share} · {speed}{batch}"
+
+
+def _energy(snapshot: Snapshot) -> Iterator[str]:
+    """Power now, what a token takes, and today's energy with its cost; nothing where no device reports power."""
+    seen, session = snapshot.insight.energy, snapshot.insight.session
+    if seen.power_w is not None:
+        yield f"{seen.power_w:,.0f} W"
+    if seen.session_joules and session.output_tokens:
+        yield f"{text.three_digits(seen.busy_joules / session.output_tokens)} J/token while busy"
+    if seen.session_joules or seen.today_joules:
+        money = "" if seen.rate_per_kwh is None else text.cost(seen.today_joules, seen.rate_per_kwh, seen.currency)
+        yield f"today {text.energy(seen.today_joules)}" + (f", {money}" if money else "")
 
 
 def _uptime(seconds: float) -> str:

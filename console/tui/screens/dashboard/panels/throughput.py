@@ -16,7 +16,6 @@ from textual.widgets import Digits, Static
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
-from console.tui.widgets.clickable import key_hint
 from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.graph import (
     GUTTER,
@@ -155,8 +154,7 @@ def limit_legend(span: Span, *, lettered: bool = False) -> list[Content]:
 
 
 class ThroughputPanel(DashboardPanel):
-    """Big numbers where there is room, a bold line where there is not; graphs below in either case. The title leads to
-    insight."""
+    """Big numbers where there is room, a bold line where there is not; graphs below in either case."""
 
     NAME = "throughput"
     TITLE = "Throughput"
@@ -212,10 +210,6 @@ class ThroughputPanel(DashboardPanel):
                 id="requests",
             )
             yield Graph(Scale(text.percent, bound=1.0), Curve(lambda at: at.kv_usage, "$graph-kv", "KV"), id="kv")
-
-    def on_mount(self) -> None:
-        """Name the way to insight."""
-        self.border_title = Content.assemble("Throughput  ", key_hint(self.screen, "insight", "insight", "app.insight"))
 
     def on_resize(self) -> None:
         """Titles are cut to the width."""

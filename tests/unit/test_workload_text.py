@@ -1,4 +1,4 @@
-"""What the panels of insight say of given numbers."""
+"""What the sections of Tune's workload, the devices page and the latency breakdown say of given numbers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ import msgspec
 import pytest
 from textual.content import Content
 
-from console.tui.screens.insight import text as words
-from console.tui.screens.insight.text import (
-    Room,
-    cost,
-    duration,
-    energy,
-    gauge,
-    histogram,
-    of_limit,
-    percent,
-    share_bars,
-    three_digits,
-    tokens,
-    with_si_prefix,
-)
+from console.text import cost, duration, energy, of_limit, share, three_digits, with_si_prefix
+from console.tui.screens.dashboard.panels.session import session_facts
+from console.tui.screens.devices.screen import device_blocks
+from console.tui.screens.tune import workload
+from console.tui.screens.tune.workload import histogram, share_bars
+from console.tui.widgets.latency import Room, latency_breakdown
+from console.tui.widgets.plot import meter
 from engine.snapshot import (
     DeviceLimits,
     DeviceReading,
@@ -101,27 +93,23 @@ def test_durations_have_two_units_at_most(seconds: float, expected: str) -> None
     assert duration(seconds) == expected
 
 
-def test_lengths_are_written_in_full_while_they_are_short() -> None:
-    assert (tokens(3421), tokens(32_768)) == ("3,421", "32.8k")
-
-
 def test_what_is_there_is_never_nothing() -> None:
-    assert (percent(0.0), percent(0.001), percent(0.06)) == ("0%", "<1%", "6%")
+    assert (share(0.0), share(0.001), share(0.06)) == ("0%", "<1%", "6%")
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gauge_is_read_without_colours() -> None:
-    assert gauge(0.5, 10, "").plain == "━━━━━─────"
-    assert gauge(0.25, 10, "").plain == "━━╸───────"
-    assert (gauge(-1.0, 4, "").plain, gauge(7.0, 4, "").plain) == ("────", "━━━━")
+    assert meter(0.5, 10, "").plain == "━━━━━─────"
+    assert meter(0.25, 10, "").plain == "━━╸───────"
+    assert (meter(-1.0, 4, "").plain, meter(7.0, 4, "").plain) == ("────", "━━━━")
 
 
 def test_a_histogram_shows_the_buckets_from_the_first_to_the_last_that_have_something() -> None:
     lengths = Lengths(bounds=(16, 32, 64, 128, 256, 512), counts=(0, 0, 4, 0, 2, 0, 0))
     lines = [line.plain.rstrip() for line in histogram(lengths, 40, "")]
-    assert lines[-1].split() == ["32", "64", "128", "256", "512"]
+    assert lines[-1].split() == ["≤32", "≤64", "≤128", "≤256", "≤512"]
     assert lines[0] == "      █████"
     assert lines[3] == "      █████       █████"
 
@@ -139,7 +127,7 @@ def test_a_histogram_of_nothing_is_nothing() -> None:
 
 def test_a_histogram_in_ascii_has_no_blocks() -> None:
     lengths = Lengths(bounds=(16, 32), counts=(3, 1, 0))
-    assert all(line.plain.isascii() for line in histogram(lengths, 30, "", ascii_only=True))
+    assert all(line.plain.isascii() for line in histogram(lengths, 30, "", ascii_only=True)[:-1])
 
 
 def test_bars_of_shares_are_aligned() -> None:
@@ -158,30 +146,29 @@ def test_bars_of_shares_are_aligned() -> None:
     ids=["hours", "one answer", "nothing"],
 )
 def test_every_line_fits_its_panel(snapshot: Snapshot, width: int) -> None:
-    panels = (words.time_spent, words.endings, words.prompts, words.answers, words.context, words.drafts, words.work)
-    for panel in panels:
-        assert all(line.cell_length <= max(width, 51) for line in panel(snapshot, Room(width))), panel.__name__
+    sections = (workload.endings, workload.prompts, workload.answers, workload.context, workload.drafts)
+    for section in (latency_breakdown, *sections):
+        assert all(line.cell_length <= max(width, 51) for line in section(snapshot, Room(width))), section.__name__
 
 
 def test_a_session_averages_over_busy_time() -> None:
     busy = Session(since=scenes.NOW, elapsed_s=200.0, busy_s=50.0, output_tokens=5000, prompt_tokens=1000, batch=3.0)
-    text = said(words.session, of(session=busy))
-    assert "25% · 50 s" in text
-    assert "100 tok/s generated · 20 prefilled" in text
-    assert "average 3.0" in text
+    facts = dict(session_facts(of(session=busy)))
+    assert facts["busy"] == "25% · 100 tok/s generated, 20 prefilled · average batch 3.0"
+    assert "busy" not in dict(session_facts(of(session=Session())))
 
 
 def test_the_share_of_a_phase_is_of_all_time_spent() -> None:
-    text = said(words.time_spent, insight_scenes.hours_of_work())
+    text = said(latency_breakdown, insight_scenes.hours_of_work())
     assert "decode     5.21 s  12.8 s  31.0 s  6.40 s     95%" in text
 
 
 def test_goodput_without_an_slo_says_where_one_is_set() -> None:
-    assert "slo_ttft" in said(words.goodput, of())
+    assert "slo_ttft" in said(workload.goodput, of())
 
 
 def test_goodput_is_a_share_and_a_rate() -> None:
-    text = said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05, judged=8, within_slo=6, per_s=1.5)))
+    text = said(workload.goodput, of(goodput=Goodput(slo_itl_s=0.05, judged=8, within_slo=6, per_s=1.5)))
     assert "mean ITL within 50 ms" in text
     assert "TTFT" not in text
     assert "75% · 6 of 8 requests" in text
@@ -189,57 +176,62 @@ def test_goodput_is_a_share_and_a_rate() -> None:
 
 
 def test_goodput_before_the_first_answer_is_unknown() -> None:
-    assert "no answer has ended yet" in said(words.goodput, of(goodput=Goodput(slo_itl_s=0.05)))
+    assert "no answer has ended yet" in said(workload.goodput, of(goodput=Goodput(slo_itl_s=0.05)))
 
 
 def test_context_is_held_against_what_the_model_takes() -> None:
-    text = said(words.context, of(longest_context_tokens=2048, configured_context_tokens=8192))
+    text = said(workload.context, of(longest_context_tokens=2048, configured_context_tokens=8192))
     assert "2,048 of 8,192 tokens · 25%" in text
-    assert "no model is loaded" in said(words.context, of(longest_context_tokens=2048))
+    assert "no model is loaded" in said(workload.context, of(longest_context_tokens=2048))
 
 
 def test_energy_has_its_cost_where_a_rate_is_set() -> None:
     drawn = Energy(power_w=300.0, session_joules=9e5, busy_joules=6e5, today_joules=3.6e6)
     done = Session(output_tokens=300_000)
     plain = scenes.busy(insight=Insight(energy=drawn, session=done), output_tokens_per_s=600.0)
-    assert "300 W · 2.0 tok/s per W" in said(words.power, plain)
-    assert "2.0 J per token while busy · 0.25 kWh" in said(words.power, plain)
-    assert said(words.power, plain).endswith("today      1.00 kWh")
+    assert "now           300 W · 2.0 tok/s per W" in device_blocks(plain).plain
+    assert "2.0 J per token while busy · 0.25 kWh" in device_blocks(plain).plain
+    assert device_blocks(plain).plain.endswith("today         1.00 kWh")
+    assert dict(session_facts(plain))["energy"] == "300 W · 2.0 J/token while busy · today 1.00 kWh"
     priced = msgspec.structs.replace(drawn, rate_per_kwh=0.3, currency="EUR")
-    assert "1.00 kWh · 0.30 EUR" in said(words.power, of(energy=priced))
+    snapshot = scenes.busy(insight=Insight(energy=priced))
+    assert "1.00 kWh · 0.30 EUR" in device_blocks(snapshot).plain
+    assert dict(session_facts(snapshot))["energy"].endswith("today 1.00 kWh, 0.30 EUR")
 
 
-def test_power_that_nobody_tells_is_said_to_be_unknown() -> None:
-    assert "power not reported by this device" in said(words.power, of(energy=Energy(unmetered=1)))
-    assert "no device is in use" in said(words.power, of(energy=Energy()))
-    assert "1 device in use not counted" in said(words.power, of(energy=Energy(power_w=5.0, unmetered=1)))
+@pytest.mark.parametrize(
+    ("energy", "words"),
+    [
+        (Energy(unmetered=1), "power not reported by this device"),
+        (Energy(), "no device is in use"),
+        (Energy(power_w=5.0, unmetered=1), "1 device in use not counted: power not reported"),
+    ],
+)
+def test_power_that_no_device_reports_is_said_to_be_unknown(energy: Energy, words: str) -> None:
+    assert words in device_blocks(scenes.busy(insight=Insight(energy=energy))).plain
 
 
 def test_the_energy_of_today_stays_after_the_devices_went_silent() -> None:
-    assert "0.50 kWh" in said(words.power, of(energy=Energy(today_joules=1.8e6)))
+    assert "0.50 kWh" in device_blocks(scenes.busy(insight=Insight(energy=Energy(today_joules=1.8e6)))).plain
 
 
-def test_work_is_a_share_of_the_limit_and_an_unknown_limit_is_no_share() -> None:
+def test_work_is_a_share_of_the_peak_and_an_unknown_peak_is_no_share() -> None:
     known = DeviceWork(
         device="cuda:0", flops_per_s=1e13, flops_limit_per_s=1e14, bytes_per_s=9e11, bytes_limit_per_s=6e11
     )
-    text = said(words.work, of(work=(known,)))
-    assert "10%" in text
-    assert "10 of 100 TFLOP/s" in text
-    assert "150%" in text
-    unknown = said(words.work, of(work=(DeviceWork(device="cuda:3", flops_per_s=1e13),)))
-    assert "GPU3" in unknown
-    assert "limit not known" in unknown
-    assert "%" not in unknown
+    devices = (scenes.gpu(0), scenes.gpu(1))
+    unknown = DeviceWork(device="cuda:1", flops_per_s=1e13)
+    text = device_blocks(scenes.busy(devices=devices, insight=Insight(work=(known, unknown)))).plain
+    first, _, second = text.partition("GPU1")
+    assert "10%  10 of 100 TFLOP/s" in first
+    assert "150%" in first
+    assert "10 TFLOP/s  peak not known" in second
 
 
 def test_a_simulated_device_and_an_unmeasured_processor_are_said_to_be_so() -> None:
     simulated = DeviceReading(id="sim:0", name="", kind="simulated", utilisation=None, total_bytes=1)
-    text = said(words.work, scenes.empty(devices=(simulated,), insight=Insight(work=(DeviceWork(device="sim:0"),))))
-    assert "simulated" in text
-    assert "l measures" not in text
-    cpu = said(words.work, insight_scenes.one_answer())
-    assert "not measured" in cpu
-    assert "l measures peak CPU throughput" in cpu
+    work = Insight(work=(DeviceWork(device="sim:0"),))
+    assert "0 FLOP/s  simulated" in device_blocks(scenes.empty(devices=(simulated,), insight=work)).plain
+    assert "peak not measured" in device_blocks(insight_scenes.one_answer()).plain
     measured = insight_scenes.one_answer(limits=DeviceLimits(flops_16bit_per_s=1e11, bytes_per_s=2e10))
-    assert "l measures" not in said(words.work, measured)
+    assert "not measured" not in device_blocks(measured).plain

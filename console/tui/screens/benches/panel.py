@@ -1,9 +1,9 @@
-"""Benchmarks: one that is being run, and the results of those before, to be opened, plotted, compared and forgotten."""
+"""Benchmarks, a view of Tune: the one that runs, and earlier results, to be opened, plotted, compared and deleted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -17,14 +17,13 @@ from console.link.benches import BenchEntry, BenchReport
 from console.link.protocol import EngineLink
 from console.text import plural
 from console.tui.keymap import ConsoleBinding
-from console.tui.screens.base import Dialog
+from console.tui.screens.base import AppScreen
 from console.tui.screens.benches.bench_draft import BenchDraft
 from console.tui.screens.benches.comparison import BenchComparisonScreen
 from console.tui.screens.benches.form import BenchFormScreen
 from console.tui.screens.benches.plot import BenchPlot, plottable_columns
 from console.tui.screens.benches.result import BenchHistoryTable, BenchResultScreen
 from console.tui.screens.dialogs import ConfirmScreen
-from console.tui.view import View
 from console.tui.widgets.bench import BenchProgressPanel
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_subtitle
@@ -35,17 +34,17 @@ MAX_OVER_TIME = 50
 _ENDINGS = {"done": ("✓", "$success"), "cancelled": ("◇", "$warning"), "failed": ("✖", "$error")}
 
 
-class BenchesScreen(Dialog[None]):
-    """link: the engine whose benches these are.  model: the one to be measured, "" is the first."""
+class BenchesPanel(Vertical):
+    """link: the engine whose benches these are."""
 
-    AUTO_FOCUS = "BenchHistoryTable"
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
-            "b",
+            "n",
             "new",
-            "Bench",
+            "New",
             id="bench.new",
             mutates=True,
+            primary=True,
             tooltip="Choose a bench and run it on the serving engine",
         ),
         ConsoleBinding(
@@ -54,14 +53,14 @@ class BenchesScreen(Dialog[None]):
             "Cancel",
             id="bench.cancel",
             mutates=True,
-            tooltip="Cancel the bench under way; its results so far are kept",
+            tooltip="Cancel the running bench; its results so far are kept",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
         Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the previous number", show=False),
-        Binding("t", "time", "Trend", id="bench.time", tooltip="Plot the number over all such results, or of one"),
+        Binding("o", "time", "Over time", id="bench.time", tooltip="Plot the number over all such results, or of one"),
         Binding("space", "mark", "Mark", id="bench.mark", tooltip="Mark the result, to compare it with another"),
         Binding(
-            "v",
+            "C",
             "compare",
             "Compare",
             id="bench.compare",
@@ -70,19 +69,18 @@ class BenchesScreen(Dialog[None]):
         ConsoleBinding(
             "d,delete",
             "forget",
-            "Forget",
+            "Delete",
             id="bench.forget",
             mutates=True,
             tooltip="Delete the selected result",
             key_display="d",
         ),
-        Binding("escape,q", "dismiss", "Close", id="bench.close", tooltip="Close benchmarks", key_display="esc"),
     ]
 
-    def __init__(self, link: EngineLink, *, model: str = "") -> None:
-        super().__init__()
+    def __init__(self, link: EngineLink, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._link = link
-        self._model = model
+        self._read = False
         self._draft = BenchDraft()
         self._report = BenchReport()
         self._entries: Sequence[BenchEntry] = ()
@@ -92,27 +90,20 @@ class BenchesScreen(Dialog[None]):
         self._over_time = False
 
     def compose(self) -> ComposeResult:
-        """The bench under way, the results, and the plot of the selected one."""
-        with Vertical(id="benches-page") as page:
-            page.border_title = "Benchmarks"
-            with Vertical(id="bench-now", classes="panel") as now:
-                now.border_title = "Under way"
-                now.display = False
-                yield BenchProgressPanel()
-            yield Static(id="bench-outcome", markup=False)
-            with Vertical(id="bench-results", classes="panel") as results:
-                results.border_title = "Results"
-                yield BenchHistoryTable()
-            yield BenchPlot(id="bench-plot", classes="panel")
+        """The running bench, the results, and the plot of the selected one."""
+        with Vertical(id="bench-now", classes="panel") as now:
+            now.border_title = "Running"
+            now.display = False
+            yield BenchProgressPanel()
+        yield Static(id="bench-outcome", markup=False)
+        with Vertical(id="bench-results", classes="panel") as results:
+            results.border_title = "Benchmark results"
+            yield BenchHistoryTable()
+        yield BenchPlot(id="bench-plot", classes="panel")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Only what goes on can be cancelled."""
+        """Only a running bench can be cancelled."""
         return self._report.under_way if action == "cancel" else True
-
-    def on_mount(self) -> None:
-        """Never empty for long."""
-        self.redraw()
-        self._read_history()
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
@@ -121,10 +112,9 @@ class BenchesScreen(Dialog[None]):
         """The results."""
         return self.query_one(BenchHistoryTable)
 
-    def show_view(self, view: View) -> None:
-        """Show the progress of the bench under way; read the results again when it ends."""
-        before, self._report = self._report, self._link.benches.report()
-        report = self._report
+    def show(self, report: BenchReport) -> None:
+        """Show the progress of the running bench; read the results at first, and again when it ends."""
+        before, self._report = self._report, report
         now = self.query_one("#bench-now")
         now.display = report.under_way
         self.set_class(report.under_way, "-measuring")
@@ -132,9 +122,12 @@ class BenchesScreen(Dialog[None]):
             self.query_one(BenchProgressPanel).show(report)
         self._say(report)
         if before.under_way != report.under_way:
-            self.refresh_bindings()
-            if before.under_way:
-                self._read_history(report.number)
+            self.screen.refresh_bindings()
+        if before.under_way and not report.under_way:
+            self._read_history(report.number)
+        elif not self._read:
+            self._read_history()
+        self._read = True
 
     def _say(self, report: BenchReport) -> None:
         outcome = self.query_one("#bench-outcome", Static)
@@ -184,7 +177,7 @@ class BenchesScreen(Dialog[None]):
     async def _plotting(self) -> None:
         entry, plot = self._entry, self.query_one(BenchPlot)
         if entry is None:
-            plot.clear("A result is plotted here.")
+            plot.clear("The selected result is plotted here.")
             return
         try:
             result = await self._result(entry)
@@ -220,16 +213,18 @@ class BenchesScreen(Dialog[None]):
 
     def action_new(self) -> None:
         """Choose one."""
-        form = BenchFormScreen(self._link, model=self._model, draft=self._draft)
-        self.app.push_screen(form, self._begun)
+        screen = self._screen
+        form = BenchFormScreen(self._link, model=screen.console.view.model_name, draft=self._draft)
+        self.app.push_screen(form, lambda begun: screen.redraw() if begun else None)
 
-    def _begun(self, begun: bool | None) -> None:
-        if begun:
-            self.redraw()
+    @property
+    def _screen(self) -> AppScreen[Any]:
+        assert isinstance(self.screen, AppScreen)
+        return self.screen
 
     def action_cancel(self) -> None:
-        """End what goes on."""
-        self.console.perform(self._link.benches.cancel())
+        """Cancel the running bench."""
+        self._screen.console.perform(self._link.benches.cancel())
 
     def action_number(self, by: int) -> None:
         """Another number of the result."""
@@ -288,10 +283,10 @@ class BenchesScreen(Dialog[None]):
             self.notify("No result to delete.")
             return
         question = ConfirmScreen(
-            f"Forget result {entry.id}?",
-            f"{entry.bench} of {entry.model}, {entry.headline}. It is deleted for the command line, too.",
-            yes="Forget it",
-            no="Keep it",
+            f"Delete result {entry.id}?",
+            f"{entry.bench} of {entry.model}, {entry.headline}. The command line lists it no longer.",
+            yes="Delete",
+            no="Cancel",
         )
         self.app.push_screen(question, lambda yes: self._forget(entry) if yes else None)
 
@@ -300,7 +295,7 @@ class BenchesScreen(Dialog[None]):
             await self._link.benches.forget(entry.id)
             self._read_history()
 
-        self.console.perform(forget(), done=f"Result {entry.id} is forgotten")
+        self._screen.console.perform(forget(), done=f"Result {entry.id} deleted")
 
     def _complain(self, error: EngineError) -> None:
         self.notify(error.message[:1].upper() + error.message[1:], severity="error", markup=False, timeout=8)

@@ -1,4 +1,4 @@
-"""The causes of the time of requests: one bar, its causes in words, and what to change. Pure."""
+"""The time of requests: by cause, as a bar with a sentence on what to change, and by phase, with percentiles. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
+from textual.app import App
 from textual.content import Content
 
 from console import text
+from console.tui.widgets.glyphs import is_ascii, is_lettered
+from console.tui.widgets.plot import BarSegment, stack
 from engine.requests.causes import Cause, Why
+from engine.snapshot import Snapshot, Spread
 
 
 class _Look(NamedTuple):
@@ -92,3 +96,45 @@ def _shown(why: Why) -> dict[Cause, float]:
 
 def _fill(cause: Cause, lettered: bool) -> str:
     return _CAUSES[cause].letter if lettered else _CAUSES[cause].fill
+
+
+# By phase.
+
+_NAME = 11
+_COLUMN = 8
+_PHASES = (("queue", "$request-queued", "q"), ("prefill", "$request-prefill", "p"), ("decode", "$request-decode", "d"))
+
+
+class Room(NamedTuple):
+    """The room of a panel. lettered: parts of a bar are marked by letters, where blocks or colours are lacking."""
+
+    width: int
+    ascii_only: bool = False
+    lettered: bool = False
+
+
+def room_of(app: App[object], width: int) -> Room:
+    """Return a room of that width in the terminal of an app."""
+    return Room(width, is_ascii(app), is_lettered(app))
+
+
+def latency_breakdown(snapshot: Snapshot, room: Room) -> Iterator[Content]:
+    """Yield percentiles and share of queue, prefill and decode of the answers of the session."""
+    insight = snapshot.insight
+    spreads = {"queue": insight.queue, "prefill": insight.prefill, "decode": insight.decode}
+    spent = {name: (spread.mean or 0.0) * spread.count for name, spread in spreads.items()}
+    total = sum(spent.values())
+    header = "".join(f"{name:>{_COLUMN}}" for name in ("p50", "p90", "p99", "mean", "share"))
+    yield Content.styled(f"{'':<{_NAME}}{header}", "$muted")
+    for name, style, letter in _PHASES:
+        share = text.share(spent[name] / total) if total else "–"
+        yield _phase(letter if room.lettered else "■", name, style, spreads[name], share)
+    if total:
+        parts = [BarSegment(spent[name], style, letter) for name, style, letter in _PHASES]
+        yield stack(parts, room.width, ascii_only=room.lettered)
+
+
+def _phase(mark: str, name: str, style: str, spread: Spread, share: str) -> Content:
+    numbers = (text.seconds(value) for value in (spread.p50, spread.p90, spread.p99, spread.mean))
+    cells = "".join(f"{number:>{_COLUMN}}" for number in (*numbers, share))
+    return Content.assemble((f"{mark} ", style), (f"{name:<{_NAME - 2}}", "$muted"), cells)

@@ -1,1 +1,0 @@
-"""The Insight page: latency breakdown, tokens, device utilisation and energy."""
