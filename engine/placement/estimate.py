@@ -133,21 +133,21 @@ def _warning(found: Plan, cores: int) -> str:
     if not cores or computing <= cores:
         return ""
     shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
-    return f"{computing} workers share {shared}: each computes only part of the time."
+    return f"{computing} workers share {shared} and slow each other down."
 
 
 def _verdict(found: Plan, problem: str) -> str:
     if problem:
-        return f"It cannot be loaded: {problem}"
+        return f"Cannot be loaded: {problem}"
     if not found.fits:
         on_devices = any(
             planned.short_bytes for planned in found.device_plans if planned.device.kind == found.costs.kind
         )
-        where = "" if on_devices else " the RAM that simulated devices are kept in, though it fits the devices"
-        return f"It does not fit{where}: {found.shortage}."
+        where = "" if on_devices else " in host RAM, which simulated devices use"
+        return f"Does not fit{where}: {found.shortage}."
     tokens = sorted({placement.kv_tokens for placement in found.placements})
     kv_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
     workers = len(found.placements)
-    short = "" if tokens[0] >= found.costs.context_tokens else ", less than the whole context"
-    whom = f"{workers} workers, each" if workers > 1 else "a worker"
-    return f"It fits: {whom} with KV pages for {kv_text} tokens{short}."
+    short = "" if tokens[0] >= found.costs.context_tokens else ", less than the full context"
+    whom, each = (f"{workers} workers", " each") if workers > 1 else ("1 worker", "")
+    return f"Fits: {whom}, KV cache for {kv_text} tokens{each}{short}."

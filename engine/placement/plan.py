@@ -232,7 +232,7 @@ def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[Device
         found = [device for device in devices if device.id == name]
     if not found:
         raise InvalidRequest(
-            f"there is no device {spec.device} here; there are {', '.join(device.id for device in devices)}",
+            f"there is no device {spec.device}; available: {', '.join(device.id for device in devices)}",
             param="device",
             value=spec.device,
         )
@@ -261,15 +261,15 @@ def _as_given(
     split, most = spec.gpu_split_gb, max(map(len, ground.groups))
     if len(split) > most:
         names = ", ".join(device.id for device in devices)
-        raise InvalidRequest(f"gpu_split names {len(split)} GPUs; there are {most}: {names}", param="gpu_split")
+        raise InvalidRequest(f"gpu_split names {len(split)} GPUs; this machine has {most}: {names}", param="gpu_split")
     fitting = msgspec.structs.replace(
         ground, groups=tuple(group for group in ground.groups if len(group) >= len(split))
     )
     arranged = split_by_weights(fitting, workers, [int(gigabytes * 2**30) for gigabytes in split])
     if arranged is None:
         raise InvalidRequest(
-            f"gpu_split gives {'+'.join(f'{gigabytes:g}' for gigabytes in split)} GB to the weights of {spec.name}, "
-            f"which take {ground.costs.weights_bytes / 2**30:.2f} GB in whole layers",
+            f"gpu_split leaves {'+'.join(f'{gigabytes:g}' for gigabytes in split)} GB for the weights of {spec.name}, "
+            f"which need {ground.costs.weights_bytes / 2**30:.2f} GB in whole layers",
             param="gpu_split",
         )
     return arranged

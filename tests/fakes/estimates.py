@@ -46,7 +46,7 @@ def estimate(**changes: Any) -> Estimate:
             for index in range(2)
         ),
         "fits": True,
-        "verdict": "It fits: 2 workers, each with KV pages for 65,536 tokens.",
+        "verdict": "Fits: 2 workers, KV cache for 65,536 tokens each.",
     }
     return Estimate(**(values | changes))
 
@@ -56,7 +56,7 @@ def estimate_that_lacks() -> Estimate:
     roomy, full = estimate().devices
     full = msgspec.structs.replace(full, others_bytes=int(9.6 * GIB), free_bytes=0, short_bytes=2310 * MIB)
     verdict = (
-        "It does not fit: cuda:1: needed 17,101 MiB (weights 9,626 MiB, KV pages 6,246 MiB, working memory 1,229 MiB) "
+        "Does not fit: cuda:1: needed 17,101 MiB (weights 9,626 MiB, KV pages 6,246 MiB, working memory 1,229 MiB) "
         "plus 205 MiB kept free, and 14,996 MiB are free: short by 2,310 MiB."
     )
     return estimate(devices=(roomy, full), fits=False, verdict=verdict)
@@ -76,5 +76,5 @@ def estimate_for_eight() -> Estimate:
         devices=(*devices, msgspec.structs.replace(full, id="cuda:7")),
         placements=placements,
         fits=False,
-        verdict="It does not fit: cuda:7: needed 17,101 MiB, and 14,996 MiB are free: short by 2,310 MiB.",
+        verdict="Does not fit: cuda:7: needed 17,101 MiB, and 14,996 MiB are free: short by 2,310 MiB.",
     )

@@ -69,7 +69,7 @@ H100_WITH_EVERYTHING = changed(
     exllama=Exllama(installed=True, version="0.3.2", kernels="prebuilt", kept_at=KEPT),
     attention=Attention(
         name="flash",
-        reason="flash-attn is installed and fits",
+        reason="flash-attn is installed",
         flash_attn=Package(installed=True, version="2.8.3"),
         triton=Package(installed=True, version="3.5.1"),
     ),

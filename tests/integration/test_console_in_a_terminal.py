@@ -103,7 +103,7 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     """Load, chat, tune under load, watch a worker die and return, serve, quit."""
     terminal.wait_for("demo", "1 of 1 ready")
     terminal.press("2")
-    terminal.wait_for("1 model", "It fits")
+    terminal.wait_for("1 model", "Fits")
     terminal.press("b")
     terminal.wait_for("● ready  demo-2")
     terminal.press("u")

@@ -161,7 +161,7 @@ def test_what_torch_would_compute_by_the_size_of_the_batch_is_refused_by_name(
     tmp_path: Path, family: dict[str, Any], spec: dict[str, Any], reason: str
 ) -> None:
     folder = make_tiny_model(tmp_path, dtype="bfloat16", with_tokenizer=False, **family)
-    with pytest.raises(InvalidRequest, match=f"deterministic cannot be honoured: {reason}"):
+    with pytest.raises(InvalidRequest, match=f"deterministic is not supported: {reason}"):
         load(folder, **spec)
 
 

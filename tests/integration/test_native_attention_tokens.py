@@ -120,7 +120,7 @@ def test_a_page_or_a_head_that_does_not_fit_is_gathered_and_the_reason_told(tmp_
 
 
 def test_native_attention_that_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
-    words = "--attention native cannot be honoured: .*bfloat16 or float32, not float16"
+    words = "--attention native is not available: .*bfloat16 or float32, not float16"
     with pytest.raises(InvalidRequest, match=words):
         load_runner(make_tiny_model(tmp_path), attention="native", dtype="float16")
 

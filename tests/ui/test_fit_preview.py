@@ -21,7 +21,7 @@ async def test_the_selected_model_says_whether_it_fits_and_what_it_takes() -> No
     link = FakeLink(scenes.busy())
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: "✓ It fits: 2 workers" in selected(pilot))
+        await until(pilot, lambda: "✓ Fits: 2 workers" in selected(pilot))
         lines = [line.split()[:6] for line in selected(pilot).splitlines()]
         assert ["GPU1", "9.4", "6.1", "1.2", "1.5", "5.6"] in lines
         assert "1 on GPU0, 1 on GPU1" in selected(pilot)
@@ -34,7 +34,7 @@ async def test_what_does_not_fit_says_how_much_is_lacking_where() -> None:
     link.script["models.estimate"] = estimates.estimate_that_lacks()
     async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: "✖ It does not fit" in selected(pilot))
+        await until(pilot, lambda: "✖ Does not fit" in selected(pilot))
         assert "✖ −2,310 MiB" in selected(pilot)
 
 
@@ -72,7 +72,7 @@ async def test_an_answer_that_comes_late_is_not_taken_for_another_model() -> Non
         await until(pilot, lambda: "pickles" in selected(pilot))
         link.release("estimate")
         await pilot.app.workers.wait_for_complete()
-        assert "It fits" not in selected(pilot)
+        assert "Fits" not in selected(pilot)
 
 
 async def test_what_cannot_be_foretold_is_a_sentence() -> None:
@@ -87,7 +87,7 @@ async def test_a_small_terminal_says_in_a_line_whether_it_fits() -> None:
     app = EricApp(FakeLink(scenes.busy()), start="models")
     async with app.run_test(size=(80, 24)) as pilot:
         await listed(pilot)
-        await until(pilot, lambda: "demo  ✓ It fits: 2 workers" in screen_text(app))
+        await until(pilot, lambda: "demo  ✓ Fits: 2 workers" in screen_text(app))
 
 
 def test_a_fit_on_simulated_devices_says_so_and_what_was_learned() -> None:
@@ -104,7 +104,7 @@ def test_a_model_that_does_not_fit_shows_what_each_device_lacks() -> None:
     link.script["models.estimate"] = estimates.estimate_that_lacks()
     app = EricApp(link, start="models")
     words = (
-        "✖ It does not fit",
+        "✖ Does not fit",
         "short",
         "by 2,310",
         "GiB   weights",
@@ -123,6 +123,4 @@ def test_a_preview_for_eight_cards_has_a_row_for_each() -> None:
     app = EricApp(link, start="models")
     devices = [f"GPU{number}      9.4     6.1" for number in range(8)]
     end = "✖ −2,310 MiB", "1 on each of 7 devices"
-    assert shows(
-        app, "✖ It does not fit", "GiB   weights", *devices, *end, terminal_size=(120, 40), run_before=foretold
-    )
+    assert shows(app, "✖ Does not fit", "GiB   weights", *devices, *end, terminal_size=(120, 40), run_before=foretold)

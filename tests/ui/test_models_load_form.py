@@ -91,7 +91,7 @@ async def test_while_values_move_the_old_price_is_not_taken_for_the_new_one() ->
         await pilot.press("e", "right")
         await until(pilot, lambda: len(link.models.asked) == 2)
         assert "◌ Estimating" in selected(pilot)
-        assert "It fits" not in selected(pilot)
+        assert "Fits" not in selected(pilot)
         link.release("estimate")
         await until(pilot, lambda: "✖ −2,310 MiB" in selected(pilot))
 
@@ -137,7 +137,7 @@ async def test_where_it_is_narrow_the_form_has_a_page_of_its_own() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await listed(pilot)
         await pilot.press("e")
-        await until(pilot, lambda: isinstance(app.screen, LoadScreen) and "It fits" in screen_text(app))
+        await until(pilot, lambda: isinstance(app.screen, LoadScreen) and "Fits" in screen_text(app))
         await pilot.press("down", "right", "b")
         own = {"model": "demo", "beside": True, "max_prompts": 24}
         await until(pilot, lambda: ("load", own) in link.commands)
@@ -316,7 +316,7 @@ def test_a_form_is_above_its_fit(size: tuple[int, int]) -> None:
         "▸ context      −     6,144 +",
     )
     fit = (
-        "✓ It fits: 2 workers",
+        "✓ Fits: 2 workers",
         "GiB   weights",
         "GPU0      9.4     6.1",
         "GPU1      9.4     6.1",

@@ -149,7 +149,7 @@ async def test_a_small_terminal_keeps_the_list_and_the_verdict_and_o_opens_the_b
     app = EricApp(FakeLink(scenes.busy()), start="models")
     async with app.run_test(size=size) as pilot:
         table = await listed(pilot)
-        await until(pilot, lambda: "demo  ✓ It fits: 2 workers" in screen_text(app))
+        await until(pilot, lambda: "demo  ✓ Fits: 2 workers" in screen_text(app))
         assert table.size.height > models
         assert not app.screen.query_one("#other").display
         await pilot.press("o")

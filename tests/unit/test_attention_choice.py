@@ -33,23 +33,27 @@ H100 = Gpu(processors=132, capability=(9, 0))
 @pytest.mark.parametrize(
     ("facts", "name", "words"),
     [
-        (AMPERE, "flash", "flash-attn is installed and fits"),
-        (replace(AMPERE, capability=(12, 0), torch=(2, 6)), "flash", "fits"),
+        (AMPERE, "flash", "flash-attn is installed"),
+        (replace(AMPERE, capability=(12, 0), torch=(2, 6)), "flash", "flash-attn is installed"),
         (BARE, "triton", "flash-attn is not installed"),
         (replace(BARE, flash_problem="flash-attn is installed but does not import: x"), "triton", "does not import: x"),
         (replace(AMPERE, flash=(2, 5, 6)), "triton", "flash-attn is 2.5.6"),
         (replace(AMPERE, flash=(2, 5, 9), softcap=50.0), "triton", "no soft-cap"),
-        (replace(AMPERE, page_tokens=16), "triton", "multiple of 256 tokens, and these have 16"),
-        (replace(AMPERE, head_dim=100), "triton", "that 8 divides, and this is 100"),
+        (replace(AMPERE, page_tokens=16), "triton", "multiple of 256 tokens, not 16"),
+        (replace(AMPERE, head_dim=100), "triton", "multiple of 8, max 256, not 100"),
         (replace(BARE, triton=None), "varlen", "triton is not installed"),
         (replace(BARE, triton=(2, 1)), "varlen", "triton is 2.1"),
-        (replace(BARE, triton=None, torch=(2, 11)), "gathered", "torch is 2.11; its varlen_attn knows pages from 2.12"),
+        (
+            replace(BARE, triton=None, torch=(2, 11)),
+            "gathered",
+            "torch is 2.11; its varlen_attn reads KV pages since 2.12",
+        ),
         (replace(BARE, triton=None, softcap=30.0), "gathered", "varlen_attn has no soft-cap"),
-        (replace(AMPERE, dtype="float32"), "gathered", "float16 or bfloat16, and this is float32"),
-        (replace(AMPERE, head_dim=512), "gathered", "up to 256, and this is 512"),
-        (replace(AMPERE, cache_bits=8), "gathered", "reads plain keys and values, and these are kept in 8 bits"),
-        (TURING, "gathered", "needs compute capability 8.0 on every device, and one has 7.5"),
-        (replace(AMPERE, capability=None), "gathered", "there is no CUDA device"),
+        (replace(AMPERE, dtype="float32"), "gathered", "float16 or bfloat16, not float32"),
+        (replace(AMPERE, head_dim=512), "gathered", "max 256, not 512"),
+        (replace(AMPERE, cache_bits=8), "gathered", "cannot read a KV cache of 8 bits"),
+        (TURING, "gathered", "needs compute capability 8.0 on every device; one has 7.5"),
+        (replace(AMPERE, capability=None), "gathered", "no CUDA device"),
     ],
 )
 def test_auto_takes_the_best_that_fits_and_says_why(facts: AttentionFacts, name: str, words: str) -> None:
@@ -62,12 +66,12 @@ def test_auto_takes_the_best_that_fits_and_says_why(facts: AttentionFacts, name:
     ("wanted", "facts", "words"),
     [
         ("flash", BARE, "flash-attn is not installed"),
-        ("flash", TURING, "8.0 on every device, and one has 7.5"),
-        ("varlen", replace(AMPERE, page_tokens=128), "pages of a multiple of 256 tokens, and these have 128"),
+        ("flash", TURING, "8.0 on every device; one has 7.5"),
+        ("varlen", replace(AMPERE, page_tokens=128), "pages of a multiple of 256 tokens, not 128"),
         ("varlen", replace(AMPERE, torch=(2, 9, 1)), "torch is 2.9.1"),
         ("triton", replace(AMPERE, triton=None), "triton is not installed"),
-        ("triton", replace(AMPERE, cache_bits=4), "these are kept in 4 bits"),
-        ("triton", replace(AMPERE, capability=(7, 0)), "capability 7.5, and this is 7.0"),
+        ("triton", replace(AMPERE, cache_bits=4), "a KV cache of 4 bits"),
+        ("triton", replace(AMPERE, capability=(7, 0)), "capability 7.5, not 7.0"),
         ("triton", replace(TURING, dtype="bfloat16"), "bfloat16 needs compute capability 8.0"),
         ("triton", replace(AMPERE, capability=None), "needs a CUDA device"),
         ("varlen", replace(AMPERE, failed={"varlen": "varlen was tried and failed"}), "was tried and failed"),
@@ -76,7 +80,7 @@ def test_auto_takes_the_best_that_fits_and_says_why(facts: AttentionFacts, name:
 def test_what_is_asked_for_and_cannot_be_is_refused_with_the_reason(
     wanted: ImplementationName, facts: AttentionFacts, words: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=f"--attention {wanted} cannot be honoured: .*{words}") as refusal:
+    with pytest.raises(InvalidRequest, match=f"--attention {wanted} is not available: .*{words}") as refusal:
         choose(wanted, facts)
     assert refusal.value.details == {"param": "attention", "value": wanted}
 
@@ -104,7 +108,7 @@ def test_what_fails_on_the_device_is_passed_over_with_its_error(monkeypatch: pyt
     choice = engage("auto", BARE, [CPU])
     assert choice.name == "gathered"
     assert "triton was tried on cpu and failed: RuntimeError: no host compiler" in choice.reason
-    with pytest.raises(InvalidRequest, match="--attention triton cannot be honoured: triton was tried on cpu"):
+    with pytest.raises(InvalidRequest, match="--attention triton is not available: triton was tried on cpu"):
         engage("triton", BARE, [CPU])
 
 

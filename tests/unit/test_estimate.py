@@ -59,7 +59,7 @@ def estimated(
 
 
 def test_more_workers_than_cores_that_compute_for_them_are_warned_of() -> None:
-    said = "3 workers share 2 CPU cores: each computes only part of the time."
+    said = "3 workers share 2 CPU cores and slow each other down."
     assert (estimated(24, 24, workers=3, cores=2).warning, estimated(24, 24, workers=2, cores=2).warning) == (said, "")
     assert estimated(24, workers=3, cores=0).warning == ""
     assert said in as_text(estimated(24, 24, workers=3, cores=2))
@@ -74,7 +74,7 @@ def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
 
 def test_the_verdict_says_how_many_tokens_each_worker_holds() -> None:
     found = estimated(24, 24, workers=3)
-    assert found.verdict == "It fits: 3 workers, each with KV pages for 32,768 tokens."
+    assert found.verdict == "Fits: 3 workers, KV cache for 32,768 tokens each."
     assert (found.fits, found.can_load, found.simulated) == (True, True, True)
     assert sum(share.layers for share in found.placements[0].shares) == 6
 
@@ -82,7 +82,7 @@ def test_the_verdict_says_how_many_tokens_each_worker_holds() -> None:
 def test_what_does_not_fit_says_what_each_device_lacks() -> None:
     found = estimated(0.1, 0.08, workers=2)
     assert not found.can_load
-    assert found.verdict.startswith("It does not fit: sim:")
+    assert found.verdict.startswith("Does not fit: sim:")
     lacking = [device for device in found.devices if device.short_bytes]
     assert lacking
     assert [f"{device.id}: needed" in found.verdict for device in found.devices] == [
@@ -101,16 +101,14 @@ def test_simulated_devices_hold_no_more_workers_than_the_machine_that_computes_f
     devices = (*simulated_readings((24, 24)), host)
     few, many = (estimate(read_facts(spec), devices, spec, workers=workers, workload=Workload()) for workers in (3, 64))
     assert (few.fits, many.fits) == (True, False)
-    assert many.verdict.startswith(
-        "It does not fit the RAM that simulated devices are kept in, though it fits the devices: cpu: needed "
-    )
+    assert many.verdict.startswith("Does not fit in host RAM, which simulated devices use: cpu: needed ")
     assert [device.id for device in many.devices] == ["sim:0", "sim:1", "cpu"]
 
 
 def test_a_problem_beyond_memory_is_the_verdict() -> None:
     found = estimated(24, problem="it has three heads")
     assert (found.fits, found.can_load) == (True, False)
-    assert found.verdict == "It cannot be loaded: it has three heads"
+    assert found.verdict == "Cannot be loaded: it has three heads"
 
 
 def test_what_earlier_loads_taught_is_counted_and_said() -> None:
@@ -140,7 +138,7 @@ def test_the_command_prints_a_table_a_line_per_worker_and_a_verdict(tmp_path: Pa
     assert [line.split()[0] for line in lines[3:6]] == ["device", "sim:0", "sim:1"]
     assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV pages for 32,768 tokens" in lines
     assert "The devices are simulated: their workers would compute on the CPU." in lines
-    assert lines[-1] == "It fits: 3 workers, each with KV pages for 32,768 tokens."
+    assert lines[-1] == "Fits: 3 workers, KV cache for 32,768 tokens each."
 
 
 def test_the_exit_code_is_1_where_it_does_not_fit_or_cannot_be_loaded(tmp_path: Path) -> None:
@@ -150,7 +148,7 @@ def test_the_exit_code_is_1_where_it_does_not_fit_or_cannot_be_loaded(tmp_path: 
     result = run(str(odd), "--devices", "sim:8", state=tmp_path)
     assert result.returncode == 1
     said = " ".join(result.stdout.split())
-    assert "It cannot be loaded: unsupported architecture: OddForCausalLM" in said
+    assert "Cannot be loaded: unsupported architecture: OddForCausalLM" in said
 
 
 @pytest.mark.parametrize("flag", ["--max_prompts", "--max-prompts"])
@@ -168,7 +166,7 @@ def test_json_is_for_programs_and_flags_have_their_twins(tmp_path: Path, flag: s
         (("some/model",), "some/model is not on this machine; 'ericllm --model some/model' downloads it"),
         (("/",), "/ has no config.json"),
         (("demo", "--devices", "sim:x"), "is not a number of GiB"),
-        (("demo", "--devices", "sim:1", "--gpu_split", "1,1"), "gpu_split names 2 GPUs; there are 1: sim:0"),
+        (("demo", "--devices", "sim:1", "--gpu_split", "1,1"), "gpu_split names 2 GPUs; this machine has 1: sim:0"),
         (("demo", "--workers", "0"), "num_workers"),
         (("demo", "--no-such-flag"), "there is no --no-such-flag"),
     ],
@@ -191,7 +189,7 @@ def test_every_hostile_folder_is_told_of_in_a_line_and_never_a_traceback(
         assert main(["estimate", str(folder), "--devices", "sim:8"]) in (1, 2), name
         said = capsys.readouterr()
         assert "Traceback" not in said.err, name
-        assert "cannot be loaded: " in said.out or said.err.count("\n") == 1, name
+        assert "annot be loaded: " in said.out or said.err.count("\n") == 1, name
 
 
 def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(t
     with pytest.raises(InvalidRequest) as refused:
         ModelRunner.load(DEMO, spec, report=lambda progress: None, cancelled=lambda: False)
     assert not found.can_load
-    assert found.verdict == f"It cannot be loaded: {refused.value.message}"
+    assert found.verdict == f"Cannot be loaded: {refused.value.message}"
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:

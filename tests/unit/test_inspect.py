@@ -151,11 +151,10 @@ def test_8_bit_floats_without_scales_are_refused(tmp_path: Path) -> None:
     assert entry.problem == "the weights are float8_e4m3; bfloat16, float16, float32 can be read"
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     entry = inspect(write_model(tmp_path, architectures=["MambaForCausalLM"]))
     assert entry.architecture == "MambaForCausalLM"
     assert "MambaForCausalLM" in entry.problem
-    assert "LlamaForCausalLM" in entry.problem
     assert entry.parameters == 203
 
 
@@ -234,6 +233,6 @@ def test_what_is_wrong_is_said_by_the_backend_that_would_compute_the_model(tmp_p
     assert "CohereForCausalLM" in inspect(folder).problem
     unknown = write_model(tmp_path / "m", architectures=["MambaForCausalLM"])
     assert (
-        "unsupported architecture: MambaForCausalLM; exllamav2 supports"
+        "unsupported architecture: MambaForCausalLM (exllamav2)"
         in inspect(unknown, lambda quantisation: "exllamav2").problem
     )

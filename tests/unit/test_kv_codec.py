@@ -191,5 +191,5 @@ def test_six_bits_are_refused_with_those_there_are(tmp_path: Path) -> None:
 
 def test_heads_that_codes_do_not_fill_are_refused(tmp_path: Path, bits: CacheBits) -> None:
     folder = make_tiny_model(tmp_path, head_dim=12, with_tokenizer=False)
-    with pytest.raises(InvalidRequest, match=f"cache_bits is {bits}; heads of 12 elements, which 8 does not divide"):
+    with pytest.raises(InvalidRequest, match=f"cache_bits is {bits}; heads of 12 elements, no multiple of 8"):
         load_runner(folder, cache_bits=bits)

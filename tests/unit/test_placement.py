@@ -129,7 +129,7 @@ def test_a_named_device_is_used_alone() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(InvalidRequest, match="no device cuda:7 here; there are cuda:0, cpu"):
+    with pytest.raises(InvalidRequest, match="no device cuda:7; available: cuda:0, cpu"):
         candidates([device("cuda:0", 9000), device("cpu", 9000)], spec(device="cuda:7"))
 
 
@@ -160,7 +160,7 @@ def test_gpu_split_gives_the_layers_in_order_as_far_as_each_size_goes() -> None:
 
 
 def test_a_gpu_split_that_cannot_hold_the_weights_or_names_too_many_cards_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match=r"0\.2\+0\.3 GB to the weights of m, which take 0\.88 GB"):
+    with pytest.raises(InvalidRequest, match=r"0\.2\+0\.3 GB for the weights of m, which need 0\.88 GB"):
         planned(1, cards(9000, 9000), gpu_split_gb=(0.2, 0.3))
     with pytest.raises(InvalidRequest, match="names 3 GPUs; there are 2: cuda:0, cuda:1"):
         planned(1, cards(9000, 9000), gpu_split_gb=(1, 1, 1))

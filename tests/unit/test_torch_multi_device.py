@@ -230,9 +230,9 @@ def test_a_simulated_device_without_a_share_is_refused(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"gpu_split_gb": (1.0,)}, "gpu_split cannot be honoured: the torch backend runs on the CPU"),
-        ({"tensor_parallel": True}, "tensor_parallel cannot be honoured"),
-        ({"attention": "triton", "shares": shares(LAYERS)}, "attention cannot be honoured"),
+        ({"gpu_split_gb": (1.0,)}, "gpu_split is not supported: the torch backend runs on the CPU"),
+        ({"tensor_parallel": True}, "tensor_parallel is not supported"),
+        ({"attention": "triton", "shares": shares(LAYERS)}, "attention is not supported"),
     ],
 )
 def test_settings_that_mean_nothing_there_are_refused(llama: Path, settings: dict[str, Any], says: str) -> None:

@@ -102,7 +102,7 @@ def _architecture(config: Mapping[str, object]) -> str:
     name = names[0]
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"unsupported architecture: {quote_value(name)}; exllamav2 supports {', '.join(sorted(ARCHITECTURES))}"
+            f"unsupported architecture: {quote_value(name)} (exllamav2)", supported=", ".join(sorted(ARCHITECTURES))
         )
     vision = config.get("vision_config")
     if name == "LlavaForConditionalGeneration" and not (

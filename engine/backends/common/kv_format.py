@@ -69,8 +69,7 @@ def refuse_format(head_dim: int, bits: CacheBits) -> None:
         )
     if bits != 16 and head_dim % _DIVISOR:
         raise InvalidRequest(
-            f"cache_bits is {bits}; heads of {head_dim} elements, which {_DIVISOR} does not divide, can be kept in "
-            "16 bits alone",
+            f"cache_bits is {bits}; heads of {head_dim} elements, no multiple of {_DIVISOR}, need 16 bits",
             param="cache_bits",
             value=bits,
         )

@@ -148,8 +148,8 @@ def _architecture(raw: RawConfig) -> Architecture:
         if name in architectures():
             return architectures()[name]
     raise UnsupportedModel(
-        f"unsupported architecture: {quote_value(', '.join(named[:_SHOWN])) or 'none named'}; "
-        f"the torch backend supports {', '.join(architectures())}"
+        f"unsupported architecture: {quote_value(', '.join(named[:_SHOWN])) or 'none named'}",
+        supported=", ".join(architectures()),
     )
 
 
@@ -165,8 +165,7 @@ def _activation(raw: RawConfig) -> Activation:
     name = raw.get("hidden_activation") or raw.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"config.json asks for the activation {quote_value(name)}; the torch backend knows "
-            f"{', '.join(map(str, _ACTIVATIONS))}"
+            f"unsupported activation: {quote_value(name)} (supported: {', '.join(map(str, _ACTIVATIONS))})"
         )
     return _ACTIVATIONS[name]
 
@@ -180,9 +179,7 @@ def _norm_eps(raw: RawConfig, key: str) -> float:
 
 def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:
     if any(rope.rotary_fraction != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
-        raise UnsupportedModel(
-            f"config.json sets partial_rotary_factor; the heads of {architecture.name} are turned as a whole"
-        )
+        raise UnsupportedModel(f"config.json sets partial_rotary_factor; {architecture.name} rotates whole heads")
 
 
 def _native_length(rope: RopeConfig, max_positions: int) -> int:

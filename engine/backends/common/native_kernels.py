@@ -63,10 +63,10 @@ def native_problem(machine: str, flags: Set[str], native: Native) -> str:
     if not kernels:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
-        return "ERICLLM_NATIVE keeps the native kernels off"
+        return "ERICLLM_NATIVE disables the native kernels"
     if kernels in native.compiled:
         return ""
-    return native.folder_problem if native.compiler else "there is no C++ compiler to make the native kernels with"
+    return native.folder_problem if native.compiler else "no C++ compiler for the native kernels"
 
 
 def instruction_set_here() -> InstructionSet | None:

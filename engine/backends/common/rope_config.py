@@ -64,7 +64,7 @@ def read_ropes(raw: RawConfig, max_positions: int, head_dim: int) -> tuple[RopeC
     with a window where they have their own. Raises UnsupportedModel, naming what is malformed or unknown."""
     found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise UnsupportedModel("config.json's rope_scaling is no object")
+        raise UnsupportedModel("config.json's rope_scaling is not an object")
     kinds = {kind: found.get(kind) for kind in ("full_attention", "sliding_attention")}
     by_kind = {kind: each for kind, each in kinds.items() if isinstance(each, dict)}
     rope = _read_rope(raw, by_kind.get("full_attention", {}) if by_kind else found, max_positions, head_dim)
@@ -81,8 +81,7 @@ def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: i
         kind = "longrope"
     if not _is_rope_kind(kind):
         raise UnsupportedModel(
-            f"the torch backend does not know RoPE scaling of type {quote_value(kind)}; it knows "
-            f"{', '.join(get_args(RopeKind))}"
+            f"unsupported RoPE scaling: {quote_value(kind)} (supported: {', '.join(get_args(RopeKind))})"
         )
     original = _original_length(raw, rope, kind, max_positions)
     read = RopeConfig(
@@ -120,7 +119,7 @@ def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:
     dims = rope.rotary_dims(head_dim)
     if not 0 < rope.rotary_fraction <= 1 or dims < 2 or dims % 2:
         raise UnsupportedModel(
-            f"config.json has partial_rotary_factor = {rope.rotary_fraction:g}, which turns {dims} of a head's "
+            f"config.json has partial_rotary_factor = {rope.rotary_fraction:g}, which rotates {dims} of a head's "
             f"{head_dim} dimensions; it must be an even number of them"
         )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):

@@ -11,8 +11,8 @@ from engine.backends.common.model_config import ModelConfig, context_length
 from engine.config import MAX_STRETCH, ModelSpec
 from engine.errors import InvalidRequest
 
-_ON_CPU = "attends natively or gathers the pages on a CPU"
-_OF_FLOAT16 = "makes weights smaller for bfloat16 or float32 on a CPU, not for float16"
+_ON_CPU = "supports only native and gathered on a CPU"
+_OF_FLOAT16 = "quantizes weights for bfloat16 and float32 only, not for float16"
 
 
 def apply_settings(config: ModelConfig, spec: ModelSpec) -> ModelConfig:
@@ -59,18 +59,18 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
     guesses = spec.ngram_draft or spec.draft_model is not None
     refused: tuple[tuple[str, bool, str], ...] = (
         ("gpu_split", bool(spec.gpu_split_gb) and one_device, "runs on the CPU here, where there is nothing to split"),
-        ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "splits a model as it was placed, and it was not"),
-        ("weights", spec.weights != "auto" and not one_device, "makes weights smaller for a CPU alone"),
+        ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "needs a placement for it, and there is none"),
+        ("weights", spec.weights != "auto" and not one_device, "quantizes weights on a CPU only"),
         ("weights", spec.weights != "auto" and spec.dtype == "float16", _OF_FLOAT16),
-        ("tensor_parallel", spec.tensor_parallel, "splits a model between its layers, never within them"),
+        ("tensor_parallel", spec.tensor_parallel, "splits a model between layers, not within them"),
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
-        ("deterministic", spec.deterministic and not on_cpu, "computes in a fixed order on the CPU alone"),
-        ("draft_tokens", spec.draft_tokens is not None and not guesses, "guesses only with draft_model or ngram_draft"),
+        ("deterministic", spec.deterministic and not on_cpu, "is deterministic on a CPU only"),
+        ("draft_tokens", spec.draft_tokens is not None and not guesses, "drafts only with draft_model or ngram_draft"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )
     for param, is_set, reason in refused:
         if is_set:
-            raise InvalidRequest(f"{param} cannot be honoured: the torch backend {reason}", param=param)
+            raise InvalidRequest(f"{param} is not supported: the torch backend {reason}", param=param)
 
 
 def draft_spec(spec: ModelSpec) -> ModelSpec:

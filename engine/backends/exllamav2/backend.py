@@ -101,27 +101,26 @@ class Limits:
                     f"{param} names token {wrong}; the model has {self.vocab_size}", param=param, value=wrong
                 )
         if not request.prompt_ids:
-            raise InvalidRequest("the prompt is empty; it takes one token at least", param="prompt")
+            raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
         if len(request.prompt_ids) < self.min_prompt:
             raise InvalidRequest(
-                f"the prompt has {len(request.prompt_ids)} tokens; guessing from the request's own text takes "
-                f"{self.min_prompt} at least",
+                f"the prompt has {len(request.prompt_ids)} tokens; n-gram speculation needs at least {self.min_prompt}",
                 param="prompt",
                 value=len(request.prompt_ids),
             )
 
     def _refuse_length(self, request: BackendRequest) -> None:
         cached = self.pages * PAGE_TOKENS
-        guesses = f" with {self.draft_tokens} guessed ahead" if self.draft_tokens else ""
+        guesses = f" with {self.draft_tokens} draft tokens" if self.draft_tokens else ""
         limit, reason = min(
             (self.max_input_len or self.max_model_len, f"max_input_len is {self.max_input_len}"),
             (
                 self.max_model_len - 1 - self.draft_tokens,
-                f"the context is {self.max_model_len} tokens{guesses}, and the answer takes one at least",
+                f"the context is {self.max_model_len} tokens{guesses}, and the answer needs at least one",
             ),
             (
                 cached - 1 - self.draft_tokens,
-                f"the KV pages hold {cached} tokens{guesses}, and the answer takes one at least",
+                f"the KV pages hold {cached} tokens{guesses}, and the answer needs at least one",
             ),
         )
         prompt = len(request.prompt_ids)
@@ -145,18 +144,18 @@ class Limits:
             )
         if self.draft_tokens:
             raise InvalidRequest(
-                f"cfg_scale is {params.cfg_scale:g}; a model loaded with speculation takes 1 alone", param="cfg_scale"
+                f"cfg_scale is {params.cfg_scale:g}; a model loaded with speculation supports only 1", param="cfg_scale"
             )
         if self.places < 2:
             raise InvalidRequest(
-                f"cfg_scale is {params.cfg_scale:g}, which works on two sequences at once; this worker has one place",
+                f"cfg_scale is {params.cfg_scale:g}, which needs two slots; this worker has one",
                 param="cfg_scale",
             )
         lengths = len(request.prompt_ids), len(params.negative_prompt_ids)
         if self.room(lengths) < 1:
             raise ContextLengthExceeded(
-                f"the prompt and the negative prompt have {lengths[0]} and {lengths[1]} tokens, too many for "
-                f"{self.pages} pages of {PAGE_TOKENS} and a context of {self.max_model_len}",
+                f"the prompt and the negative prompt have {lengths[0]} and {lengths[1]} tokens, more than "
+                f"{self.pages} pages of {PAGE_TOKENS} and a context of {self.max_model_len} hold",
                 prompt_tokens=lengths[0],
                 negative_prompt_tokens=lengths[1],
                 limit=self.max_model_len,

@@ -278,7 +278,7 @@ def import_library(
 
     if not torch.cuda.is_available():
         raise BackendUnavailable(
-            f"exllamav2 computes on NVIDIA GPUs, and torch {torch.__version__} sees none here", param="backend"
+            f"exllamav2 computes on NVIDIA GPUs, and torch {torch.__version__} sees none", param="backend"
         )
     threads = torch.get_num_threads()
     try:

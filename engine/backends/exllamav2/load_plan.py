@@ -63,7 +63,7 @@ class Split:
 def plan_split(spec: ModelSpec, gpus: int) -> Split:
     """The split that `spec` asks for on a machine of `gpus` GPUs. Raises InvalidRequest naming the setting."""
     if gpus < 1:
-        raise BackendUnavailable("exllamav2 computes on NVIDIA GPUs, and torch sees none here", param="backend")
+        raise BackendUnavailable("exllamav2 computes on NVIDIA GPUs, and torch sees none", param="backend")
     reserve = _reserve(spec, gpus)
     number = _number(spec.device, gpus)
     everywhere = tuple(range(gpus))
@@ -108,7 +108,7 @@ def _number(device: str, gpus: int) -> int | None:
         return None
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number or "0").isdecimal():
-        raise InvalidRequest(f"device is {device}; exllamav2 computes on cuda:0, cuda:1, ... alone", param="device")
+        raise InvalidRequest(f"device is {device}; exllamav2 computes on cuda:0, cuda:1, ... only", param="device")
     if int(number or "0") >= gpus:
         raise InvalidRequest(f"device is {device}; this machine has {gpus} GPUs, from cuda:0 on", param="device")
     return int(number or "0")
@@ -152,7 +152,7 @@ def apply_settings(config: Any, spec: ModelSpec, *, attention: str, max_sequence
     _settle_attention(config, attention)
     if spec.cache_bits != 16 and config.head_dim % 32:
         raise InvalidRequest(
-            f"cache_bits is {spec.cache_bits}; heads of {config.head_dim} elements can be kept in 16 bits alone",
+            f"cache_bits is {spec.cache_bits}; heads of {config.head_dim} elements need 16 bits",
             param="cache_bits",
         )
     return max_model_len
@@ -162,19 +162,19 @@ def refuse_settings(spec: ModelSpec) -> None:
     """Raise InvalidRequest for the first setting that this backend never honours, or not together with another."""
     drafts = (spec.draft_model is not None) + spec.ngram_draft
     refused: tuple[tuple[str, bool, str], ...] = (
-        ("dtype", spec.dtype not in ("auto", "float16"), "exllamav2 computes in float16 alone"),
-        ("ngram_draft", drafts > 1, "a draft model guesses already"),
+        ("dtype", spec.dtype not in ("auto", "float16"), "exllamav2 computes in float16 only"),
+        ("ngram_draft", drafts > 1, "a draft model is set already"),
         ("draft_tokens", spec.draft_tokens is not None and not drafts, "it needs draft_model or ngram_draft"),
         (
             "draft_tokens",
             spec.draft_tokens is not None and not 1 <= spec.draft_tokens < MAX_Q_SIZE,
             f"it must be between 1 and {MAX_Q_SIZE - 1}",
         ),
-        ("lora", spec.lora is not None and spec.tensor_parallel, "exllamav2 splits no adapter over GPUs"),
+        ("lora", spec.lora is not None and spec.tensor_parallel, "exllamav2 does not split adapters over GPUs"),
     )
     for param, is_refused, reason in refused:
         if is_refused:
-            raise InvalidRequest(f"{param} cannot be honoured: {reason}", param=param)
+            raise InvalidRequest(f"{param} is not supported: {reason}", param=param)
 
 
 def draft_tokens(spec: ModelSpec) -> int:
@@ -208,12 +208,12 @@ def refuse_tensor_parallel(config: Any, folder: ModelFolder, library: Library) -
         (bool(config.use_qk_norm), f"exllamav2 would leave out the query and key norms of {config.architecture}"),
         (bool(arch.is_moe), "exllamav2 does not split experts"),
         (bool(arch.keys["norm_1_post"]), f"exllamav2 would leave out the post-norms of {config.architecture}"),
-        (folder.quantisation != "exl2", f"exllamav2 splits EXL2 weights alone, and these are {folder.dtype}"),
-        (bool(config.intermediate_size % 128), f"the inner size, {config.intermediate_size}, is no multiple of 128"),
+        (folder.quantisation != "exl2", f"exllamav2 splits EXL2 weights only, not {folder.dtype}"),
+        (bool(config.intermediate_size % 128), f"the inner size, {config.intermediate_size}, is not a multiple of 128"),
     )
     for is_refused, reason in refused:
         if is_refused:
-            raise InvalidRequest(f"tensor_parallel cannot be honoured: {reason}", param="tensor_parallel")
+            raise InvalidRequest(f"tensor_parallel is not supported: {reason}", param="tensor_parallel")
 
 
 def native_length(config: Any) -> int:
@@ -256,7 +256,7 @@ def _context(config: Any, spec: ModelSpec) -> int:
 def _refuse_fixed_positions(config: Any, param: str) -> None:
     if config.arch.lm.keys["learned_pos_emb"]:
         raise InvalidRequest(
-            f"{param} cannot be honoured: {config.architecture} learned its positions and has no RoPE to stretch",
+            f"{param} is not supported: {config.architecture} has learned positions, no RoPE",
             param=param,
         )
 
@@ -330,10 +330,10 @@ def read_adapter(folder: Path) -> Adapter:
             raise UnsafeWeights(
                 f"{_PICKLE} is a pickle, which can run code when read; convert the adapter to safetensors", file=_PICKLE
             )
-        raise UnsupportedModel(f"{folder} holds no LoRA adapter: it has no {_WEIGHTS}")
+        raise UnsupportedModel(f"{folder} is not a LoRA adapter: it has no {_WEIGHTS}")
     config = read_json_object(folder / _CONFIG)
     if not config:
-        raise UnsupportedModel(f"{folder} holds no LoRA adapter: it has no {_CONFIG}")
+        raise UnsupportedModel(f"{folder} is not a LoRA adapter: it has no {_CONFIG}")
     _refuse_overlooked(config)
     tensors = read_header(weights)
     _refuse_unpaired(tensors)
@@ -368,10 +368,10 @@ def _refuse_unpaired(tensors: Mapping[str, TensorHeader]) -> None:
 def _refuse_overlooked(config: Mapping[str, object]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"the adapter is {quote_value(kind)}; exllamav2 applies LORA alone")
+        raise UnsupportedModel(f"the adapter is {quote_value(kind)}; exllamav2 supports LORA only")
     for key in _OVERLOOKED:
         if config.get(key):
-            raise UnsupportedModel(f"the adapter sets {key} in {_CONFIG}, which exllamav2 does not honour")
+            raise UnsupportedModel(f"the adapter sets {key} in {_CONFIG}, which exllamav2 does not support")
     for key in ("r", "lora_alpha"):
         value = config.get(key)
         if not isinstance(value, int | float) or value <= 0:

@@ -78,18 +78,18 @@ def choose(wanted: AttentionName, facts: AttentionFacts) -> Choice:
     if wanted != "auto":
         problem = obstacle(wanted, facts)
         if problem:
-            raise InvalidRequest(f"--attention {wanted} cannot be honoured: {problem}", param="attention", value=wanted)
-        return Choice(wanted, "as asked for")
+            raise InvalidRequest(f"--attention {wanted} is not available: {problem}", param="attention", value=wanted)
+        return Choice(wanted, "set by --attention")
     if facts.capability is None:
         problem = obstacle("native", facts)
         if not problem:
-            return Choice("native", "there is no CUDA device, and the native kernels fit")
-        return Choice("gathered", f"there is no CUDA device, and {problem}")
+            return Choice("native", "no CUDA device")
+        return Choice("gathered", f"no CUDA device; {problem}")
     passed: list[str] = []
     for name in ORDER:
         problem = obstacle(name, facts) or _automatic_obstacle(name, facts)
         if not problem:
-            return Choice(name, "; ".join(passed) or "flash-attn is installed and fits")
+            return Choice(name, "; ".join(passed) or "flash-attn is installed")
         passed.append(problem)
     raise AssertionError("gathered pages fit everywhere")
 
@@ -101,7 +101,7 @@ def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
     if facts.capability is None and name != "gathered":
         return f"{name} attention needs a CUDA device"
     if facts.cache_bits != 16 and name != "gathered":
-        return f"{name} attention reads plain keys and values, and these are kept in {facts.cache_bits} bits"
+        return f"{name} attention cannot read a KV cache of {facts.cache_bits} bits"
     return facts.failed.get(name, "") or _OBSTACLES[name](facts)
 
 
@@ -111,7 +111,7 @@ def _native(facts: AttentionFacts) -> str:
 
 def _automatic_obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
     if name == "triton" and _capability(facts) < _AMPERE:
-        return f"Triton supports compute capability 8.0 and newer, and this is {_dotted(_capability(facts))}"
+        return f"Triton needs compute capability 8.0, not {_dotted(_capability(facts))}"
     return ""
 
 
@@ -119,15 +119,15 @@ def _flash(facts: AttentionFacts) -> str:
     if facts.flash is None:
         return facts.flash_problem
     if facts.flash < _FLASH_SINCE:
-        return f"flash-attn is {_dotted(facts.flash)}, which has no pages; it takes 2.5.7"
+        return f"flash-attn is {_dotted(facts.flash)}, which has no paged KV cache; 2.5.7 has"
     if facts.softcap and facts.flash < _FLASH_SOFTCAP_SINCE:
-        return f"flash-attn is {_dotted(facts.flash)}, which has no soft-cap; it takes 2.6"
+        return f"flash-attn is {_dotted(facts.flash)}, which has no soft-cap; 2.6 has"
     return _flash_kernels("flash-attn", facts)
 
 
 def _varlen(facts: AttentionFacts) -> str:
     if facts.torch < _VARLEN_SINCE:
-        return f"torch is {_dotted(facts.torch)}; its varlen_attn knows pages from 2.12 on"
+        return f"torch is {_dotted(facts.torch)}; its varlen_attn reads KV pages since 2.12"
     if facts.softcap:
         return "torch's varlen_attn has no soft-cap, which this model needs"
     return _flash_kernels("torch's varlen_attn", facts)
@@ -136,13 +136,13 @@ def _varlen(facts: AttentionFacts) -> str:
 def _flash_kernels(who: str, facts: AttentionFacts) -> str:
     """Return the obstacle that flash-attn and torch's copy of it share."""
     if _capability(facts) < _AMPERE:
-        return f"{who} needs compute capability 8.0 on every device, and one has {_dotted(_capability(facts))}"
+        return f"{who} needs compute capability 8.0 on every device; one has {_dotted(_capability(facts))}"
     if facts.dtype == "float32":
-        return f"{who} takes float16 or bfloat16, and this is float32"
+        return f"{who} needs float16 or bfloat16, not float32"
     if facts.page_tokens % _FLASH_PAGE_TOKENS:
-        return f"{who} takes pages of a multiple of 256 tokens, and these have {facts.page_tokens}"
+        return f"{who} needs pages of a multiple of 256 tokens, not {facts.page_tokens}"
     if facts.head_dim > _MAX_HEAD_DIM or facts.head_dim % 8:
-        return f"{who} takes head sizes up to 256 that 8 divides, and this is {facts.head_dim}"
+        return f"{who} needs a head size that is a multiple of 8, max 256, not {facts.head_dim}"
     return ""
 
 
@@ -151,15 +151,15 @@ def _triton(facts: AttentionFacts) -> str:
     if facts.triton is None:
         return "triton is not installed"
     if facts.triton < _TRITON_SINCE:
-        return f"triton is {_dotted(facts.triton)}; the kernel takes 2.3"
+        return f"triton is {_dotted(facts.triton)}; the kernel needs 2.3"
     if capability < _TURING:
-        return f"the Triton kernel needs compute capability 7.5, and this is {_dotted(capability)}"
+        return f"the Triton kernel needs compute capability 7.5, not {_dotted(capability)}"
     if facts.dtype == "float32":
-        return "the Triton kernel takes float16 or bfloat16, and this is float32"
+        return "the Triton kernel needs float16 or bfloat16, not float32"
     if facts.dtype == "bfloat16" and capability < _AMPERE:
-        return f"bfloat16 needs compute capability 8.0, and this is {_dotted(capability)}"
+        return f"bfloat16 needs compute capability 8.0, not {_dotted(capability)}"
     if facts.head_dim > _MAX_HEAD_DIM:
-        return f"the Triton kernel takes head sizes up to 256, and this is {facts.head_dim}"
+        return f"the Triton kernel needs a head size of max 256, not {facts.head_dim}"
     return ""
 
 

@@ -22,7 +22,7 @@ def refuse_nondeterministic(decoder: Decoder, attention: Choice) -> None:
     """Raise InvalidRequest, naming what torch computes, unless the model is deterministic."""
     reason = next(_nondeterministic_parts(decoder, attention), "")
     if reason:
-        raise InvalidRequest(f"{PARAM} cannot be honoured: {reason}", param=PARAM)
+        raise InvalidRequest(f"{PARAM} is not supported: {reason}", param=PARAM)
 
 
 def adapters_refusal() -> InvalidRequest:

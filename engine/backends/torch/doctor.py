@@ -34,20 +34,20 @@ def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
     """Yield the kernels that a model in bfloat16 would use on this CPU; to lack some is no fault."""
     native, kernels = facts.backend(Native), instruction_set(facts.machine, facts.cpu.flags)
     if not kernels:
-        yield Finding(_AREA, _NAME, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux")
+        yield Finding(_AREA, _NAME, "ok", "torch's kernels: the native ones need AVX2 on x86-64 Linux")
     elif native.off:
         advice = "Use them again: `unset ERICLLM_NATIVE`."
-        yield Finding(_AREA, _NAME, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off", advice)
+        yield Finding(_AREA, _NAME, "note", "torch's kernels: ERICLLM_NATIVE disables the native ones", advice)
     elif kernels in native.compiled:
         yield Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled")
     elif native.compiler and native.folder_problem:
-        value = f"torch's own kernels: ours cannot be kept, as {native.folder_problem}"
+        value = f"torch's kernels: the native ones cannot be saved, as {native.folder_problem}"
         yield Finding(_AREA, _NAME, "note", value, "Name a folder that can be written in ERICLLM_HOME.")
     elif native.compiler:
         value = f"native {kernels} kernels for bfloat16, which the first load compiles with {native.compiler}"
         yield Finding(_AREA, _NAME, "ok", value)
     else:
-        value = "torch's own kernels: there is no C++ compiler to make ours with"
+        value = "torch's kernels: there is no C++ compiler"
         advice = f"To compute faster on the CPU, install one: {system_command(facts.package_manager, 'compiler')}."
         yield Finding(_AREA, _NAME, "note", value, advice)
 

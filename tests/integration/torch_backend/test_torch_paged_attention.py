@@ -88,7 +88,7 @@ def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypat
     loaded = load_spec(TorchBackend(), spec)
     assert loaded.attention == "gathered"
     assert loaded.attention_reason == (
-        "there is no CUDA device, and the native kernels cannot be used: "
+        "no CUDA device; the native kernels cannot be used: "
         "they need Linux on x86-64, a CPU with AVX2, and that ERICLLM_NATIVE is not 0"
     )
     assert loaded.native is False
@@ -98,6 +98,6 @@ def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypat
 def test_an_attention_that_takes_cuda_is_refused_on_a_cpu(attention: str, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidRequest,
-        match="attention cannot be honoured: the torch backend attends natively or gathers the pages on a CPU",
+        match="attention is not supported: the torch backend attends natively or gathers the pages on a CPU",
     ):
         load_runner(tmp_path / "nowhere", attention=attention)

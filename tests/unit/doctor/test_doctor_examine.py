@@ -134,7 +134,7 @@ def test_without_torch_no_backend_can_run() -> None:
 
 
 def test_an_attention_that_cannot_be_had_stops_the_backend_that_was_to_use_it() -> None:
-    refused = Attention(error="--attention flash cannot be honoured: flash-attn is not installed")
+    refused = Attention(error="--attention flash is not available: flash-attn is not installed")
     report = exllama(changed(TURING, attention=refused))
     assert not report.can_run
     assert "--attention flash" in report.verdict
@@ -155,7 +155,7 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             "ok",
             "native amx-bf16 kernels for bfloat16, compiled",
         ),
-        ({"sse4_2"}, {}, "ok", "torch's own kernels: ours need AVX2 on x86-64 Linux"),
+        ({"sse4_2"}, {}, "ok", "torch's kernels: the native ones need AVX2 on x86-64 Linux"),
         (AVX512_BF16, {"compiled": ("avx512-bf16",)}, "ok", "native avx512-bf16 kernels for bfloat16, compiled"),
         (
             AVX512_BF16,
@@ -169,14 +169,14 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             "ok",
             "native avx512 kernels for bfloat16, compiled",
         ),
-        ({"avx2", "fma"}, {}, "note", "torch's own kernels: there is no C++ compiler to make ours with"),
+        ({"avx2", "fma"}, {}, "note", "torch's kernels: there is no C++ compiler"),
         (
             {"avx2", "fma"},
             {"compiler": "/usr/bin/g++", "folder_problem": "/cache cannot be written"},
             "note",
-            "torch's own kernels: ours cannot be kept, as /cache cannot be written",
+            "torch's kernels: the native ones cannot be saved, as /cache cannot be written",
         ),
-        ({"avx2", "fma"}, {"off": True}, "note", "torch's own kernels: ERICLLM_NATIVE keeps ours off"),
+        ({"avx2", "fma"}, {"off": True}, "note", "torch's kernels: ERICLLM_NATIVE disables the native ones"),
     ],
 )
 def test_it_says_which_kernels_multiply_by_the_weights(
@@ -192,14 +192,14 @@ def test_it_says_which_kernels_multiply_by_the_weights(
     [
         ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), ""),
         ("x86_64", {"avx2", "fma"}, Native(compiled=("avx2",)), ""),
-        ("x86_64", {"avx2", "fma"}, Native(), "there is no C++ compiler"),
+        ("x86_64", {"avx2", "fma"}, Native(), "no C++ compiler"),
         (
             "x86_64",
             {"avx2", "fma"},
             Native(compiler="/usr/bin/g++", folder_problem="/c is not a folder"),
             "/c is not a folder",
         ),
-        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", off=True), "ERICLLM_NATIVE keeps"),
+        ("x86_64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++", off=True), "ERICLLM_NATIVE disables"),
         ("aarch64", {"avx2", "fma"}, Native(compiler="/usr/bin/g++"), "need AVX2 on x86-64 Linux"),
     ],
 )

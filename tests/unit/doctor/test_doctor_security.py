@@ -166,7 +166,7 @@ def test_a_hub_without_tls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "http://mirror.example has no TLS" in said and "HF_TOKEN" in said and "password" not in said
     for none in ("http://[::1", "http://hub:port", "hub.example", "ftp://hub.example", "http://"):
         monkeypatch.setenv("HF_ENDPOINT", none)
-        assert "no address of a hub" in broken()["hub"]
+        assert "not an address of a hub" in broken()["hub"]
     for private in ("https://mirror.example", "http://127.0.0.1:8080"):
         monkeypatch.setenv("HF_ENDPOINT", private)
         assert broken() == {}

@@ -119,7 +119,7 @@ def test_tensor_parallelism_splits_exl2_weights_where_flash_attn_is_there(folder
     ("architecture", "attention", "exl2", "reason"),
     [
         ("LlamaForCausalLM", "triton", True, "needs flash-attn"),
-        ("LlamaForCausalLM", "flash", False, "EXL2 weights alone"),
+        ("LlamaForCausalLM", "flash", False, "EXL2 weights only"),
         ("Qwen3ForCausalLM", "flash", True, "would leave out the query and key norms"),
         ("MixtralForCausalLM", "flash", True, "cannot split MixtralForCausalLM"),
     ],
