@@ -73,10 +73,7 @@ async def _take(pilot: Pilot[None]) -> None:
         await pilot.pause(2)
         _save(pilot, f"dashboard-{width}x{height}")
     await pilot.resize_terminal(*SIZE)
-    await pilot.press("n")
-    await pilot.pause(2)
-    _save(pilot, "insight")
-    await pilot.press("escape", "2")
+    await pilot.press("2")
     await pilot.pause(2)
     _save(pilot, "models")
     await pilot.press("3")
@@ -88,6 +85,9 @@ async def _take(pilot: Pilot[None]) -> None:
     await pilot.press("f5")
     await pilot.pause(2)
     _save(pilot, "tune")
+    await pilot.press("v", "v")
+    await pilot.pause(2)
+    _save(pilot, "workload")
 
 
 async def _take_benches(pilot: Pilot[None], benches: Benches, loop: LoopThread) -> None:
