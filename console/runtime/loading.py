@@ -26,7 +26,6 @@ from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 
-_SPEC_NAMES = {"gpu_split": "gpu_split_gb", "gpu_reserve": "gpu_reserve_mib"}
 T = TypeVar("T")
 LookupFunction = Callable[[Callable[[LoadProgress], None], Callable[[], bool]], T]
 """Finds something; takes a report of progress, and a function that returns whether to give up."""
@@ -118,9 +117,13 @@ def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKi
 
 
 def _spec_fields(settings: Settings) -> dict[str, Any]:
-    """Return the options of a load as fields of ModelSpec, which has most under the names of the settings."""
-    values = {_SPEC_NAMES.get(name, name): getattr(settings, name) for name, _, flag in load_options() if not flag.knob}
-    return {name: home_expanded(value) if isinstance(value, Path) else value for name, value in values.items()}
+    """Return the options of a load that are fields of ModelSpec, by the names they have there."""
+    named = {flag.engine or name: getattr(settings, name) for name, _, flag in load_options() if not flag.knob}
+    return {
+        name: home_expanded(value) if isinstance(value, Path) else value
+        for name, value in named.items()
+        if name in ModelSpec.__struct_fields__
+    }
 
 
 def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) -> None:

@@ -6,6 +6,7 @@ A flag wins over a variable, a variable over config.toml, config.toml over the d
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Flag:
     when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
     next start for all others.
     knob: name in Engine.load and Engine.reconfigure of what can be changed while a model serves, "" for all else.
-    engine: the field of EngineConfig, "" for the one of the same name, if any.
+    engine: the field of EngineConfig or ModelSpec, "" for the one of the same name, if any.
     basic: one of those that most operators set: the Settings screen begins with them.
     """
 
@@ -224,6 +225,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 TUNED_FILE = "tuned.json"
 """In the state folder: what autotune found."""
 MAX_TOKENS = 10**9
+_OPTIONS = "console.settings.load_options"
 
 
 def config_path(env: Mapping[str, str] | None = None) -> Path:
@@ -375,12 +377,12 @@ class Settings(ServedSettings):
     ] = "local"
     gpu_split: Annotated[
         GigabyteList,
-        Flag("Engine", "GB,GB", when="load", basic=True),
+        Flag("Engine", "GB,GB", when="load", engine="gpu_split_gb", basic=True),
         Field(description="GB of weights on each GPU, for example 16,24"),
     ] = ()
     gpu_reserve: Annotated[
         MegabyteList,
-        Flag("Engine", "MIB,MIB", ("exllamav2",), when="load"),
+        Flag("Engine", "MIB,MIB", ("exllamav2",), when="load", engine="gpu_reserve_mib"),
         Field(description="MiB to leave free on each GPU with an automatic split, for example 512,256"),
     ] = ()
     tensor_parallel: Annotated[
@@ -527,13 +529,12 @@ def is_secret(name: str) -> bool:
 
 
 def add_setting(name: str, annotation: Any, default: object) -> None:
-    """Add a setting of a plugin, before settings are read. annotation: type, Flag and Field, as in Settings."""
+    """Add a setting of a plugin. annotation: type, Flag and Field, as in Settings.
+
+    Raises RuntimeError once console.settings.load_options was imported: its options of a load would lack the setting.
+    """
+    if _OPTIONS in sys.modules:
+        raise RuntimeError(f"add the setting {name} before {_OPTIONS} is imported")
     Settings.__annotations__[name] = annotation
     Settings.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, default)
-    Settings.model_rebuild(force=True)
-
-
-def remove_setting(name: str) -> None:
-    """Remove a setting that was added."""
-    del Settings.__annotations__[name], Settings.model_fields[name]
     Settings.model_rebuild(force=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from console.runtime.estimate import estimate_for
+from console.runtime.loading import choose_model
 from console.settings.schema import Settings
 from engine.backends.common import families
 from engine.backends.common.exllamav2_checkpoint import read_folder
@@ -16,6 +17,7 @@ from engine.config import ModelSpec, SamplingParams
 from engine.devices.simulated import simulated_readings
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
+from engine.models.discover import discover
 from engine.models.inspect import inspect
 from tests.fakes.engines import all_ready, ask, config, read
 from tests.fakes.tiny_models import make_tiny_model
@@ -71,10 +73,13 @@ def test_without_its_file_the_family_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_its_models_are_inspected_and_their_fit_is_known(folder: Path) -> None:
+def test_its_models_are_listed_taken_by_the_flag_and_their_fit_is_known(folder: Path) -> None:
     entry = inspect(folder)
     assert (entry.architecture, entry.backend, entry.problem) == (NAME, "torch", "")
-    fit = estimate_for(Settings(model=str(folder)), simulated_readings((1.0,)))
+    assert [each.name for each in discover((folder.parent,)) if each.architecture == NAME] == ["example"]
+    settings = Settings(model=str(folder))
+    assert choose_model(settings).spec is not None
+    fit = estimate_for(settings, simulated_readings((1.0,)))
     assert fit.can_load
     assert fit.placements[0].kv_tokens > 0
 
@@ -90,6 +95,6 @@ async def test_its_models_generate_with_what_the_file_says_of_them(folder: Path,
 
 @pytest.mark.usefixtures("added")
 def test_exllamav2_refuses_its_models_by_their_architecture(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"unsupported architecture: {NAME}; exllamav2 supports"):
+    with pytest.raises(UnsupportedModel, match=f"unsupported architecture: {NAME}"):
         read_folder(folder)
     assert f"unsupported architecture: {NAME}" in inspect(folder, lambda quantisation: "exllamav2").problem

@@ -8,15 +8,24 @@ import pytest
 from textual.color import Color
 from textual.theme import Theme
 
+from console.cli.parser import Parser, add_every_setting, parse
+from console.settings.sources import Sources
 from console.tui.app import EricApp
 from console.tui.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
-from tests.fakes.link import FakeLink
+from tests.fakes.link import FakeLink, FakeSettings
+from tests.ui.seen import rows, screen_text, until
 
 BUILT_IN = {theme.name: theme for theme in load_themes([builtin_folder()]).themes}
 
 
 def _variables(theme: Theme) -> dict[str, str]:
     return {**variable_defaults(theme), **theme.to_color_system().generate(), **theme.variables}
+
+
+def _every_flag() -> Parser:
+    parser = Parser()
+    add_every_setting(parser, "")
+    return parser
 
 
 def test_the_console_ships_dark_light_high_contrast_and_colour_blind_safe_themes() -> None:
@@ -128,6 +137,25 @@ async def test_a_theme_that_is_broken_while_it_is_worn_stays_on_and_is_told_once
         assert app.theme_variables["primary"] == "#112233"
         (toast,) = app._notifications
         assert toast.message == "mine.toml: primary: 'reddish' is not a colour"
+
+
+async def test_a_file_makes_a_value_of_the_setting() -> None:
+    """By its flag, and among those of the Settings screen."""
+    user_folder().mkdir(parents=True)
+    (user_folder() / "mine.toml").write_text("primary = '#112233'")
+    sources = Sources.read(parse(["--theme", "mine"], _every_flag()), env={})
+    link = FakeLink()
+    link.settings = FakeSettings(link, sources, names=("theme",))
+    app = EricApp(link, theme=sources.settings().theme, start="settings")
+    async with app.run_test(size=(120, 30)) as pilot:
+        assert app.theme_variables["primary"] == "#112233"
+        await until(pilot, lambda: "ericllm-safe" in screen_text(app))
+        assert any("theme" in row and "mine" in row for row in rows(app))
+
+
+def test_the_documentation_names_the_themes_that_come_with_the_program() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "console.md").read_text()
+    assert [name for name in BUILT_IN if f"`{name}`" not in page] == []
 
 
 async def test_a_theme_saved_while_the_console_runs_can_be_chosen() -> None:
