@@ -119,5 +119,5 @@ def ends_worker() -> Iterator[None]:
 def failure_reason(error: Exception) -> str:
     """Why a request failed, for its user."""
     if is_out_of_memory(error):
-        return f"there is not enough memory left to work on it: {error}"
-    return f"the model failed while working on it: {type(error).__name__}: {error}"
+        return f"out of memory in its step: {error}"
+    return f"the model failed in its step: {type(error).__name__}: {error}"

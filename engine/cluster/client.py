@@ -79,7 +79,7 @@ class DriverClient:
             self._calls[self._last_id] = future
             try:
                 if self._lost:
-                    raise OSError("it has ended")
+                    raise OSError("it has exited")
                 call = messages.Call(id=self._last_id, request=request)
                 self._sock.sendall(messages.frame_of(self._encoder.encode(call)))
             except OSError as error:
@@ -109,7 +109,7 @@ class DriverClient:
         except OSError:
             pass
         except msgspec.MsgspecError:
-            _log.exception("the cluster's process sent something that is no message")
+            _log.exception("the cluster's process sent an invalid message")
         self._end()
 
     def _take(self, news: messages.News) -> None:
@@ -146,7 +146,7 @@ class DriverClient:
         if code is None:
             return "does not answer"
         if code < 0:
-            return f"was ended by {signal_name(-code)}"
+            return f"was killed by {signal_name(-code)}"
         error = next((line for line in reversed(self._tail) if _ERROR.search(line)), "")
         return f"exited with code {code}" + (f": {error}" if error else "")
 

@@ -253,7 +253,7 @@ class Cluster:
         """The driver is gone, and every actor ends with it. Called on a thread of its own, which joins again."""
         if not self._joined.is_set():
             return  # it went while it joined, whose caller gets the error
-        _log.error("%s; it is joined again when it answers", reason, extra={"source": "ray"})
+        _log.error("%s; it rejoins when it answers", reason, extra={"source": "ray"})
         self._joined.clear()
         with self._lock:
             hosts = list(self._hosts.values())
@@ -332,8 +332,8 @@ class RayHost(ChannelHost):
         except OSError as error:
             self._cluster.forget_worker(self.key)
             raise NodeGone(
-                f"worker {self.worker_id} on {self.node_name} cannot be reached at {started.address}:{started.port} "
-                f"({error}); a firewall may be in the way",
+                f"worker {self.worker_id} on {self.node_name} is unreachable at {started.address}:{started.port} "
+                f"({error}); check the firewall",
                 worker=self.worker_id,
                 node=self.node,
             ) from error

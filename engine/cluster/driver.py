@@ -53,7 +53,7 @@ class Ray:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nothing is reported to anybody
         if importlib.util.find_spec("ray") is None:
             raise ClusterUnavailable(
-                f"--cluster needs Ray, which is not installed; `{install_extra('ray')}` brings it", lacks="ray"
+                f"--cluster needs Ray, which is not installed; install it with `{install_extra('ray')}`", lacks="ray"
             )
         self._ray: Any = importlib.import_module("ray")
         logging.getLogger("ray").setLevel(logging.ERROR)  # not before: the import sets it
@@ -187,7 +187,7 @@ def _finds_only_ours() -> bool:
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     foreign = uids - ours or (file.exists() and distrust(file))
     if foreign and ours:
-        raise PermissionError("other users have clusters on this machine too; name yours with RAY_ADDRESS=HOST:PORT")
+        raise PermissionError("this machine also runs clusters of other users; set RAY_ADDRESS=HOST:PORT")
     return not foreign
 
 
@@ -207,11 +207,11 @@ def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
     text = " ".join(str(error).split())
     where = f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
     if isinstance(error, ImportError) and "grpc" in text.lower():
-        why = f"the package grpcio is not installed, which ray:// needs; `{install_extra('ray')}` brings it"
+        why = f"the package grpcio is not installed, which ray:// needs; install it with `{install_extra('ray')}`"
     elif "client connection timeout" in text:
         why = f"{text}; a cluster that asks for a token needs RAY_AUTH_MODE=token and the token on this machine too"
     elif "ersion mismatch" in text:
-        why = f"its Ray or Python is not the one of this machine: {text}"
+        why = f"its Ray or Python version differs from this machine: {text}"
     else:
         why = (text[:300] or type(error).__name__).rstrip(".")
     return ClusterUnavailable(f"{where} cannot be joined: {why}", address=address)
@@ -312,13 +312,13 @@ class Agents:
             if agent.version or self._ray.is_passing(error):
                 agent.failed_at = time.monotonic()
             else:
-                agent.problem = f"EricLLM does not run there: {' '.join(str(error).split())[-200:]}"
+                agent.problem = f"EricLLM does not start there: {' '.join(str(error).split())[-200:]}"
 
     def _view(self, node: NodeView) -> NodeView:
         agent = self._agents[node.id]
         problem = agent.problem
         if not problem and agent.version != self._version:
-            problem = f"it has EricLLM {agent.version}, and this machine {self._version}: install the same on both"
+            problem = f"it has EricLLM {agent.version}, this machine {self._version}: install the same version"
         devices = agent.devices or ()
         here = node.id == self._own
         return msgspec.structs.replace(node, here=here, cores=agent.cores, devices=devices, problem=problem)
@@ -482,7 +482,7 @@ class Driver:
             timer.daemon = True
             timer.start()
             return
-        self._send(messages.Ended(key=key, exit=WorkerExit(reason="the Ray actor that ran it is gone")))
+        self._send(messages.Ended(key=key, exit=WorkerExit(reason="its Ray actor has ended")))
 
     def _discard(self, key: str) -> None:
         running = self._running.pop(key, None)

@@ -56,14 +56,14 @@ def require(model: ModelPlace, node: str) -> None:
     for folder in (path, *map(Path, model.others)):
         if not folder.is_dir():
             raise ModelLoadFailed(
-                f"{node} has no folder {folder}: put it there as it is here, or load the model by its hub id",
+                f"{node} has no folder {folder}: copy it there, or load the model by its hub id",
                 node=node,
                 path=str(folder),
             )
     difference = _difference(model.sizes, _sizes(path))
     if difference:
         raise ModelLoadFailed(
-            f"{path} on {node} is not the model that is here: {difference}", node=node, path=str(path)
+            f"{path} on {node} differs from the model on this machine: {difference}", node=node, path=str(path)
         )
 
 

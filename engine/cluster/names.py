@@ -89,7 +89,7 @@ def translation(devices: Sequence[str]) -> Translation:
     """For a worker on `devices`, in the order of its layers. Raises ValueError where they are of several nodes."""
     nodes = {split_device(device)[0] for device in devices}
     if len(nodes) != 1:
-        raise ValueError(f"a worker runs within one node; {', '.join(devices)} are of {len(nodes)}")
+        raise ValueError(f"a worker needs devices of one node; {', '.join(devices)} are of {len(nodes)}")
     local = {device: split_device(device)[1] for device in devices}
     gpus = [device for device in local if is_gpu(local[device])]
     own = {**local, **{device: f"cuda:{index}" for index, device in enumerate(gpus)}}

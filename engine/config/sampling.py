@@ -49,9 +49,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-_STATEFUL = "its state follows from all choices so far, and a request that lost its worker has those no more"
-_ONE_SEQUENCE = "it computes one sequence per request, not a second one for the negative prompt"
-_LAST_LOGITS = "its generator keeps the logits of a prompt's last token alone"
+_STATEFUL = "its state cannot be restored after a worker is lost"
+_ONE_SEQUENCE = "it computes one sequence per request; a negative prompt needs two"
+_LAST_LOGITS = "its generator keeps only the logits of the last prompt token"
 
 _MANY = 2**31
 
@@ -278,7 +278,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.cfg_scale != 1 and not self.negative_prompt_ids:
             raise InvalidRequest(
-                f"cfg_scale is {format_number(self.cfg_scale)}, with no negative_prompt_ids to be guided away from",
+                f"cfg_scale is {format_number(self.cfg_scale)}, which needs negative_prompt_ids",
                 param="cfg_scale",
             )
         longest = max(map(len, self.banned_strings), default=0)

@@ -34,7 +34,7 @@ def measure_cpu(cancelled: Callable[[], bool] = lambda: False) -> DeviceLimits:
             cancelled=cancelled,
         )
     except ProbeFailed as error:
-        raise EngineError(f"The processor could not be measured: {error}") from None
+        raise EngineError(f"CPU peak could not be measured: {error}") from None
 
 
 class LimitsFile:

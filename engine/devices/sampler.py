@@ -55,7 +55,7 @@ class DeviceSampler:
             readings = await loop.run_in_executor(self._thread, self._read_now, pids)
             self.latest = tuple(map(self._with_limits, readings))
         except Exception:
-            _log.exception("the devices could not be read")
+            _log.exception("reading devices failed")
 
     def _read_now(self, pids: Collection[int]) -> tuple[DeviceReading, ...]:
         if self._probe is None:

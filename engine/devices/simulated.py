@@ -34,7 +34,7 @@ _IDLE = DeviceSensors(
     xid_errors=(),
     fan=0.3,
 )
-_FORM = "it must be sim: and the GiB of each device, such as sim:24,24"
+_FORM = "use sim:GIB,GIB, for example sim:24,24"
 
 
 class SimulatedProbe:

@@ -58,7 +58,7 @@ def _ray_finding(facts: Facts) -> Finding:
     if facts.ray.installed:
         return Finding("Cluster", "ray", "ok", facts.ray.version)
     advice = f"For workers on several machines, install it: `{install_extra('ray')}`."
-    return Finding("Cluster", "ray", "note", "not installed, and not needed on one machine", advice)
+    return Finding("Cluster", "ray", "note", "not installed (needed only for several machines)", advice)
 
 
 def machine_findings(facts: Facts) -> Iterator[Finding]:
@@ -103,8 +103,8 @@ def _without_driver(facts: Facts) -> tuple[State, str, str]:
     if driver.state == "not loaded":
         return "broken", "installed, but not loaded", "Load it with `sudo modprobe nvidia`, or reboot."
     if driver.state == "mismatched":
-        return "broken", "its library is newer than the one loaded", "Load the new driver: `sudo reboot`."
-    return "broken", driver.detail or "it does not answer", "See what the driver says: `sudo dmesg | grep -i nvrm`."
+        return "broken", "loaded driver is older than its library", "Load the new driver: `sudo reboot`."
+    return "broken", driver.detail or "no answer", "See the driver log: `sudo dmesg | grep -i nvrm`."
 
 
 def torch_findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def use_of_gpus(facts: Facts) -> Finding:
     strangers = [index for index, gpu in enumerate(facts.gpus) if not has_kernels(gpu, torch.architectures)]
     if strangers:
         names = ", ".join(f"GPU{index} ({facts.gpus[index].name})" for index in strangers)
-        advice = f"Take a torch that was built for it: {torch_command(force=True)}."
+        advice = f"Install a torch built for it: {torch_command(force=True)}."
         return Finding("torch", "GPUs", "broken", f"no kernels for {names}", advice)
     return Finding("torch", "GPUs", "ok", f"sees {torch.gpus} of {len(facts.gpus)}")
 
@@ -163,9 +163,9 @@ def _visibility_advice(facts: Facts) -> str:
     if driver_too_old(facts.driver, torch.cuda):
         first = MINIMUM_DRIVER.get(version_numbers(torch.cuda)[0])
         to = f" to {first} or later" if first else ""
-        renew = f"Renew the driver{to}: {driver_command(facts.package_manager)}"
-        return f"{renew}, or take a torch for this one: {torch_command(force=True)}."
-    return "Ask torch itself: `python -c 'import torch; torch.cuda.init()'`."
+        renew = f"Update the driver{to}: {driver_command(facts.package_manager)}"
+        return f"{renew}, or install a torch for this one: {torch_command(force=True)}."
+    return "See the error of torch: `python -c 'import torch; torch.cuda.init()'`."
 
 
 def has_kernels(gpu: Gpu, architectures: tuple[str, ...]) -> bool:

@@ -157,7 +157,7 @@ def read_toolchain(environ: Mapping[str, str] = os.environ) -> Toolchain:
     return Toolchain(
         nvcc=nvcc,
         nvcc_version=release.group(1) if release else "",
-        nvcc_error="" if release or not nvcc else complaint or "it does not report its version",
+        nvcc_error="" if release or not nvcc else complaint or "its version is unknown",
         compiler=compiler,
         compiler_version=compiler_version(_output_of(compiler)[0]),
         ninja=shutil.which("ninja", path=environ.get("PATH")) or "",

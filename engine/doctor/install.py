@@ -63,7 +63,7 @@ def system_command(manager: PackageManager, what: System, *, python: Version = (
 def driver_command(manager: PackageManager) -> str:
     """How to get or renew NVIDIA's driver."""
     if not manager:
-        return "take it from https://www.nvidia.com/drivers"
+        return "get it from https://www.nvidia.com/drivers"
     return system_command(manager, "driver")
 
 

@@ -45,7 +45,7 @@ def ask(
     try:
         return msgspec.json.decode(output, type=answer)
     except msgspec.DecodeError as error:
-        raise ProbeFailed(f"the check gave no answer: {error}") from None
+        raise ProbeFailed(f"the check failed: {error}") from None
 
 
 def _run(command: Sequence[str], timeout_s: float, cancelled: Callable[[], bool]) -> bytes:
@@ -85,7 +85,7 @@ def _how_it_ended(code: int, complaint: bytes) -> str:
     """The signal or the exit code, with the line of stderr that says most: Python's own of a crash, or the last."""
     lines = [line.strip() for line in complaint.decode(errors="replace").splitlines() if line.strip()]
     complaint_line = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
-    how = f"importing it ends the process with {signal_name(-code)}" if code < 0 else f"it exits with code {code}"
+    how = f"importing it crashes with {signal_name(-code)}" if code < 0 else f"it exits with code {code}"
     return f"{how}: {complaint_line}" if complaint_line else how
 
 

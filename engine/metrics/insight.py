@@ -99,7 +99,7 @@ class EnergyFile:
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read, a new one is begun: %s", self._file, error)
+            _log.warning("%s cannot be read and starts empty: %s", self._file, error)
             return {}
 
     def add(self, joules: Mapping[str, float]) -> dict[str, float]:
@@ -287,9 +287,9 @@ class InsightCollector:
         Raises EngineBusy where some do or it is being measured, EngineError where it cannot be measured.
         """
         if running:
-            raise EngineBusy("The processor can only be measured while no request is running", running=running)
+            raise EngineBusy("CPU peak can be measured only while no request is running", running=running)
         if self._measuring:
-            raise EngineBusy("The processor is being measured already")
+            raise EngineBusy("CPU peak is being measured already")
         self._measuring = True
         try:
             limits = await asyncio.to_thread(measure_cpu)
@@ -391,5 +391,5 @@ class _EnergyTotals:
         except OSError as error:
             self._saved, self._unsaved = before, add_by_day(written, self._unsaved)
             if not self._complained:
-                _log.warning("the energy of today cannot be kept: %s", error)
+                _log.warning("today's energy cannot be saved: %s", error)
             self._complained = True

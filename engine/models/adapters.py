@@ -59,8 +59,8 @@ class ModulePatterns(Generic[PatternValue]):
         characters = sum(len(pattern) for _, pattern, _ in expressions)
         if len(expressions) > MAX_EXPRESSIONS or characters > MAX_CHARACTERS:
             raise UnsupportedModel(
-                f"the adapter has {len(expressions)} patterns of {characters} characters that are more than names of "
-                f"modules; {MAX_EXPRESSIONS} of {MAX_CHARACTERS} together are supported"
+                f"the adapter has {len(expressions)} patterns of {characters} characters for module names; the "
+                f"limit is {MAX_EXPRESSIONS} of {MAX_CHARACTERS} together"
             )
         self._expressions = [(position, _Expression(pattern), value) for position, pattern, value in expressions]
 
@@ -94,7 +94,7 @@ class _Expression:
                 self._validator = SchemaValidator(schema)
         except (SchemaError, re.error, RecursionError, OverflowError):
             raise UnsupportedModel(
-                f"the adapter has a pattern that makes no sense, or looks around or back: {quote_value(pattern)}"
+                f"the adapter has an invalid pattern, or one with lookaround or backreferences: {quote_value(pattern)}"
             ) from None
 
     def matches(self, name: str) -> bool:
@@ -119,13 +119,13 @@ _FLOATS = ("F32", "F16", "BF16")
 _REFUSED: Mapping[str, str] = {
     "use_dora": "is a DoRA adapter",
     "use_qalora": "is a QA-LoRA adapter",
-    "modules_to_save": "brings whole modules of its own",
+    "modules_to_save": "has modules of its own",
     "layer_replication": "repeats layers of the model",
     "lora_bias": "has biases of its own",
     "fan_in_fan_out": "is for transposed weights",
-    "trainable_token_indices": "brings embeddings of its own",
+    "trainable_token_indices": "has embeddings of its own",
     "target_parameters": "adapts bare parameters",
-    "alora_invocation_tokens": "works from an invocation on (aLoRA)",
+    "alora_invocation_tokens": "starts at an invocation (aLoRA)",
     "megatron_config": "is for Megatron's layers",
 }
 """Keys of PEFT's config that change what is computed, and what each says of the adapter."""
@@ -239,14 +239,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     way that is not known here, or that makes no sense."""
     raw = read_json_object(folder / CONFIG)
     if not raw:
-        raise UnsupportedModel(f"{folder} holds no LoRA adapter: it has no {CONFIG}")
+        raise UnsupportedModel(f"{folder} is not a LoRA adapter: it has no {CONFIG}")
     _refuse_other_kinds(raw)
     try:
         config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
-        raise UnsupportedModel(
-            f"{CONFIG} in {folder} has a setting that makes no sense: {quote_value(str(error))}"
-        ) from None
+        raise UnsupportedModel(f"{CONFIG} in {folder} has an invalid setting: {quote_value(str(error))}") from None
     _ = config.ranks, config.alphas  # raises for a pattern that is not supported
     return config
 
@@ -262,7 +260,7 @@ def adapter_file(folder: Path) -> Path:
             f"{_PICKLE} in {folder} is a pickle, which can run code when read; convert the adapter to safetensors",
             file=_PICKLE,
         )
-    raise UnsupportedModel(f"{folder} holds no LoRA adapter: it has no {WEIGHTS}")
+    raise UnsupportedModel(f"{folder} is not a LoRA adapter: it has no {WEIGHTS}")
 
 
 def read_factor_headers(file: Path) -> dict[str, FactorHeaders]:
@@ -320,7 +318,7 @@ def _pair_factors(module: str, found: Mapping[str, tuple[str, TensorHeader]]) ->
 def _refuse_other_kinds(raw: Mapping[str, object]) -> None:
     kind = raw.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"the adapter is of the kind {quote_value(kind)}; LORA is the one that can be used")
+        raise UnsupportedModel(f"the adapter is of the kind {quote_value(kind)}; only LORA is supported")
     for key, feature in _REFUSED.items():
         if raw.get(key):
             raise UnsupportedModel(f"the adapter {feature} ({key}), which is not supported")

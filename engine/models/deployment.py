@@ -26,7 +26,7 @@ from engine.errors import (
     ModelLoadFailed,
     NoModelLoaded,
 )
-from engine.metrics.alerts import advice_after_load, is_out_of_memory
+from engine.metrics.alerts import add_failed_load
 from engine.models.attached_adapters import ModelAdapters
 from engine.models.handover import Handover, retokenize
 from engine.models.knobs import knob_changes
@@ -153,7 +153,7 @@ class Deployment:
             "loading": (f"{name} is still loading", _RETRY_AFTER_S),
             "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
             "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "idle": (f"{name} is idle until the next request", _RETRY_AFTER_S),
+            "idle": (f"{name} is unloaded while idle, until the next request", _RETRY_AFTER_S),
             "failed": (f"{name} has failed: {error.message if error is not None else 'cause unknown'}", None),
         }.get(self.state, ("no model is loaded", None))
         return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
@@ -191,7 +191,7 @@ class Deployment:
 
         wants_memory_of: failed models that leave; it is placed once they are gone.
         """
-        assert not self.ended.is_set(), f"{self.key} is gone"
+        assert not self.ended.is_set(), f"{self.key} was unloaded"
         self.desired, self._wants_memory_of = "serving", wants_memory_of
         if self.owner is None:
             self._go("loading")
@@ -254,7 +254,7 @@ class Deployment:
                 if not await self._advance():
                     await self._next_signal()
             except Exception as error:
-                _log.exception("%s: the model's state could not be changed", self.spec.name)
+                _log.exception("%s: changing the model's state failed", self.spec.name)
                 await self._fail_owner(error)
         self._on_load_result(self._load_error or self._cancelled())
         self.ended.set()
@@ -401,6 +401,8 @@ class Deployment:
 
     async def _unload(self, state: ModelState) -> None:
         """unloading, then `state`: "unloaded" or "idle"."""
+        if self.retired_by is None and self.state != "failed":  # else a swap or a failure is marked
+            self.models.meter.mark(time.time(), f"{self.spec.name} unloaded", kind="unload")
         self.models.tracker.end(self.model_queue.live, self._leave_error.info)
         self._go("unloading")
         await self._release_memory()
@@ -461,9 +463,9 @@ class Deployment:
             self.models.alerts.add(
                 "model_failed",
                 self.spec.name,
-                f"{self.spec.name} has no worker left that could answer: {error.message}",
-                done="Requests that waited for it ended with an error.",
-                advice="Restart a worker (r on its page) or load the model again.",
+                f"{self.spec.name} has no worker left: {error.message}",
+                done="Its queued requests failed.",
+                advice="Restart a worker (r on its page), or load the model again.",
             )
         if self.pool is None:  # else a dead worker may be restarted
             self.tokenizer = None
@@ -607,20 +609,12 @@ class Deployment:
         self.models.meter.mark(time.time(), text, model=self.spec.name, kind=kind)
 
     def _alert_load_failed(self, error: EngineError) -> None:
-        """Say on every screen that its load failed, and what serves meanwhile."""
-        if isinstance(error, LoadCancelled):
-            return
-        name, info, handover = self.spec.name, error.info, self.handover
+        """Add an alert of its failed load that says what serves meanwhile."""
+        handover = self.handover
         replaces = handover is not None and handover.new is self and not handover.old.ended.is_set()
         serving = handover.old.spec.name if handover is not None and replaces else ""
-        self.models.alerts.add(
-            "out_of_memory" if is_out_of_memory(info) else "load_failed",
-            name,
-            f"{name} could not be loaded: {error.message}",
-            done=f"{serving} continues to serve." if serving else "Its memory was freed.",
-            advice=advice_after_load(info),
-        )
-        self.models.meter.mark(time.time(), f"{name}: load failed", model=name, kind="failure")
+        done = f"{serving} continues to serve." if serving else "Its memory was freed."
+        add_failed_load(self.models.alerts, self.spec.name, error, done)
 
     def workers_changed(self) -> None:
         """Look again: a worker's state or progress is another one, or requests came back to the queue."""

@@ -69,7 +69,7 @@ def file_names(folder: Path) -> list[str]:
         for entry in entries:
             names.append(entry.name)
             if len(names) > MAX_FILES:
-                raise UnsupportedModel(f"{folder} is not a model folder: it holds more than {MAX_FILES:,} files")
+                raise UnsupportedModel(f"{folder} is not a model folder: it has more than {MAX_FILES:,} files")
     return sorted(names)
 
 
@@ -123,8 +123,8 @@ def read_file(file: Path, max_bytes: int, folder: Path | None = None) -> bytes:
         raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
         raise UnsupportedModel(
-            f"{quote_value(file.name)} in {file.parent} is larger than {max_bytes / 2**20:g} MiB, which is the most "
-            "that is read of such a file",
+            f"{quote_value(file.name)} in {file.parent} is larger than {max_bytes / 2**20:g} MiB, the limit for "
+            "such a file",
             limit=max_bytes,
         )
     return content
@@ -162,8 +162,8 @@ def refuse_wide_text(content: bytes, file: Path) -> None:
     escaped = b"\\" in content and b"\\u" in content  # one byte is looked for ten times as fast as two
     if escaped or not content.isascii():
         raise UnsupportedModel(
-            f"{quote_value(file.name)} in {file.parent} is larger than {MAX_JSON_BYTES / 2**20:g} MiB and not in "
-            "ASCII alone"
+            f"{quote_value(file.name)} in {file.parent} is larger than {MAX_JSON_BYTES / 2**20:g} MiB and not pure "
+            "ASCII"
         )
 
 
@@ -172,7 +172,7 @@ def decode_json(content: bytes, kind: type[T], file: Path) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        wrong = f"does not hold what it should: {quote_value(str(error), 200)}"
+        wrong = f"has invalid content: {quote_value(str(error), 200)}"
         raise UnsupportedModel(f"{quote_value(file.name)} in {file.parent} {wrong}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = "nested too deeply" if isinstance(error, RecursionError) else quote_value(str(error), 200)

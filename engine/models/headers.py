@@ -133,7 +133,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     promised = _LENGTH_BYTES + len(header) + max(map(itemgetter(1), places), default=0)
     if promised != size:
         raise ModelLoadFailed(
-            f"{quote_value(file.name)} is cut short or damaged: it has {size} bytes, its header promises {promised}",
+            f"{quote_value(file.name)} is truncated or damaged: it has {size} bytes, {promised} expected",
             file_bytes=size,
             promised_bytes=promised,
         )
@@ -146,7 +146,7 @@ def _indexed_files(folder: Path, present: list[str]) -> list[str]:
     try:
         needed = sorted(set(_read_index(folder).weight_map.values()))
     except FileNotFoundError:
-        raise ModelLoadFailed(f"{_INDEX} in {folder} is a link to a file that is not there", file=_INDEX) from None
+        raise ModelLoadFailed(f"{_INDEX} in {folder} is a broken link", file=_INDEX) from None
     if not needed:
         raise ModelLoadFailed(f"{_INDEX} in {folder} does not say which files hold the weights")
     for name in needed:
@@ -220,9 +220,9 @@ def _check_places(file: Path, tensors: Mapping[str, TensorHeader], places: list[
 
 def _mismatch(name: str, tensor: TensorHeader) -> str:
     if tensor.dtype not in _BITS:
-        return f"its tensor {quote_value(name)} is of a dtype that there is not, {quote_value(tensor.dtype)}"
+        return f"its tensor {quote_value(name)} has an unknown dtype, {quote_value(tensor.dtype)}"
     return (
-        f"its tensor {quote_value(name)} of {tensor.dtype} and shape {list(tensor.shape)} is said to take "
+        f"its tensor {quote_value(name)} of {tensor.dtype} and shape {list(tensor.shape)} does not take "
         f"{tensor.stored_bytes} bytes"
     )
 

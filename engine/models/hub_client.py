@@ -111,15 +111,15 @@ class HubClient:
             headers: dict[str, str] = build_hf_headers(library_name=_LIBRARY)
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ModelLoadFailed(f"the hub's token in {constants.HF_TOKEN_PATH} cannot be read: {reason}") from None
+            raise ModelLoadFailed(f"the hub token in {constants.HF_TOKEN_PATH} cannot be read: {reason}") from None
         self._headers = {**headers, "accept-encoding": "identity"}
         self._authorization = self._headers.pop("authorization", None)
         if self._authorization is not None and _HEADER.fullmatch(self._authorization) is None:
-            raise ModelLoadFailed("the hub's token (HF_TOKEN) has characters that no token has")
+            raise ModelLoadFailed("the hub's token (HF_TOKEN) has invalid characters")
         self.withholds_token = self._authorization is not None and not _is_private(self._url)
         if self.withholds_token:
             self._authorization = None
-            log.warning("HF_TOKEN is not sent to %s: over plain HTTP anybody on the way could read it", self.endpoint)
+            log.warning("HF_TOKEN is not sent to %s: plain HTTP can be read in transit", self.endpoint)
 
     def listing(self, repo_id: str, revision: str | None) -> Listing:
         """Return the files of a revision. Raises HubRefused, ModelLoadFailed for an answer that is no list of files,
@@ -131,7 +131,7 @@ class HubClient:
             return msgspec.json.decode(body, type=Listing)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise ModelLoadFailed(
-                f"the hub at {self.endpoint} answers for {repo_id} with no list of files", model=repo_id
+                f"the hub at {self.endpoint} returned no list of files for {repo_id}", model=repo_id
             ) from None
 
     def stored_file(self, repo_id: str, commit: str, name: str) -> StoredFile:
@@ -193,9 +193,9 @@ class HubClient:
                 before, url = url, _redirected(url, response.headers)
             if not is_digested and urlsplit(before).scheme == "https" != urlsplit(url).scheme:
                 raise ModelLoadFailed(
-                    f"the hub at {self.endpoint} redirects to plain HTTP, where its answer could be changed on the way"
+                    f"the hub at {self.endpoint} redirects to plain HTTP, which can be changed in transit"
                 )
-        raise ModelLoadFailed(f"the hub at {self.endpoint} redirects without an end")
+        raise ModelLoadFailed(f"the hub at {self.endpoint} redirects endlessly")
 
     def _body(self, response: Any) -> bytes:
         """The whole of a short answer."""
@@ -219,13 +219,13 @@ class HubClient:
         for count, chunk in enumerate(response.iter_raw()):
             received += len(chunk)
             if count > MAX_SMALL_CHUNKS + received // MIN_CHUNK_BYTES:
-                raise ModelLoadFailed(f"the hub at {self.endpoint} sends its answer in pieces of a few bytes")
+                raise ModelLoadFailed(f"the hub at {self.endpoint} answers in pieces of a few bytes")
             yield chunk
 
     def _require_plain(self, response: Any) -> None:
         """Compressed, a short answer can be of any length."""
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ModelLoadFailed(f"the hub at {self.endpoint} sends compressed content although asked not to")
+            raise ModelLoadFailed(f"the hub at {self.endpoint} sends compressed content, which was not requested")
 
 
 def _refused(response: Any) -> HubRefused:
@@ -240,7 +240,7 @@ def _redirected(url: str, headers: Any) -> str:
     """Return where an answer to `url` redirects. Raises ValueError for what is not an address of a web server."""
     target: str = urljoin(url, headers["location"])
     if urlsplit(target).scheme not in ("http", "https"):
-        raise ValueError("it redirects to what is not a web address")
+        raise ValueError("it redirects to an invalid address")
     return target
 
 
@@ -275,13 +275,13 @@ def explain_hub_error(
     withholds_token: as HubClient has it.
     """
     if isinstance(error, HubRefused):
-        token = "; HF_TOKEN was not sent there, for it is no https:// address" if withholds_token else ""
+        token = "; HF_TOKEN was not sent, as it is not an https:// address" if withholds_token else ""
         return _refusal(error, repo_id, revision, endpoint, token)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelLoadFailed(f"the disk is full: {repo_id} could not be written to the hub cache", model=repo_id)
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return ModelLoadFailed(
-            f"{error.filename} is a link, which another user may have put into the hub cache; remove it", model=repo_id
+            f"{error.filename} is a link in the hub cache, possibly made by another user; remove it", model=repo_id
         )
     if isinstance(error, PermissionError):
         return ModelLoadFailed(f"the hub cache cannot be written: {error.filename}", model=repo_id)
@@ -300,7 +300,7 @@ def _refusal(error: HubRefused, repo_id: str, revision: str | None, endpoint: st
         return ModelNotFound(f"{repo_id} has no revision {revision}", model=repo_id)
     if error.code == "RepoNotFound" or error.status == 401:
         return ModelNotFound(
-            f"the hub at {endpoint} has no model {repo_id}, or it is private and HF_TOKEN does not open it{token}",
+            f"the hub at {endpoint} has no model {repo_id}, or it is private and HF_TOKEN has no access{token}",
             model=repo_id,
         )
     return ModelLoadFailed(

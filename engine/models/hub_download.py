@@ -75,12 +75,12 @@ def plan_of(hub: HubClient, repo_id: str, revision: str | None) -> DownloadPlan:
     small, weights = choose_files(sizes, repo_id)
     if len(small) + len(weights) > MAX_FILES:
         raise ModelLoadFailed(
-            f"{repo_id} has {len(small) + len(weights):,} files to fetch, and a model may have {MAX_FILES:,}",
+            f"{repo_id} has {len(small) + len(weights):,} files; the limit is {MAX_FILES:,}",
             model=repo_id,
         )
     for name in (*small, *weights):
         if not _is_usable(name):
-            raise ModelLoadFailed(f"{repo_id} has a file of a name that is refused: {quote_value(name)}", model=repo_id)
+            raise ModelLoadFailed(f"{repo_id} has a file with a refused name: {quote_value(name)}", model=repo_id)
     return DownloadPlan(repo_id=repo_id, commit=listing.sha, small=small, weights=weights)
 
 
@@ -92,7 +92,7 @@ def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int]
     """
     top = {name: size for name, size in sizes.items() if "/" not in name}
     if "config.json" not in top:
-        raise UnsupportedModel(f"{repo_id} is no model that can be loaded: it has no config.json")
+        raise UnsupportedModel(f"{repo_id} cannot be loaded: it has no config.json")
     weights = {name: size for name, size in top.items() if name.endswith(".safetensors")}
     if not weights:
         if pickles := [name for name in top if name.endswith(_PICKLES)]:
@@ -126,7 +126,7 @@ def progress_text(plan: DownloadPlan) -> str:
     """ "3.1 of 9.4 GiB are kept, ..." """
     there, total = cached_bytes(plan), plan.total_bytes
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
-    return f"{there / unit:.1f} of {total / unit:.1f} {name} are kept, and the next download continues from there"
+    return f"{there / unit:.1f} of {total / unit:.1f} {name} are saved; the next download continues there"
 
 
 def _is_usable(name: str) -> bool:
@@ -182,7 +182,7 @@ def fetch_file(
     stored = hub.stored_file(repo_id, commit, name)
     if size and stored.size is not None and stored.size != size:
         raise ModelLoadFailed(
-            f"the hub at {hub.endpoint} announces {name} with {size:,} bytes, and then with {stored.size:,}",
+            f"the hub at {hub.endpoint} reports {name} with {size:,} bytes, then with {stored.size:,}",
             model=repo_id,
         )
     size = size or stored.size or 0
@@ -252,8 +252,8 @@ class _FileTransfer:
         self._stream.flush()
         if (found := self._digest.hexdigest()) != self._stored.digest:
             raise _Unannounced(
-                f"{self._name} is damaged or was changed on its way: its digest is {found}, and the hub announces"
-                f" {self._stored.digest}; nothing of it is kept",
+                f"{self._name} is damaged or was changed in transit: its digest is {found}, the hub reports"
+                f" {self._stored.digest}; it was deleted",
                 file=self._name,
             )
 
@@ -274,7 +274,7 @@ class _FileTransfer:
             for chunk in chunks:
                 if self._have + len(chunk) > self._size:
                     raise _Unannounced(
-                        f"the hub sends more of {self._name} than the {self._size:,} bytes that it announces",
+                        f"the hub sends more of {self._name} than the {self._size:,} bytes that it reported",
                         file=self._name,
                     )
                 self._count(len(chunk))
@@ -320,7 +320,7 @@ def _hold(stream: BinaryIO, part: Path, name: str) -> None:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(stream.fileno()), part.lstat()):
             return
-    raise ModelLoadFailed(f"{name} is being downloaded already; try again when that has ended")
+    raise ModelLoadFailed(f"{name} is already being downloaded; try again afterwards")
 
 
 def _link(pointer: Path, blob: Path) -> None:
@@ -400,7 +400,7 @@ def _open_hub(repo_id: str) -> HubClient:
     try:
         return HubClient()
     except ValueError as error:
-        raise ModelLoadFailed(f"HF_ENDPOINT is not an address of a hub: {error}", model=repo_id) from None
+        raise ModelLoadFailed(f"HF_ENDPOINT is not the address of a hub: {error}", model=repo_id) from None
 
 
 def _interruptible(work: Callable[[], T], repo_id: str, cancelled: Callable[[], bool]) -> T:
@@ -515,11 +515,11 @@ def _offline(repo_id: str, revision: str | None) -> Path:
     snapshot = snapshot_of(repo_folder(repo_id), revision)
     if snapshot is None or not is_complete(snapshot):
         raise ModelNotFound(
-            f"{repo_id} is not in the hub cache ({hub_cache_folder()}), and HF_HUB_OFFLINE forbids fetching it",
+            f"{repo_id} is not in the hub cache ({hub_cache_folder()}), and HF_HUB_OFFLINE is set",
             model=repo_id,
         )
     return snapshot
 
 
-def _cancelled(repo_id: str, progress: str = "nothing had come yet") -> LoadCancelled:
+def _cancelled(repo_id: str, progress: str = "nothing was downloaded yet") -> LoadCancelled:
     return LoadCancelled(f"downloading {repo_id} was cancelled; {progress}", model=repo_id)

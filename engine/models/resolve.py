@@ -98,7 +98,7 @@ def _not_found(name: str, folders: Sequence[Path]) -> ModelNotFound:
     close = difflib.get_close_matches(name, available, n=3)
     listed = ", ".join(available[:_LISTED]) + (" ..." if len(available) > _LISTED else "")
     searched = ", ".join(map(str, folders)) or "no folders"
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {listed or 'none'}"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"available: {listed or 'none'}"
     return ModelNotFound(
         f"no model is called {quote_value(name)}; {hint} (searched: {searched} and the hub cache)",
         model=name,

@@ -176,7 +176,7 @@ class PlacementPlanner:
         try:
             return self.place(1, config, devices)[0]
         except EngineError as error:
-            _log.error("%s: a worker cannot be placed again: %s", spec.name, error.message)
+            _log.error("%s: no new placement for a worker: %s", spec.name, error.message)
             return None
 
     async def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:

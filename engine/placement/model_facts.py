@@ -144,7 +144,7 @@ def _general_shape(folder: Path, config: Mapping[str, object], tensors: Mapping[
     sizes = {name: _size(config, keys) for name, keys in _NAMES.items()}
     layers, hidden, heads = sizes["layers"], sizes["hidden"], max(1, sizes["heads"])
     if not layers:
-        raise UnsupportedModel(f"config.json in {folder} does not say how many layers the model has")
+        raise UnsupportedModel(f"config.json in {folder} has no number of layers")
     dtype = config.get("torch_dtype") or config.get("dtype")
     return ModelConfig(
         architecture=named_architecture(config),

@@ -68,7 +68,7 @@ class RequestTracker:
         assigned = model_queue.dispatcher.assign(slots, now)
         for request, worker in assigned:
             request.timeline.dispatched(worker, now)
-            request.timeline.ledger.dispatched(now)
+            request.timeline.ledger.dispatched(now, model_queue.dispatcher.router.slow_s(worker, now))
             self.causes.add(request.timeline.ledger.count(now))
             if request.dispatched is None:
                 request.dispatched = now
@@ -81,12 +81,12 @@ class RequestTracker:
         if live is not None and order in (0, live.order):
             now, ledger = _now(), live.timeline.ledger
             ledger.knobs = self._owner.knobs_of(live)
-            why = ledger.why(now, _slowness(live))
+            why = ledger.why(now, _slow_s(live, now))
             detail = live.detail(live.row(now))
             return msgspec.structs.replace(detail, text=self._owner.text_of(live), texts=texts, why=why)
         ended = self.records.detail(request_id, order, texts=texts)
         if ended is None:
-            raise RequestNotFound(f"unknown request {request_id}: it is neither running nor recent", id=request_id)
+            raise RequestNotFound(f"unknown request {request_id}: neither running nor recent", id=request_id)
         return ended
 
     def cancel(self, request_id: str) -> bool:
@@ -116,11 +116,9 @@ class RequestTracker:
 
     def tick(self, workers: Collection[str]) -> None:
         """Bring the causes of the last minute up to date, once a second. workers: those that there are."""
-        now, slowness = _now(), dict[str | None, float]()
+        now = _now()
         for request in self.live.values():
-            if (slower := slowness.get(request.worker)) is None:
-                slower = slowness[request.worker] = _slowness(request)
-            self.causes.add(request.timeline.ledger.count(now, slower), request.worker)
+            self.causes.add(request.timeline.ledger.count(now, _slow_s(request, now)), request.worker)
         self.causes.tick(workers)
 
     # -- reports of workers -------------------------------------------------------------------------------------
@@ -175,8 +173,7 @@ class RequestTracker:
             if request.given_up:
                 request.worker = None
                 failed = WorkerFailed(
-                    f"the request was given up: {request.deaths} workers died while they worked on it; "
-                    f"the last: {error.message}",
+                    f"the request failed: {request.deaths} workers crashed while running it. Last: {error.message}",
                     worker=worker,
                     deaths=request.deaths,
                 )
@@ -230,7 +227,7 @@ class RequestTracker:
     def _expire(self, request: Request) -> None:
         """The deadline came: the answer ends with what it has. One that has nothing says why instead of being empty."""
         waited = RequestTimeout(
-            f"the request did not get its first token within {request.timeout_s:g} s",
+            f"no first token within {request.timeout_s:g} s",
             timeout_s=request.timeout_s,
             output_tokens=0,
         )
@@ -241,7 +238,7 @@ class RequestTracker:
             return
         now, ledger = _now(), request.timeline.ledger
         ledger.knobs = self._owner.knobs_of(request)
-        ledger.left(now, slower=_slowness(request))
+        ledger.left(now, _slow_s(request, now))
         self.causes.add(ledger.count(now), request.worker)
         request.finish, request.error, request.finished = reason, error, now
         self.live.pop(request.id, None)
@@ -292,8 +289,8 @@ class RequestTracker:
         self._meter.count_finish(now, request.model_queue.model, finished)
 
 
-def _slowness(request: Request) -> float:
-    return 1.0 if request.worker is None else request.model_queue.dispatcher.router.slowness(request.worker)
+def _slow_s(request: Request, now: float) -> float:
+    return 0.0 if request.worker is None else request.model_queue.dispatcher.router.slow_s(request.worker, now)
 
 
 def _now() -> float:

@@ -80,15 +80,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= value <= high:
                 raise InvalidRequest(f"{param} is {value:g}; it must be between {low:g} and {high:g}", param=param)
         if not all(0 < factor < 1000 for factor in self.course):
-            raise InvalidRequest("each factor of the course must be above 0 and below 1000", param="course")
+            raise InvalidRequest("each load factor must be above 0 and below 1000", param="course")
         for name, cost in msgspec.structs.asdict(self.front).items():
             if not 0 <= cost <= 60:
                 raise InvalidRequest(f"{name} of the front door is {cost:g}; it must be between 0 and 60", param=name)
         for death in self.deaths:
             if not (0 <= death.node < self.nodes and min(death.at_s, death.detected_s, death.restart_s) >= 0):
-                raise InvalidRequest(
-                    f"node {death.node} cannot die so: nodes are 0 to {self.nodes - 1}", param="deaths"
-                )
+                raise InvalidRequest(f"no node {death.node}: nodes are 0 to {self.nodes - 1}", param="deaths")
         return self
 
     @property

@@ -42,12 +42,12 @@ class Length(msgspec.Struct, frozen=True):
         length, named = _parsed(text.strip()), f"{param}: " if param else ""
         if length is None or (length.kind == "trace" and not traced):
             forms = f"{_FORMS}, trace" if traced else _FORMS
-            raise InvalidRequest(f"{named}{text or 'nothing'} is no length; there are {forms}", param=param or "length")
+            raise InvalidRequest(f"{named}{text or 'nothing'} is not a length; use {forms}", param=param or "length")
         if not 1 <= length.first <= MAX_TOKENS or length.second > MAX_TOKENS:
             message = f"{named}{text}: a length is between 1 and {MAX_TOKENS} tokens"
             raise InvalidRequest(message, param=param or "length")
         if length.kind == "uniform" and length.second < length.first:
-            raise InvalidRequest(f"{named}{text}: the most is less than the least", param=param or "length")
+            raise InvalidRequest(f"{named}{text}: the max is below the min", param=param or "length")
         if length.kind == "log-normal" and not 0 < length.cv <= _MAX_CV:
             message = f"{named}{text}: a coefficient of variation is more than 0, max {_MAX_CV:g}"
             raise InvalidRequest(message, param=param or "length")
@@ -100,7 +100,7 @@ class Length(msgspec.Struct, frozen=True):
                 variance = math.log1p(self.cv**2)
                 drawn = rng.lognormvariate(math.log(self.first) - variance / 2, math.sqrt(variance))
                 return max(1, min(round(drawn), _MAX_MEANS * self.first))
-        raise AssertionError("a trace says itself how long its prompts are")
+        raise AssertionError("a trace has its own prompt lengths")
 
 
 def _parsed(text: str) -> Length | None:

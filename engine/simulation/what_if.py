@@ -286,8 +286,8 @@ def _counted(outcome: Outcome, goal: Goal) -> Summary:
     if not summary.requests:
         since_s, until_s = goal.window.since_s, goal.window.until_s
         raise InvalidRequest(
-            f"no request comes between {since_s:g} and {until_s:g} s of the simulation, which alone count; "
-            "a longer duration has some",
+            f"no request comes between {since_s:g} and {until_s:g} s of the simulation, the measured part; "
+            "use a longer duration",
             param="duration",
         )
     return summary

@@ -227,7 +227,7 @@ class _Process:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise _Lost(f"no process can be started for it ({error.strerror})") from error
+            raise _Lost(f"its process cannot be started ({error.strerror})") from error
         assert self._child.stdin is not None and self._child.stdout is not None
         self._jobs, self._answers = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._jobs, False)
@@ -248,7 +248,7 @@ class _Process:
             self._write(LENGTH.pack(len(job)) + job, until_s)
             [length] = LENGTH.unpack(self._read(LENGTH.size, until_s))
             if length > self._limits.text_bytes + 4 * len(job):
-                raise _Failed(f"it makes a text of {length:,} bytes")
+                raise _Failed(f"its output has {length:,} bytes")
             answer = self._read(max(1, length), until_s)
             text = answer[1:].decode("utf-8", "surrogatepass")
         except BaseException as error:
@@ -285,7 +285,7 @@ class _Process:
         if status == -signal.SIGPROF:
             return _Failed(f"it takes longer than {limits.cpu_s:g} s of processor time")
         if status == OUT_OF_MEMORY:
-            return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory besides them")
+            return _Failed(f"it takes more than {limits.memory_bytes / 2**20:g} MiB of memory in addition")
         return _Lost(f"its process ended with status {status}")
 
 

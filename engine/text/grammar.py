@@ -39,11 +39,11 @@ LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False
 
 _JSON: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
 _KINDS = {
-    "json_schema": "a JSON schema that answers can be held to",
+    "json_schema": "a supported JSON schema",
     "json_object": "a JSON object",
-    "regex": "a regular expression that answers can be held to",
+    "regex": "a supported regular expression",
     "choice": "a choice",
-    "lark": "a grammar that answers can be held to",
+    "lark": "a supported grammar",
 }
 _MIN_STACK_BYTES = 2**24
 _MAX_STACK_BYTES = 2**29
@@ -103,7 +103,7 @@ def without(grammar: Grammar, banned: Sequence[str]) -> Grammar:
     choices, folded = json.loads(grammar.source), [string.casefold() for string in banned]
     left = [choice for choice in choices if not any(string in choice.casefold() for string in folded)]
     if not left:
-        raise InvalidRequest(f"every {grammar.param} has one of banned_strings in it", param="banned_strings")
+        raise InvalidRequest(f"every {grammar.param} contains one of banned_strings", param="banned_strings")
     return msgspec.structs.replace(grammar, source=json.dumps(left)) if len(left) < len(choices) else grammar
 
 
@@ -128,7 +128,7 @@ def in_deep_thread(work: Callable[[], T], grammar: Grammar) -> Future[T]:
         try:
             threading.Thread(target=run, name="grammar", daemon=True).start()
         except RuntimeError:
-            raise unusable(grammar, f"{size >> 20} MiB of stack to compile it cannot be had") from None
+            raise unusable(grammar, f"{size >> 20} MiB of stack to compile it are not available") from None
         finally:
             threading.stack_size(usual)
     return future
@@ -331,7 +331,7 @@ class GrammarMasks:
         )
         mask.restart(request.generated)
         if mask.error:
-            raise InvalidRequest(f"the answer so far is not what its grammar allows: {mask.error}")
+            raise InvalidRequest(f"the answer violates its grammar: {mask.error}")
         return mask
 
     @property
@@ -351,7 +351,7 @@ class GrammarMasks:
 def _why_stuck(matcher: llguidance.LLMatcher) -> str:
     """Why a matcher allows nothing more; "" while it allows anything."""
     why = matcher.get_error().partition("\n")[0]
-    return "the model has no token to go on with" if why == _DEAD_END else why
+    return "the model has no token to continue with" if why == _DEAD_END else why
 
 
 class _Pieces:
@@ -379,7 +379,7 @@ class _Pieces:
         tokenizer writes a space in front of a text, or normalises it, they are those after a line's end, or just long
         ones."""
         if not isinstance(text, str):
-            raise TypeError("text is wanted, not bytes")
+            raise TypeError("text is expected, not bytes")
         wanted = text.encode()
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + text, add_special_tokens=False)

@@ -116,7 +116,7 @@ class Renderer:
         except TemplateRefusal as refusal:
             return Answer.REFUSED, str(refusal)[:_MAX_SENTENCE]
         except RecursionError:
-            return Answer.FAILED, "it calls itself without end, or is nested too deeply"
+            return Answer.FAILED, "it recurses endlessly, or is nested too deeply"
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: whatever it trips over is the request's or its own fault

@@ -109,7 +109,7 @@ class TokenPieces:
         if unknown := kinds - _STREAMABLE:
             raise UnsupportedModel(
                 f"tokenizer.json decodes with {', '.join(sorted(unknown))}; "
-                f"text can be streamed for {', '.join(sorted(_STREAMABLE))}"
+                f"streaming supports {', '.join(sorted(_STREAMABLE))}"
             )
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
@@ -305,7 +305,7 @@ class Tokenizer:
             try:
                 return self._calls.run(work, _CALL_S + characters * _CHARACTER_S)
             except TimeoutError:
-                raise InvalidRequest("the model's tokenizer takes too long to make tokens of this text") from None
+                raise InvalidRequest("the model's tokenizer takes too long for this text") from None
 
     @cached_property
     def longest_token(self) -> int:

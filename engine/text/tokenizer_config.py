@@ -199,9 +199,7 @@ def refuse_other_vocabulary(main: Path, draft: Path) -> None:
     """Raise UnsupportedModel where the token ids of the folder `draft` mean other texts than those of `main`. Folders
     neither of which has a tokenizer count as the same."""
     if _vocabulary(main) != _vocabulary(draft):
-        raise UnsupportedModel(
-            f"the draft model {draft.name} has another vocabulary than {main.name}, so it cannot draft for it"
-        )
+        raise UnsupportedModel(f"the draft model {draft.name} and {main.name} have different vocabularies")
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

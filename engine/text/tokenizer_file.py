@@ -111,8 +111,8 @@ _GROWTH: Mapping[str, int] = {
 }
 """Characters that these make of one, at most."""
 
-NO_TOKENS = InvalidRequest("the model's tokenizer cannot make tokens of this text")
-NO_TEXT = InvalidRequest("the model's tokenizer cannot make text of these tokens")
+NO_TOKENS = InvalidRequest("the model's tokenizer cannot tokenize this text")
+NO_TEXT = InvalidRequest("the model's tokenizer cannot decode these tokens")
 
 _Token = Annotated[str, msgspec.Meta(max_length=_MAX_TOKEN)]
 

@@ -109,7 +109,7 @@ class WorkerChannel:
         except OSError:
             pass
         except msgspec.MsgspecError:
-            _logger.exception("the engine sent something that is no command")
+            _logger.exception("the engine sent an invalid command")
         self._end()
         if not self._closed_here and self._on_eof is not None:
             self._on_eof()
@@ -169,7 +169,7 @@ class EngineChannel(asyncio.Protocol):
             try:
                 event = self._codec.event(body)
             except msgspec.MsgspecError:
-                _logger.exception("a worker sent something that is no event")
+                _logger.exception("a worker sent an invalid event")
                 self.abort()
                 return
             self._on_event(event)

@@ -44,11 +44,11 @@ def refuse_unavailable(kind: BackendKind) -> None:
     lack = exllamav2_lacks() if kind == "exllamav2" else None
     if lack is not None:
         raise BackendUnavailable(
-            f"--backend exllamav2 cannot run here: {lack} (`ericllm doctor` shows more)", param="backend", value=kind
+            f"--backend exllamav2 cannot run here: {lack} (details: `ericllm doctor`)", param="backend", value=kind
         )
     if importlib.util.find_spec("torch") is None:
         raise BackendUnavailable(
-            f"torch is not installed; `{pip_install('torch')}` brings it (`ericllm doctor` shows more)",
+            f"torch is not installed; `{pip_install('torch')}` installs it (details: `ericllm doctor`)",
             param="backend",
             value=kind,
         )
@@ -57,7 +57,7 @@ def refuse_unavailable(kind: BackendKind) -> None:
 def exllamav2_lacks() -> str | None:
     """Return what this machine lacks for exllamav2, or None. Imports neither it nor torch, both of which are heavy."""
     if importlib.util.find_spec("exllamav2") is None:
-        return f"the package exllamav2 is not installed; `{install_extra('cuda')}` brings it"
+        return f"exllamav2 is not installed; `{install_extra('cuda')}` installs it"
     from engine.devices import NvmlProbe
 
     return None if NvmlProbe().read() else "it computes on NVIDIA GPUs, and none was found"

@@ -89,7 +89,7 @@ class NativeOutput:
         try:
             file.write(text.encode())
         except OSError as error:
-            _logger.warning("%s is no longer written: %s", file.name, error)
+            _logger.warning("writing %s stopped: %s", file.name, error)
             file.close()
             self._file = None
 
@@ -110,7 +110,7 @@ def _opened(path: Path) -> BinaryIO | None:
         make_private_folder(path.parent)
         return open(path, "ab", buffering=0, opener=private_opener)
     except OSError as error:
-        _logger.warning("%s cannot be written, so native output goes to the log alone: %s", path, error)
+        _logger.warning("%s cannot be written; native output goes to the log only: %s", path, error)
         return None
 
 

@@ -30,7 +30,7 @@ class WorkerLoop:
     """Runs one backend on the calling thread, for the engine at the other end of `channel`.
 
     before_load: called with each Load before anything of it happens.
-    strict: a failed backend check ends the worker instead of being logged (for tests).
+    strict: a failed backend check ends the worker instead of being logged (for tests).  clock: seconds, of any origin.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class WorkerLoop:
         *,
         before_load: Callable[[protocol.Load], None] | None = None,
         strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
+        self._clock = clock
         self._create_backend = create_backend
         self._before_load = before_load
         self._strict = strict
@@ -65,9 +67,9 @@ class WorkerLoop:
                 self._iterate()
         except Exception as error:
             healthy = False
-            _logger.exception("the worker cannot go on")
+            _logger.exception("the worker failed")
             broken = (
-                error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker broke: {first_line(error)}")
+                error if isinstance(error, WorkerFailed) else WorkerFailed(f"the worker failed: {first_line(error)}")
             )
             self._channel.send(protocol.WorkerError(error=broken.info))
             self._channel.close()  # its requests go on elsewhere, however long the rest takes
@@ -81,7 +83,7 @@ class WorkerLoop:
         try:
             self._unload()
         except Exception:
-            _logger.exception("the model could not be unloaded")
+            _logger.exception("unloading the model failed")
             return False
         return True
 
@@ -120,7 +122,7 @@ class WorkerLoop:
                 if self._requests is not None:
                     self._requests.submit(request)
                 else:
-                    lacking = NoModelLoaded("the worker holds no model", state="unloaded")
+                    lacking = NoModelLoaded("the worker has no model", state="unloaded")
                     self._outbox.output_of(request.id).fail(lacking.info)
             case protocol.Cancel(request_id=request_id):
                 if self._requests is not None:
@@ -151,7 +153,7 @@ class WorkerLoop:
         self._unload()
         if self._before_load is not None:
             self._before_load(load)
-        started_s = time.monotonic()
+        started_s = self._clock()
         try:
             self._replica = load_replica(
                 load,
@@ -166,9 +168,9 @@ class WorkerLoop:
             return
         attached = [attach_adapter(self._replica, adapter) for adapter in load.adapters]
         self._failed_steps = 0
-        self._requests = Requests(self._replica, self._outbox, self._channel.wake)
+        self._requests = Requests(self._replica, self._outbox, self._channel.wake, self._clock)
         self._gauges_read_s = -math.inf  # what it took is read off the next report
-        self._channel.send(protocol.Loaded(model=self._replica.model, load_s=time.monotonic() - started_s))
+        self._channel.send(protocol.Loaded(model=self._replica.model, load_s=self._clock() - started_s))
         for answer in attached:
             self._channel.send(answer)
 
@@ -193,7 +195,7 @@ class WorkerLoop:
     # --- steps ----------------------------------------------------------------------------------------
 
     def _step(self, backend: Backend, requests: Requests) -> None:
-        started_s, continued = time.monotonic(), 0
+        started_s, continued = self._clock(), 0
         self._check_due = True
         try:
             events = backend.step()
@@ -204,7 +206,7 @@ class WorkerLoop:
         else:
             self._failed_steps = 0
             continued = requests.take(events)
-        if self._outbox.stepped(started_s, time.monotonic(), continued):
+        if self._outbox.stepped(started_s, self._clock(), continued):
             self._send_batch(everything=False)
 
     def _step_failed(self, error: Exception, requests: Requests) -> None:
@@ -230,7 +232,7 @@ class WorkerLoop:
 
     def _send_batch(self, *, everything: bool = True) -> None:
         """Send the engine the outputs since the last batch, delayed ones too if `everything`, and the gauges."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         lost: dict[str, TimeLost] = {}
         if now_s - self._gauges_read_s >= GAUGE_S:
             lost = self._requests.time_lost() if self._requests is not None else lost

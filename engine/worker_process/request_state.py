@@ -106,7 +106,7 @@ class RequestState:
         tried = [*self._tried.get(start, ()), self._token_ids[start]]
         self._rewinds += 1
         if len(tried) >= MAX_TRIES or self._rewinds > MAX_REWINDS:
-            raise self._no_way_on(start, f"each of {len(tried)} tokens tried there led into one of them")
+            raise self._no_way_on(start, f"all {len(tried)} tokens tried there lead into a banned string")
         self._tried = {place: ids for place, ids in self._tried.items() if place < start} | {start: tried}
         del self._unsettled[len(self._unsettled) - (len(self._token_ids) - start) :]
         del self._token_ids[start:]
@@ -164,7 +164,7 @@ class RequestState:
 
     def _why_failed(self, message: str) -> EngineError:
         if self._ruled_out:
-            return self._no_way_on(len(self._token_ids), "no other token may come there")
+            return self._no_way_on(len(self._token_ids), "no other token is allowed there")
         grammar = self._request.params.grammar
         if grammar is not None and self.mask is not None and self.mask.error:
             return unusable(grammar, self.mask.error)
@@ -174,4 +174,4 @@ class RequestState:
         """The error of an answer whose banned strings leave it no token at a place."""
         grammar = self._request.params.grammar
         strings = "banned_strings" if grammar is None else f"banned_strings and {grammar.param}"
-        return InvalidRequest(f"{strings} leave no way on from output token {place + 1}: {why}", param="banned_strings")
+        return InvalidRequest(f"{strings} allow no token at output position {place + 1}: {why}", param="banned_strings")

@@ -24,11 +24,12 @@ PendingMask = Future[GrammarMask]
 class GrammarCompiler:
     """Requests of one model that wait for their masks; the loop does not wait.
 
-    wake: called when a mask is ready, on the thread that compiled it.
+    wake: called when a mask is ready, on the thread that compiled it.  clock: seconds, of any origin.
     """
 
     masks: GrammarMasks
     wake: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
     _waiting: dict[str, tuple[BackendRequest, PendingMask, float]] = field(default_factory=dict)
 
     def __contains__(self, request_id: str) -> bool:
@@ -37,7 +38,7 @@ class GrammarCompiler:
     def begin(self, request: BackendRequest) -> None:
         """Start compiling the grammar of a request; `done` yields it then."""
         compiling = self.masks.begin(request)
-        self._waiting[request.id] = (request, compiling, time.monotonic())
+        self._waiting[request.id] = (request, compiling, self.clock())
         compiling.add_done_callback(lambda _: self.wake())
 
     def forget(self, request_id: str) -> None:
@@ -50,7 +51,7 @@ class GrammarCompiler:
         for request_id, (request, compiling, began_s) in list(self._waiting.items()):
             if compiling.done():
                 del self._waiting[request_id]
-                yield request, compiling, time.monotonic() - began_s
+                yield request, compiling, self.clock() - began_s
 
 
 _logger = logging.getLogger(__name__)
@@ -59,15 +60,17 @@ _logger = logging.getLogger(__name__)
 class Requests:
     """Every request of the replica from `submit` to its end; all outputs go into `outbox`.
 
-    wake: called, from another thread, when `take_masks` has something to do.
+    wake: called, from another thread, when `take_masks` has something to do.  clock: seconds, of any origin.
     """
 
-    def __init__(self, replica: Replica, outbox: Outbox, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, replica: Replica, outbox: Outbox, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._backend = replica.backend
         self._tokenizer = replica.tokenizer
         self._outbox = outbox
         self._states: dict[str, RequestState] = {}
-        self._compiler = GrammarCompiler(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake)
+        self._compiler = GrammarCompiler(GrammarMasks(replica.tokenizer, replica.model.vocab_size), wake, clock)
 
     @property
     def adapters(self) -> set[str]:
@@ -91,7 +94,7 @@ class Requests:
                 self._compiler.begin(request)
             self._states[request.id] = state
         except Exception as error:
-            self._fail(request.id, error, "the request could not be taken")
+            self._fail(request.id, error, "starting the request failed")
 
     def take_masks(self) -> None:
         """Give the backend the requests whose grammars are compiled."""
@@ -102,7 +105,7 @@ class Requests:
                 state.mask = compiling.result()
                 self._backend.submit(request, state.mask)
             except Exception as error:
-                self._fail(request.id, error, "the request could not be taken")
+                self._fail(request.id, error, "starting the request failed")
                 del self._states[request.id]
 
     def forget(self, request_id: str) -> None:
@@ -124,7 +127,7 @@ class Requests:
             try:
                 state.take(event, output)
             except Exception as error:
-                self._fail(event.request_id, error, "the answer's text could not be made")
+                self._fail(event.request_id, error, "making the answer's text failed")
             if output.finish is not None:
                 output.lost = state.time_lost(self._backend.time_lost(state.id))
                 del self._states[event.request_id]
@@ -157,7 +160,7 @@ class Requests:
                 state.mask.restart(request.generated)
             self._backend.submit(request, state.mask)
         except Exception as error:
-            self._fail(state.id, error, "the request could not go on")
+            self._fail(state.id, error, "continuing the request failed")
             del self._states[state.id]
 
     def _fail(self, request_id: str, error: Exception, what: str) -> None:

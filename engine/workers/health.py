@@ -20,8 +20,12 @@ from engine.worker_process.protocol import Event, LogLine, StepBatch
 CHECK_S = 1.0
 """How often a worker is to be looked at."""
 
+STALL_S = 10.0
+"""A worker with requests that makes no step for this time stalls; where a hung one is replaced, for a quarter of the
+time until then."""
+
 _MAX_TURN_S = 2 * CHECK_S
-_SLOW_STEPS = 3.0
+_SLOW_STEPS, _STALL_STEPS = 3.0, 2.0
 
 Activity = Literal["starting", "loading", "working", "idle"] | LoadPhase
 
@@ -44,13 +48,13 @@ PATIENCE = MappingProxyType[Activity, float](
 
 _DOING = MappingProxyType[Activity, str](
     {
-        "idle": "had nothing to do",
+        "idle": "was idle",
         "starting": "started",
-        "loading": "began to load",
+        "loading": "started to load",
         "download": "downloaded the model",
-        "inspect": "looked at the model",
+        "inspect": "inspected the model",
         "kernels": "compiled kernels",
-        "wait": "waited for the weights that another worker makes",
+        "wait": "waited for another worker to load the weights",
         "weights": "loaded weights",
         "kv_cache": "allocated its KV cache",
         "warm_up": "warmed up",
@@ -78,8 +82,8 @@ def patience_s(activity: Activity, hang_s: float, slowest_step_s: float = 0.0) -
 
 def describe_silence(worker: str, silent_s: float, activity: Activity, requests: int) -> str:
     """Why a hung worker is replaced, in one sentence."""
-    doing = _DOING.get(activity) or f"worked on {requests} request{'' if requests == 1 else 's'}"
-    return f"worker {worker} reported nothing for {silent_s:.0f} s while it {doing}: replaced"
+    doing = _DOING.get(activity) or f"ran {requests} request{'' if requests == 1 else 's'}"
+    return f"worker {worker} hung: no report for {silent_s:.0f} s while it {doing}; replaced"
 
 
 class AwakeClock:
@@ -99,18 +103,18 @@ class AwakeClock:
         return self._awake_s + min(now - self._turned_at, _MAX_TURN_S)
 
 
-_CAUSES = MappingProxyType({"SIGKILL": "out of memory", "SIGBUS": "a weight file was cut short while it was read"})
+_CAUSES = MappingProxyType({"SIGKILL": "out of memory", "SIGBUS": "a weight file was truncated during reading"})
 """What usually sends a signal that says nothing else."""
 
 
 def describe_exit(worker: str, exit_: WorkerExit) -> str:
     """Why a worker ended, in one sentence with the line of its output that says most: a crash's first, or the last."""
-    how = f"was ended by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
+    how = f"was killed by {exit_.signal}" if exit_.signal else f"exited with code {exit_.code}"
     if exit_.reason:
         how = f"was lost: {exit_.reason}"
     cause = _CAUSES.get(exit_.signal or "") if os.name == "posix" else None
     if cause is not None:
-        how += f" ({cause}, perhaps)"
+        how += f" (probably {cause})"
     lines = exit_.log_tail.strip().splitlines()
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
     line = crash or (lines[-1].strip() if lines else "")
@@ -127,13 +131,15 @@ _MAX_CLOCK_DRIFT = 1e-4
 class Heartbeat:
     """Signs of life of one run of a worker, from its start to its end. Times are the event loop's clock, in seconds.
 
-    heard: the awake clock's reading at its last sign, None before its start.  step_at: its last report, or when the
-    model was loaded.  step_ended_at: when the steps of that report ended, however late it arrived.
-    slowest_step_s: the longest step so far, the warm-up's among them.
+    heard: the awake clock's reading at its last sign, None before its start.
+    worked: likewise at its last step, or when it got requests after it had none.
+    step_at: its last report, or when the model was loaded.  step_ended_at: when the steps of that report ended, however
+    late it arrived.  slowest_step_s: the longest step so far, the warm-up's among them.
     """
 
     awake: AwakeClock
     heard: float | None = None
+    worked: float = 0.0
     ready_at: float | None = None
     step_at: float | None = None
     step_ended_at: float = 0.0
@@ -157,6 +163,12 @@ class Heartbeat:
             self.step_at, self.step_s, self.rss_bytes = now, event.step_s, event.rss_bytes
             self.step_ended_at = self._ended_at(event.sent_s, now) if event.sent_s else now
             self.slowest_step_s = max(self.slowest_step_s, event.step_s)
+            if event.steps:
+                self.worked = self.awake.read(now)
+
+    def begin_work(self, now: float) -> None:
+        """The worker has requests, and had none."""
+        self.worked = self.awake.read(now)
 
     def _ended_at(self, sent_s: float, now: float) -> float:
         """This clock's time at the worker's `sent_s`: the report that took least on its way shows how they differ."""
@@ -184,6 +196,12 @@ class Heartbeat:
             return None
         silent_s = self.awake.read(now) - self.heard
         return silent_s if silent_s > patience_s(activity, hang_s, self.slowest_step_s) else None
+
+    def stalled_s(self, now: float, hang_s: float) -> float | None:
+        """Seconds without a step that are too many for a worker with requests, None while they are not."""
+        idle_s = self.awake.read(now) - self.worked
+        limit_s = max(hang_s / 4 if hang_s else STALL_S, _STALL_STEPS * self.slowest_step_s)
+        return idle_s if idle_s > limit_s else None
 
     @property
     def worked_s(self) -> float:
@@ -232,7 +250,7 @@ class CrashCounter:
     def left_dead(self, worker: str, last: ErrorInfo) -> ErrorInfo:
         """Why the worker is not started again. last: what it died of."""
         often = f"{self.in_a_row} times in a row" if self.in_a_row > 1 else "once"
-        sentence = f"worker {worker} died {often} and is left dead; the last time: {last.message}"
+        sentence = f"worker {worker} crashed {often}; not restarted. Last error: {last.message}"
         return WorkerFailed(sentence, **{**last.details, "worker": worker, "deaths": self.in_a_row}).info
 
     def forget(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
 from engine.errors import ErrorInfo, InvalidRequest, from_info
-from engine.metrics.alerts import advice_after_death, cause_of_death
+from engine.metrics.alerts import LESS_MEMORY, advice_after_death, cause_of_death
 from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.scheduling.queue import Slot
@@ -53,6 +52,8 @@ class Pool:
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._deaths: dict[str, _Death] = {}
+        self._stalls: dict[str, int] = {}
+        self._slow_disk: int | None = None
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
 
     def __iter__(self) -> Iterator[Replica]:
@@ -209,17 +210,18 @@ class Pool:
         placement = self._deployment.place_again(spec)
         if placement is None:
             return self._desired.restarted(spec)
-        _log.warning("%s is moved to other devices", replica.id, extra={"source": replica.id})
+        _log.warning("%s: moving to other devices", replica.id, extra={"source": replica.id})
         return self._desired.placed(placement)
 
     def replica_changed(self, replica: Replica) -> None:
         """ReplicaOwner: the first one ready ends `first_ready`; so does the last one's failure."""
         if replica.state == "ready" and replica.model is not None and not self._desired.follow(replica.model):
-            _log.warning("%s is restarted: its results differ from those of the model's other workers", replica.id)
+            _log.warning("%s: restarting, as its results differ from those of the model's other workers", replica.id)
             replica.restart()
             return
         if replica.state == "ready":
             self._note_return(replica)
+        self._alert_slow_disk()
         if not self._first.done():
             if replica.model is not None:
                 self._first.set_result(replica.model)
@@ -230,8 +232,8 @@ class Pool:
 
     def replica_stepped(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """ReplicaOwner: outputs go to their requests."""
-        if batch.stats.prompts_limit != before.prompts_limit and batch.stats.prompts_limit:
-            self._alert_short_memory(replica, batch.stats.prompts_limit)
+        if batch.stats.oom_steps > before.oom_steps:
+            self._alert_oom(replica, batch, before)
         self._router.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
@@ -244,10 +246,11 @@ class Pool:
         restarts = replica.state == "restarting"
         if restarts:
             self._models.meter.count("worker_restarts")
-        follows = ("; it is restarted" if restarts else "") + (
-            f"; {len(requests)} of its requests go back to the queue" if requests else ""
+        follows = ("; restarting" if restarts else "") + (
+            f"; {len(requests)} of its requests requeued" if requests else ""
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
+        self._end_stall(replica, "Its process was ended.")
         if replica.state in ("restarting", "failed", "draining"):
             self._alert_death(replica, len(requests), error)
         self._router.forget(replica.id)
@@ -260,16 +263,14 @@ class Pool:
             return
         follows = {
             "restarting": "Restarting.",
-            "draining": "It was draining, so it is not restarted.",
+            "draining": "Not restarted, as it was draining.",
             "failed": "Not restarted. Restart it from its page (r).",
         }[replica.state]
-        back = f" {requeued} of its requests went back to the queue." if requeued else ""
+        back = f" {requeued} of its requests requeued." if requeued else ""
         alert = self._models.alerts.add(
             cause_of_death(error), replica.id, error.message, done=follows + back, advice=advice_after_death(error)
         )
-        now, model = asyncio.get_running_loop().time(), self._deployment.spec.name
-        self._deaths[replica.id] = _Death(now, alert.id, back)
-        self._models.meter.mark(time.time(), f"{replica.id} died", model=model, kind="worker")
+        self._deaths[replica.id] = _Death(asyncio.get_running_loop().time(), alert.id, back)
 
     def _note_return(self, replica: Replica) -> None:
         """A worker that died is ready again."""
@@ -278,16 +279,73 @@ class Pool:
             _log.info("%s is ready again after %.1f s", replica.id, took_s, extra={"source": replica.id})
             self._models.alerts.add_done(death.alert, f"Restarted; ready again after {took_s:.1f} s.{death.requeued}")
 
-    def _alert_short_memory(self, replica: Replica, limit: int) -> None:
-        """A step ran out of memory, and the worker takes fewer requests from now on."""
+    def _alert_oom(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
+        """Add an alert of steps that ran out of memory, with what became of their requests."""
+        failed = sum(output.finish == "error" for output in batch.outputs)
+        done = "Its steps are smaller from now on."
+        if failed:
+            done = f"{failed} of its requests failed."
+        elif batch.stats.prompts_limit != before.prompts_limit:
+            done = f"Its max prompts is now {batch.stats.prompts_limit}."
         self._models.alerts.add(
             "out_of_memory",
             replica.id,
             f"{replica.id} ran out of memory in a step",
-            done=f"It now runs max {limit} requests at once.",
-            advice="Lower max prompts or the context, or load with fewer KV cache bits.",
-            level="warning",
+            done=done,
+            advice=LESS_MEMORY,
+            level="error" if failed else "warning",
         )
+
+    def check(self, now: float) -> None:
+        """Replace workers that are hung, and add an alert of each that stalls; to be called every `health.CHECK_S`."""
+        for replica in list(self):
+            replica.check(now)
+            stalled_s = replica.stalled_s(now)
+            if stalled_s is None:
+                self._end_stall(replica, "It went on." if replica.active else "Its requests have ended.")
+            elif replica.id not in self._stalls:
+                self._alert_stall(replica, stalled_s)
+
+    def _alert_stall(self, replica: Replica, stalled_s: float) -> None:
+        count, hang_s = len(replica.active), self._deployment.config.hang_s
+        sentence = f"{replica.id} made no step for {stalled_s:.0f} s with {count} request{'' if count == 1 else 's'}"
+        _log.warning("%s", sentence, extra={"source": replica.id})
+        self._stalls[replica.id] = self._models.alerts.add(
+            "stalled",
+            replica.id,
+            sentence,
+            done=f"It is replaced after {hang_s:g} s without a report." if hang_s else "--hang-seconds 0: it is kept.",
+            advice="Read its last log lines, and see what else uses its device. To restart it, press r on its page.",
+            level="warning",
+        ).id
+
+    def _end_stall(self, replica: Replica, done: str) -> None:
+        if (alert := self._stalls.pop(replica.id, None)) is not None:
+            self._models.alerts.add_done(alert, done)
+
+    def _alert_slow_disk(self) -> None:
+        """Add an alert of a load that a slow disk holds up, once for all of its workers, and say when it goes on."""
+        loading = [replica.progress for replica in self if replica.state == "loading" and replica.progress is not None]
+        reading = [progress for progress in loading if progress.phase == "weights"]
+        if self._slow_disk is not None and not reading:
+            self._models.alerts.add_done(self._slow_disk, "Reading has ended.")
+            self._slow_disk = None
+        for progress in reading if self._slow_disk is None else ():
+            if (rate := progress.slow_bytes_per_s) is None:
+                continue
+            name, left_s = self._deployment.spec.name, (progress.total - progress.done) / max(rate, 1.0)
+            left = f"{left_s:.0f} s" if left_s < 120 else f"{left_s / 60:.0f} min"
+            sentence = f"{name}: {self._deployment.spec.path} is read at {rate / 2**20:.3g} MiB/s, {left} left"
+            _log.warning("%s", sentence)
+            self._slow_disk = self._models.alerts.add(
+                "slow_disk",
+                name,
+                sentence,
+                done="The load goes on.",
+                advice="Move the model to a local SSD, or see what else uses the disk or the network.",
+                level="warning",
+            ).id
+            break
 
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""
@@ -318,4 +376,5 @@ class Pool:
             del self._replicas[replica.id]
             self._unnoted.pop(replica.id, None)
             self._deaths.pop(replica.id, None)
+            self._end_stall(replica, "Its process was ended.")
         self._deployment.workers_changed()

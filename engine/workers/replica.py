@@ -156,7 +156,7 @@ class Replica:
         lost = self._let_go(kill=True)
         self.start()
         if lost:
-            by_order = WorkerFailed(f"worker {self.id} is restarted by an operator", worker=self.id)
+            by_order = WorkerFailed(f"worker {self.id} was restarted by an operator", worker=self.id)
             self._owner.replica_lost(self, lost, by_order.info)
 
     def check(self, now: float) -> None:
@@ -168,8 +168,16 @@ class Replica:
             reason = describe_silence(self.id, silent_s, doing, len(self.active))
             self._died(WorkerFailed(reason, worker=self.id, silent_s=round(silent_s, 1)).info, kill=True)
 
+    def stalled_s(self, now: float) -> float | None:
+        """Return the seconds that it has had requests and made no step, where they are too many; else None."""
+        if not self.active or self.state not in ("ready", "draining"):
+            return None
+        return self._heartbeat.stalled_s(now, self._hang_s)
+
     def submit(self, request: Request) -> None:
         """Give it a request; only while ready."""
+        if not self.active:
+            self._heartbeat.begin_work(self._loop.time())
         request.worker = self.id
         request.tokens_at_start = None
         self.active[request.wire_id] = request
@@ -193,7 +201,7 @@ class Replica:
         if self._stopping is None:
             self.state = "stopping"
             self._stopping = self._loop.create_task(self._stop(timeout_s))
-            self._give_back(WorkerFailed(f"worker {self.id} is stopped", worker=self.id).info)
+            self._give_back(WorkerFailed(f"worker {self.id} was stopped", worker=self.id).info)
             self._owner.replica_changed(self)
         return self._stopping
 

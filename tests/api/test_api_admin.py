@@ -215,7 +215,7 @@ async def test_a_load_that_fails_later_says_why_where_it_can_be_looked_at(tmp_pa
 
 async def test_what_forbids_a_load_is_the_answer_to_it(admin: Served) -> None:
     error = await admin.refusal("/admin/load", status=404, model="three")
-    assert error["message"] == "no model is called three; there are: one, two"
+    assert error["message"] == "no model is called three; available: one, two"
     error = await admin.refusal("/admin/load", model="one", beside=True)
     assert "give this one another name" in error["message"]
 
@@ -360,7 +360,7 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes_until_resume(tmp_
             assert (response.status, response.headers["Retry-After"]) == (503, "30")
             assert (await response.json())["error"]["code"] == "draining"
         async with api.http.get("/ready") as response:
-            assert response.status == 503
+            assert (response.status, response.headers["Retry-After"]) == (503, "30")
             assert (await response.json())["error"]["message"].startswith("Draining for 0 s: 1 unfinished")
         health = await api.get("/health")
         assert (health["status"], health["unfinished"]) == ("draining", 1)

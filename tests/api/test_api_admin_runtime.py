@@ -168,6 +168,21 @@ async def test_a_folder_of_pickles_is_refused_by_their_name_and_none_is_opened(
         assert api.models() == {}
 
 
+async def test_a_load_that_is_refused_for_the_models_fault_is_an_alert_and_one_of_a_mistyped_name_is_none(
+    tmp_path: Path,
+) -> None:
+    weights = make_tiny_model(tmp_path / "models/bad") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    async with operated(tmp_path) as api:
+        assert "bad cannot be loaded" in await api.refusal("/admin/load", 400, model="bad")
+        await api.refusal("/admin/load", 404, model="nothing-like-it")
+        await api.refusal("/admin/load", 400, model="bad", max_prompts=0)
+        snapshot = api.runtime.engine.publish()
+        (alert,) = snapshot.alerts
+        assert (alert.cause, alert.subject, alert.done) == ("load_failed", "bad", "Nothing was changed.")
+        assert [(mark.kind, mark.text) for mark in snapshot.marks] == [("failure", "bad: load failed")]
+
+
 async def test_the_model_of_the_start_may_be_loaded_again_wherever_it_lies(folders: Path) -> None:
     model = folders / "elsewhere/secret"
     async with operated(folders, model=str(model)) as api:
@@ -190,7 +205,7 @@ async def test_a_setting_that_the_backend_lacks_is_refused(folders: Path) -> Non
 async def test_weights_and_determinism_are_those_of_one_load_alone(folders: Path) -> None:
     async with operated(folders, devices="sim:1,1") as api:
         refused = await api.ended(model="tiny", weights="int8")
-        assert "weights smaller for a CPU alone" in str(refused["error"])
+        assert "quantizes weights on a CPU only" in str(refused["error"])
         fixed = await api.ended(model="tiny", deterministic=True)  # refused where the native kernels cannot run
         if fixed["state"] == "ready":
             assert api.models()["tiny"].status.spec.deterministic is True

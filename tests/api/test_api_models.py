@@ -129,7 +129,7 @@ async def test_all_models_and_their_adapters_are_listed(two: Served) -> None:
 
 async def test_asking_for_an_unknown_model_s_card_is_a_404_with_the_list(two: Served) -> None:
     error = (await two.get("/v1/models/org/other", status=404))["error"]
-    assert error["message"] == "There is no model 'org/other' here; available: one, poet, critic, two"
+    assert error["message"] == "There is no model 'org/other'; available: one, poet, critic, two"
 
 
 async def test_a_model_that_sleeps_is_listed_as_such_and_asking_wakes_it(tmp_path: Path) -> None:

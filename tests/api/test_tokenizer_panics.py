@@ -23,9 +23,9 @@ async def test_a_prompt_that_the_tokenizer_panics_on_is_a_400_and_the_next_is_an
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 60}]}),
         ):
             error = await api.refusal(path, **body)
-            assert error["message"].startswith("the model's tokenizer cannot make tokens of this text: Onig")
+            assert error["message"].startswith("the model's tokenizer cannot tokenize this text: Onig")
             assert error["code"] == "invalid_request"
         async with api.http.post("/tokenize", json={"prompt": "x" * 60}) as response:
             assert response.status == 400
-            assert "cannot make tokens of this text" in await response.text()
+            assert "cannot tokenize this text" in await response.text()
         assert (await api.post("/v1/completions", prompt="hello", max_tokens=2))["usage"]["completion_tokens"] == 2

@@ -50,14 +50,14 @@ def share(device: str, *, layers: int = 32, scale: float = 1.0, kv_gib: float = 
 
 def crash(worker_id: str) -> ErrorInfo:
     """What is said of a worker that the kernel killed."""
-    sentence = f"worker {worker_id} was ended by SIGKILL (out of memory, perhaps): {LAST_LINES[0]}"
+    sentence = f"worker {worker_id} was killed by SIGKILL (probably out of memory): {LAST_LINES[0]}"
     return ErrorInfo(code="worker_failed", message=sentence, details={"worker": worker_id, "signal": "SIGKILL"})
 
 
 def left_dead(worker_id: str) -> ErrorInfo:
     """What is said of one that died five times in a row."""
     sentence = (
-        f"worker {worker_id} died 5 times in a row and is left dead; the last time: worker {worker_id} exited with "
+        f"worker {worker_id} crashed 5 times in a row; not restarted. Last error: worker {worker_id} exited with "
         f"code 139: {LAST_LINES[0]}"
     )
     return ErrorInfo(

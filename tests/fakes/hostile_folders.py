@@ -39,16 +39,16 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "60,000 dimensions": (header({"w": tensor(shape=[2**40] * 60_000)}), "length <= 8"),
     "a dimension of 5,000 digits": (header(b'{"w":{"shape":[' + b"9" * 5000 + b"]}}"), "out of range"),
     "a shape below nothing": (header({"w": tensor(shape=[-4])}, bytes(4)), "int` >= 0"),
-    "a shape that is not its size": (header({"w": tensor(shape=[5])}, bytes(4)), "[5] is said to take 4 bytes"),
+    "a shape that is not its size": (header({"w": tensor(shape=[5])}, bytes(4)), "[5] does not take 4 bytes"),
     "offsets turned around": (header({"w": tensor(offsets=(4, 0))}), "overlap or leave a gap"),
     "offsets below nothing": (header({"w": tensor(offsets=(-4, 0))}), "int` >= 0"),
     "an overlap": (header({"a": tensor(), "b": tensor(offsets=(2, 6))}, bytes(6)), "overlap or leave a gap at byte 2"),
     "a gap": (header({"a": tensor(), "b": tensor(offsets=(6, 10))}, bytes(10)), "overlap or leave a gap at byte 4"),
-    "more than the file": (header({"w": tensor(shape=[99], offsets=(0, 99))}, bytes(4)), "cut short or damaged"),
-    "less than the file": (header({"w": tensor()}, bytes(9)), "cut short or damaged"),
-    "a dtype that there is not": (
+    "more than the file": (header({"w": tensor(shape=[99], offsets=(0, 99))}, bytes(4)), "truncated or damaged"),
+    "less than the file": (header({"w": tensor()}, bytes(9)), "truncated or damaged"),
+    "an unknown dtype": (
         header({"w": tensor(dtype="\x1b[31mX" * 999)}, bytes(4)),
-        "a dtype that there is not",
+        "an unknown dtype",
     ),
     "one name twice": (header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)), "cut short"),
     "wrong types": (header(b'{"w":{"dtype":5}}'), "its header is not valid"),
@@ -61,7 +61,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         (10**8).to_bytes(8, "little") + b"{}",
         "does not begin with a safetensors header",
     ),
-    "wide characters": (header(b'{"' + b"a" * 2**23 + "😀".encode() + b'":{}}'), "not in ASCII alone"),
+    "wide characters": (header(b'{"' + b"a" * 2**23 + "😀".encode() + b'":{}}'), "not pure ASCII"),
 }
 
 
@@ -155,7 +155,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "a template of 2 MiB": (as_file("chat_template.jinja", b"x" * 2**21), "is larger than 1 MiB"),
     "a tokenizer's template of 9 MiB": (
         as_file("tokenizer_config.json", json.dumps({"chat_template": "é" * 2**21}).encode()),
-        "not in ASCII alone",
+        "not pure ASCII",
     ),
     "a tokenizer's settings in layers": (
         as_file("tokenizer_config.json", b'{"x":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),

@@ -6,7 +6,7 @@ link.script["tuning.report"] = report   # the answer to a call from now on, by i
 link.failures["load"] = ModelLoadFailed("...")   # the next call of that method raises it, once
 link.hold("load")                       # that method (or "chat": between words) waits ...
 link.release("load")                    # ... until now
-assert link.commands == [("reconfigure", {"workers": 3})]
+assert link.commands == [("reconfigure", {"num_workers": 3})]
 
 A call that is more than an answer of the script has a method `on_...` on the link or on its group.
 """
@@ -195,14 +195,11 @@ class FakeLink(RpcLink):
         else:
             self.change(status=ModelStatus(), workers=(), requests=(), queued=0, running=0)
 
-    def on_reconfigure(self, workers: int | None, max_prompts: int | None, model: str, **_: object) -> None:
-        """Move the targets of the first model."""
-        if model:
-            return
-        self.change(
-            target_workers=self.current.target_workers if workers is None else workers,
-            max_prompts=self.current.max_prompts if max_prompts is None else max_prompts,
-        )
+    def on_reconfigure(self, model: str, **knobs: float | None) -> None:
+        """Set the knobs of the first model."""
+        values = {name: value for name, value in knobs.items() if value is not None}
+        if not model:
+            self.change(**{"target_workers" if name == "num_workers" else name: value for name, value in values.items()})
 
     def on_drain(self) -> None:
         self.change(draining_since=self.current.at)
@@ -461,7 +458,7 @@ class FakeRequests(FakeGroup):
         rows = [*self._link.current.requests, *reversed(self.ended)]
         row = next((row for row in rows if row.id == request_id and order in (0, row.order)), None)
         if row is None:
-            raise RequestNotFound(f"unknown request {request_id}: it is neither running nor recent", id=request_id)
+            raise RequestNotFound(f"unknown request {request_id}: neither running nor recent", id=request_id)
         return story(row)
 
     def on_cancel_queued(self, model: str) -> int:

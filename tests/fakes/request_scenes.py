@@ -83,7 +83,7 @@ def failed() -> RequestDetail:
         created_at=scenes.NOW - 60,
         error=ErrorInfo(
             code="worker_failed",
-            message="the request was given up: 3 workers died while they worked on it; the last: worker w1 was killed",
+            message="the request failed: 3 workers crashed while running it. Last: worker w1 was killed",
         ),
     )
     lost = ((0.3, 0.9), (1.3, 1.9), (2.0, 2.5))

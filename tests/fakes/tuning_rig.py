@@ -55,7 +55,7 @@ class SimulatedRig:
         if not self.device.fits(setting):
             raise InsufficientMemory("it does not fit: 2.1 GiB are lacking")
         if self.refuses(setting):
-            raise InvalidRequest("heads of 80 elements can be kept in 16 bits alone", param="cache_bits")
+            raise InvalidRequest("heads of 80 elements need 16 bits", param="cache_bits")
         self.now_s += self.device.space.turn_s(self.at, setting)
         self.at = setting
         self.used.append(setting)

@@ -88,7 +88,7 @@ async def test_a_node_without_the_model_fails_the_load_in_one_sentence(tmp_path:
     probe = Probe(host)
     await host.start(probe._on_event, probe._on_exit)
     failed = await probe.wait_for(LoadFailed)
-    assert failed.error.message.startswith("box has no folder /not/here: put it there")
+    assert failed.error.message.startswith("box has no folder /not/here: copy it there")
     assert (await host.exit()).code == 1
 
 

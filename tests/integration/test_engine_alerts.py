@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+from engine.config import ModelSpec
 from engine.errors import EngineError, InsufficientMemory
-from tests.fakes.backend import FakeBackend, expected_text
+from engine.workers.replica import Replica
+from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, DyingBackend, ask, read, serving, started, until, worker
 from tests.fakes.model import fake_spec
 
@@ -25,9 +32,9 @@ async def test_a_workers_death_is_an_alert_a_mark_and_its_return_a_line(
         assert (alert.subject, alert.count, alert.level) == ("w0", 1, "error")
         assert "w0" in alert.text and alert.advice
         assert alert.done.startswith("Restarted; ready again after")
-        assert "1 of its requests went back to the queue" in alert.done
+        assert "1 of its requests requeued" in alert.done
         assert [(mark.kind, mark.text) for mark in engine.publish().marks if mark.kind == "worker"] == [
-            ("worker", "w0 died")
+            ("worker", "w0: crashed")
         ]
     assert [line for line in caplog.messages if line.startswith("w0 is ready again after")] != []
 
@@ -37,14 +44,97 @@ async def test_a_load_that_fails_is_an_alert_of_the_model_alone(tmp_path: Path) 
         with pytest.raises(EngineError):
             await engine.load(fake_spec(tmp_path))
         (alert,) = engine.publish().alerts
+        assert [mark.kind for mark in engine.publish().marks] == ["failure"]
         assert (alert.cause, alert.subject) == ("out_of_memory", fake_spec(tmp_path).name)
         assert "could not be loaded" in alert.text
         assert "fewer workers" in alert.advice
 
 
-async def test_a_load_is_marked(tmp_path: Path) -> None:
+async def test_a_load_an_unload_and_a_drain_are_marked(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends()) as engine:
-        assert [mark.kind for mark in engine.publish().marks] == ["load"]
+        await engine.drain()
+        await engine.resume()
+        await engine.unload()
+        assert [mark.kind for mark in engine.publish().marks] == ["load", "drain", "drain", "unload"]
+
+
+class OutOfMemoryBackend(FakeBackend):
+    """A FakeBackend whose third step runs out of memory; it goes on with a lower limit, or fails its requests."""
+
+    def __init__(self, prompts_limit: int, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._prompts_limit = prompts_limit
+
+    def stats(self) -> BackendStats:
+        """Count it."""
+        failed = int(self.steps >= 3)
+        return msgspec.structs.replace(super().stats(), oom_steps=failed, prompts_limit=failed * self._prompts_limit)
+
+
+@pytest.mark.parametrize(
+    ("backend", "level", "done"),
+    [
+        (OutOfMemoryBackend(2), "warning", "Its max prompts is now 2."),
+        (OutOfMemoryBackend(0), "warning", "Its steps are smaller from now on."),
+        (OutOfMemoryBackend(0, fail_at_steps=[3]), "error", "1 of its requests failed."),
+    ],
+    ids=["fewer requests", "smaller steps", "failed"],
+)
+async def test_a_step_that_runs_out_of_memory_is_an_alert_and_a_mark(
+    tmp_path: Path, backend: FakeBackend, level: str, done: str
+) -> None:
+    async with serving(tmp_path, Backends(backend)) as engine:
+        await read(engine.submit(ask("x")))
+        (alert,) = engine.publish().alerts
+        assert (alert.cause, alert.subject, alert.count) == ("out_of_memory", "w0", 1)
+        assert (alert.level, alert.done) == (level, done)
+        assert [mark.text for mark in engine.publish().marks if mark.kind == "failure"] == ["w0: out of memory"]
+
+
+class SlowDiskBackend(FakeBackend):
+    """A FakeBackend that reads its weights at 2 KB/s."""
+
+    def load(self, spec: ModelSpec, *, report: Callable[[LoadProgress], None], **settings: Any) -> LoadedModel:
+        """Report the rate."""
+
+        def slow(progress: LoadProgress) -> None:
+            rate = 2000.0 if progress.phase == "weights" else None
+            report(msgspec.structs.replace(progress, slow_bytes_per_s=rate))
+
+        return super().load(spec, report=slow, **settings)
+
+
+async def test_a_load_that_waits_for_its_disk_is_an_alert_until_the_weights_are_read(tmp_path: Path) -> None:
+    gate = Gate(2)
+    async with started(Backends(SlowDiskBackend(load_gate=gate))) as engine:
+        loading = asyncio.ensure_future(engine.load(fake_spec(tmp_path)))
+        await until(lambda: engine.publish().alerts)
+        (alert,) = engine.publish().alerts
+        assert (alert.cause, alert.subject, alert.level) == ("slow_disk", fake_spec(tmp_path).name, "warning")
+        assert str(tmp_path) in alert.text and "0.00191 MiB/s, 2 s left" in alert.text
+        assert "SSD" in alert.advice
+        gate.open()
+        await loading
+        (alert,) = engine.publish().alerts
+        assert (alert.done, alert.count) == ("Reading has ended.", 1)
+
+
+async def test_a_stall_is_an_alert_until_the_worker_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled_s: float | None = 15.0
+    monkeypatch.setattr(Replica, "stalled_s", lambda replica, now: stalled_s if replica.active else None)
+    gate = Gate()
+    async with serving(tmp_path, Backends(FakeBackend(gate=gate)), hang_s=60.0) as engine:
+        stream = engine.submit(ask("x"))
+        await until(lambda: engine.publish().alerts)
+        (alert,) = engine.publish().alerts
+        assert (alert.cause, alert.subject, alert.level) == ("stalled", "w0", "warning")
+        assert alert.text == "w0 made no step for 15 s with 1 request"
+        assert alert.done == "It is replaced after 60 s without a report."
+        stalled_s = None
+        await until(lambda: engine.publish().alerts[0].done == "It went on.")
+        gate.open()
+        await read(stream)
+        assert engine.publish().alerts[0].count == 1
 
 
 async def test_requests_that_fail_are_counted_for_a_minute(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ async def test_one_worker_left_dead_leaves_the_others_at_work(tmp_path: Path) ->
         assert states == {"failed", "ready"}
         dead = next(each for each in engine.publish().workers if each.state == "failed")
         assert dead.last_error is not None
-        assert "died once and is left dead" in dead.last_error.message
+        assert "crashed once; not restarted" in dead.last_error.message
         assert engine.status.state == "ready"
 
 

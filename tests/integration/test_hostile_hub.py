@@ -121,7 +121,7 @@ def test_a_file_of_a_name_that_leads_elsewhere_is_refused(
     hub: FakeHub, repo: FakeRepo, tmp_path: Path, name: str
 ) -> None:
     repo.files[name] = b"{}"
-    assert "has a file of a name that is refused" in refused()
+    assert "has a file with a refused name" in refused()
     assert hub.fetched() == []
     assert files_outside(tmp_path) == []
 
@@ -187,7 +187,7 @@ def test_a_list_of_files_of_any_number_takes_little_memory(hub: FakeHub, repo: F
     files = [{"rfilename": name, "size": len(body)} for name, body in repo.files.items()]
     hub.script = listing(repo, siblings=[*files, *many])
     del many
-    assert "files to fetch, and a model may have 2,000" in refused()
+    assert "files; the limit is 2,000" in refused()
     assert hub.fetched() == []
 
 
@@ -253,7 +253,7 @@ def test_a_file_that_another_download_completes_meanwhile_is_left_as_it_is(
         lock(stream, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    assert "config.json is being downloaded already" in refused()
+    assert "config.json is already being downloaded" in refused()
     assert blob.read_bytes() == b"the whole of it, as the other had it"
 
 
@@ -278,7 +278,7 @@ def test_two_downloads_may_put_the_same_file_in_its_place(
 def test_content_of_another_digest_is_thrown_away(hub: FakeHub, repo: FakeRepo, name: str, digest: str) -> None:
     hub.etags[name] = f'"{digest}"'
     said = refused()
-    assert f"{name} is damaged or was changed on its way" in said
+    assert f"{name} is damaged or was changed in transit" in said
     assert digest in said
     assert not part_file("org/name", repo.commit, name).exists()
     assert not (repo_folder("org/name") / "blobs" / digest).exists()
@@ -419,7 +419,7 @@ def test_the_token_does_not_cross_a_network_in_the_clear(
         resolve("org/name", [])
         hub.repos["org/name"].gated = True
         hub.repos["org/name"].commit = "e" * 40
-        with pytest.raises(ModelLoadFailed, match="HF_TOKEN was not sent there, for it is no https:// address"):
+        with pytest.raises(ModelLoadFailed, match="HF_TOKEN was not sent, as it is not an https:// address"):
             resolve("org/name@main", [])
     finally:
         close_session()

@@ -206,7 +206,7 @@ def test_a_download_that_stopped_is_listed_with_what_is_there(stopped_half_way: 
 def test_a_file_that_somebody_else_fetches_is_left_to_them(stopped_half_way: Path) -> None:
     with stopped_half_way.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is being downloaded already"):
+        with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is already being downloaded"):
             resolve("org/name", [])
 
 

@@ -93,7 +93,7 @@ async def test_a_bare_loop_that_cannot_load_says_why(tmp_path: Path) -> None:
     rounds = Rounds.on(str(folder), threads=1, count=1)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(WorkerFailed, match=r"ended: cut cannot be loaded: .* cut short or damaged"):
+    with pytest.raises(WorkerFailed, match=r"ended: cut cannot be loaded: .* truncated or damaged"):
         async with BareLoop(rounds, 1):
             pass
 

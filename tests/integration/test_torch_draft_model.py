@@ -176,7 +176,7 @@ def test_a_draft_model_that_fails_costs_no_answer(folder: Path, monkeypatch: pyt
 
 def test_a_draft_model_of_another_vocabulary_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     main, other = make_tiny_model(tmp_path / "main"), make_tiny_model(tmp_path / "other", vocab_size=280)
-    with pytest.raises(UnsupportedModel, match="other has another vocabulary than main"):
+    with pytest.raises(UnsupportedModel, match="other and main have different vocabularies"):
         load(main, draft_model=other)
     with pytest.raises(ModelLoadFailed):
         load(main, draft_model=tmp_path)

@@ -22,7 +22,7 @@ from tests.fakes.elsewhere import FakeRemote, replay_of
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text, until
 
-KILLED = "worker w1 was ended by SIGKILL (out of memory, perhaps)"
+KILLED = "worker w1 was killed by SIGKILL (probably out of memory)"
 
 
 def alert(number: int = 1, **changes: object) -> Alert:

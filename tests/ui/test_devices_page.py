@@ -95,11 +95,11 @@ async def test_l_measures_the_peak_of_the_processor() -> None:
 
 async def test_a_measurement_that_is_refused_says_why() -> None:
     link = FakeLink(insight_scenes.one_answer())
-    link.failures["measure"] = EngineBusy("The processor can only be measured while no request is running")
+    link.failures["measure"] = EngineBusy("CPU peak can be measured only while no request is running")
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("d", "l")
-        await until(pilot, lambda: any("can only be measured" in each.message for each in app._notifications))
+        await until(pilot, lambda: any("can be measured only" in each.message for each in app._notifications))
 
 
 async def test_a_read_only_console_does_not_offer_to_measure() -> None:

@@ -227,7 +227,7 @@ async def test_nothing_foreign_steers_the_terminal_in_a_chat(tmp_path: Path) -> 
 
 async def test_nothing_foreign_steers_the_terminal_from_instances_elsewhere() -> None:
     remotes = [FakeRemote("10.0.0.7:8000"), FakeRemote("10.0.0.8:8000", scenes.failed())]
-    remotes[1].lose("it does not answer")
+    remotes[1].lose("no answer")
     async with recorded(AttachedApp([as_link(HostileLink(remote)) for remote in remotes])) as pilot:
         await opens(pilot, InstancesScreen, "f9")
         await pilot.press("I")

@@ -67,7 +67,7 @@ async def test_a_crash_its_reason_and_the_back_off_are_seen(size: tuple[int, int
         (
             ErrorInfo(
                 code="worker_failed",
-                message="worker w1 died 5 times in a row and is left dead; the last time: worker w1 was lost: no node",
+                message="worker w1 crashed 5 times in a row; not restarted. Last error: worker w1 was lost: no node",
                 details={"deaths": 5},
             ),
             "was lost: no node",

@@ -79,18 +79,18 @@ def pickled(folder: Path) -> None:
 
 BAD: dict[str, tuple[Damage, str]] = {
     "dora": (config(use_dora=True), "is a DoRA adapter (use_dora)"),
-    "whole-modules": (config(modules_to_save=["lm_head"]), "brings whole modules of its own (modules_to_save)"),
+    "whole-modules": (config(modules_to_save=["lm_head"]), "has modules of its own (modules_to_save)"),
     "biases": (config(bias="lora_only"), "biases (bias is lora_only)"),
     "other-kind": (config(peft_type="IA3"), "is of the kind IA3"),
     "pissa": (config(init_lora_weights="pissa_niter_4"), "changed base weights (init_lora_weights is pissa_niter_4)"),
     "no-rank": (config(r=0), "`$.r`"),
     "alpha-of-text": (config(lora_alpha="8"), "`$.lora_alpha`"),
-    "bad-pattern": (config(rank_pattern={"(": 2}), "makes no sense"),
+    "bad-pattern": (config(rank_pattern={"(": 2}), "an invalid pattern"),
     "no-config": (lambda folder: (folder / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "broken-config": (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not valid JSON"),
     "no-weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
     "pickle": (pickled, "adapter_model.bin in"),
-    "cut-short": (cut_short, "is cut short or damaged"),
+    "cut-short": (cut_short, "is truncated or damaged"),
     "empty": (tensors(dict.clear), "holds no LoRA factors"),
     "half": (tensors(lambda found: found.pop(A)), "self_attn.q_proj lacks its lora_A"),
     "embedding": (

@@ -194,9 +194,7 @@ def test_a_place_with_too_many_tries_ends_the_request_by_name(tokenizer: Tokeniz
         answer.take(event(ord("a")), output)
         answer.rewound()
     answer.take(event(ord("a")), output)
-    with pytest.raises(
-        InvalidRequest, match=f"banned_strings leave no way on from output token 1: each of {MAX_TRIES}"
-    ):
+    with pytest.raises(InvalidRequest, match=f"banned_strings allow no token at output position 1: all {MAX_TRIES}"):
         answer.rewound()
 
 
@@ -207,7 +205,7 @@ def test_a_backend_with_nothing_left_says_what_was_ruled_out(tokenizer: Tokenize
     answer.take(TokenEvent(request_id="r", finish="error", message="no finite probabilities"), output)
     assert output.error is not None
     assert output.error.code == "invalid_request"
-    expected = "banned_strings leave no way on from output token 1: no other token may come there"
+    expected = "banned_strings allow no token at output position 1: no other token is allowed there"
     assert output.error.message == expected
 
 
@@ -424,6 +422,6 @@ def test_an_answer_within_a_grammar_has_no_banned_string_and_fails_only_where_it
         assert output.text in possible
         assert output.token_ids == [*output.text.encode(), *([EOS_ID] if output.token_ids[-1] == EOS_ID else [])]
     else:
-        assert output.error.message.startswith("banned_strings and guided leave no way on")
+        assert output.error.message.startswith("banned_strings and guided allow no token")
         assert kind == "regex"
         assert output.text not in possible

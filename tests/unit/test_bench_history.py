@@ -275,7 +275,7 @@ def said(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str:
 
 
 def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "No result is kept" in said(capsys, tmp_path, "history")
+    assert "No saved results" in said(capsys, tmp_path, "history")
     history = BenchHistory(tmp_path)
     number = history.add(made({1: [100.0, 102.0]}, notes=("a note",)))
     history.add(made({1: [200.0, 202.0]}))

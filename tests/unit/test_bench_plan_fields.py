@@ -53,7 +53,7 @@ def test_an_order_takes_what_flags_take() -> None:
     ("bench", "settings", "said"),
     [
         ("users", {"users": "1,many"}, "users: many is not a whole number"),
-        ("users", {"prompt_tokens": "long"}, "prompt tokens: long is no length"),
+        ("users", {"prompt_tokens": "long"}, "prompt tokens: long is not a length"),
         ("latency", {"repeats": "0"}, "repeats: 0 is not between 1 and 1000"),
         ("serve", {"burstiness": "2"}, "burstiness of bench serve is for the command line only"),
         ("load", {}, "unloads the model"),

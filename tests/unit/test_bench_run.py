@@ -260,7 +260,7 @@ def test_flags_are_read_as_what_they_are() -> None:
         (["--seed", "-1"], f"-1 is not between 0 and {MAX_SEED}"),
         (["--slo-ttft", "0s"], "not a duration"),
         (["--prefix-share", "2"], "2 is not between 0 and 1"),
-        (["--output-tokens", "none"], "none is no length"),
+        (["--output-tokens", "none"], "none is not a length"),
     ],
 )
 def test_a_flag_with_a_bad_value_is_one_sentence(argv: list[str], said: str) -> None:

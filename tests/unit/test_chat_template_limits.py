@@ -368,7 +368,7 @@ def test_only_templates_that_are_used_have_renderers(tmp_path: Path) -> None:
 
 def test_a_text_far_longer_than_its_messages_explain_is_refused() -> None:
     template = ChatTemplate("{{ 'x' * 9999999 }}", {})
-    with pytest.raises(InvalidRequest, match=r"it makes a text of 10,000,000 bytes$"):
+    with pytest.raises(InvalidRequest, match=r"its output has 10,000,000 bytes$"):
         asyncio.run(template.render(HELLO))
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_another_user_planted_names_no_cluster_of_ours(
 
 
 def test_between_clusters_of_ours_and_of_others_a_person_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ClusterUnavailable, match=r"other users have clusters .*RAY_ADDRESS=HOST:PORT"):
+    with pytest.raises(ClusterUnavailable, match=r"clusters of other users; set RAY_ADDRESS=HOST:PORT"):
         join(monkeypatch, os.geteuid(), OTHER)
 
 

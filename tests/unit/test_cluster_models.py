@@ -27,7 +27,7 @@ def test_a_folder_of_the_same_content_at_the_same_path_will_do(tmp_path: Path) -
 
 def test_a_missing_folder_is_named_with_its_node(tmp_path: Path) -> None:
     place = msgspec.structs.replace(place_of(fake_spec(tmp_path)), path=str(tmp_path / "gone"))
-    with pytest.raises(ModelLoadFailed, match=f"^box has no folder {tmp_path}/gone: put it there"):
+    with pytest.raises(ModelLoadFailed, match=f"^box has no folder {tmp_path}/gone: copy it there"):
         require(place, "box")
 
 

@@ -74,7 +74,7 @@ def test_a_worker_on_the_engines_machine_sees_only_its_gpu_too() -> None:
 
 
 def test_a_worker_spans_no_nodes() -> None:
-    with pytest.raises(ValueError, match="within one node"):
+    with pytest.raises(ValueError, match="devices of one node"):
         translation(["a/cuda:0", "b/cuda:0"])
 
 

@@ -105,7 +105,7 @@ def test_a_restart_goes_on_with_the_days_joules(tmp_path: Path) -> None:
 def test_a_torn_file_is_begun_anew_and_said_so(tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "energy.json").write_bytes(torn)
     assert EnergyFile(tmp_path).read() == {}
-    assert "energy.json cannot be read, a new one is begun" in caplog.text
+    assert "energy.json cannot be read and starts empty" in caplog.text
     assert EnergyFile(tmp_path).add({"2026-05-29": 5.0}) == {"2026-05-29": 5.0}
     assert EnergyFile(tmp_path).read() == {"2026-05-29": 5.0}
 

@@ -193,7 +193,7 @@ def test_a_mask_goes_back_and_on_to_where_the_answer_stands(masks: GrammarMasks)
 
 
 def test_an_answer_that_its_grammar_did_not_write_is_refused(masks: GrammarMasks) -> None:
-    with pytest.raises(InvalidRequest, match="not what its grammar allows"):
+    with pytest.raises(InvalidRequest, match="violates its grammar"):
         mask_of(masks, Grammar(kind="regex", source="aaa"), (EOS, EOS))
 
 
@@ -220,7 +220,7 @@ def test_control_tokens_are_no_text(tokenizer: Tokenizer, masks: GrammarMasks) -
 
 def test_a_tokenizer_that_cannot_write_it_is_said(tmp_path: Path) -> None:
     lettered = GrammarMasks(load(tmp_path, tiny_tokenizers.metaspace), 200)
-    with pytest.raises(InvalidRequest, match="no token to go on with"):
+    with pytest.raises(InvalidRequest, match="no token to continue with"):
         mask_of(lettered, Grammar(kind="regex", source="世", param="guided_regex"))
 
 
@@ -349,7 +349,7 @@ for links in (25_000, 60_000):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
-    assert "MiB of stack to compile it cannot be had" in first
+    assert "MiB of stack to compile it are not available" in first
     assert "refer to one another too deeply" in second
 
 

@@ -116,7 +116,7 @@ HOSTILE: dict[str, tuple[Parts, str]] = {
 
 BYTES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "is not valid JSON"),
-    "a list": (b"[]", "does not hold what it should"),
+    "a list": (b"[]", "has invalid content"),
     "deep nesting": (b'{"model":' + b"[" * 10**6 + b"]" * 10**6 + b"}", "nested too deeply"),
     "steps within steps": (
         b'{"model":{"type":"BPE","vocab":{},"merges":[]},"normalizer":'
@@ -209,7 +209,7 @@ def test_a_text_that_the_library_panics_on_is_refused_and_the_next_is_read(tmp_p
         lambda: str(subject.spans(SPUN)),
         lambda: str(subject.encode_all(["a", SPUN])),
     ):
-        assert "cannot make tokens of this text: Onig" in outcome(tokenize, 0, InvalidRequest)
+        assert "cannot tokenize this text: Onig" in outcome(tokenize, 0, InvalidRequest)
     assert subject.encode("the")
 
 
@@ -266,7 +266,7 @@ def test_tokens_that_the_library_panics_on_are_refused_and_the_next_are_read(tmp
     token = subject.token_to_id(SPUN.upper())
     assert token is not None
     for read in (lambda: subject.decode([token]), lambda: str(subject.token_bytes(token))):
-        assert "cannot make text of these tokens: index out of bounds" in outcome(read, 0, InvalidRequest)
+        assert "cannot decode these tokens: index out of bounds" in outcome(read, 0, InvalidRequest)
     assert subject.decode(subject.encode("the"))
 
 

@@ -140,7 +140,7 @@ async def test_what_cannot_be_written_is_said_once_and_stays_counted(
     watched.go_on(1)
     await watched.observer.close()
     assert watched.energy.today_joules == pytest.approx(600.0)
-    assert caplog.text.count("the energy of today cannot be kept") == 1
+    assert caplog.text.count("today's energy cannot be saved") == 1
 
 
 async def test_a_new_day_begins_with_nothing(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_two_measurements_do_not_disturb_each_other(monkeypatch: pytest.Mo
 
 async def test_a_measurement_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> DeviceLimits:
-        raise EngineError("The processor could not be measured: no torch")
+        raise EngineError("CPU peak could not be measured: no torch")
 
     watched = await Watched(None).start()
     monkeypatch.setattr(observers, "measure_cpu", failing)

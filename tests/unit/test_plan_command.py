@@ -325,7 +325,7 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
     ("flags", "said"),
     [
         (["--users", "3", "--rate", "2"], "three ways to say who asks"),
-        (["--prompt", "long"], "prompt: long is no length"),
+        (["--prompt", "long"], "prompt: long is not a length"),
         (["--shared", "2"], "it is a share"),
         (["--share", "3"], "share is 3"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv could not be read"),

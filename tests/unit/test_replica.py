@@ -151,17 +151,40 @@ async def test_a_worker_that_reports_no_step_is_killed_and_its_requests_go_back_
     assert hung.killed
     assert [(state, lost) for state, lost, _ in stage.owner.lost] == [("restarting", asked)]
     assert stage.reading().last_error is not None
-    assert "reported nothing for 61 s while it worked on 8 requests: replaced" in stage.reading().last_error.message
+    assert "no report for 61 s while it ran 8 requests; replaced" in stage.reading().last_error.message
     await stage.until(lambda: len(stage.hosts) == 2 and hasattr(stage.host, "_on_event"))
     assert stage.reading().log_tail == ("last words",)
-    assert "reported nothing" in stage.reading().last_error.message
+    assert "no report" in stage.reading().last_error.message
+
+
+async def test_a_worker_with_requests_that_makes_no_step_stalls_after_a_quarter_of_the_time_until_it_is_hung() -> None:
+    stage = await Stage().ready()
+    stage.replica.submit(request())
+    stage.pass_s(15)
+    assert stage.replica.stalled_s(stage.now) is None
+    stage.host.say(protocol.StepBatch(outputs=[], stats=BackendStats(), steps=0))
+    stage.pass_s(1)
+    assert stage.replica.stalled_s(stage.now) == pytest.approx(16, abs=0.1)
+
+
+async def test_a_worker_that_is_never_replaced_stalls_after_ten_seconds_and_slow_steps_are_no_stall() -> None:
+    stage = await Stage(hang_s=0).ready()
+    stage.replica.submit(request())
+    stage.pass_s(11)
+    assert stage.replica.stalled_s(stage.now) is not None
+    stage.host.step(step_s=20.0)
+    stage.pass_s(11)
+    assert stage.replica.stalled_s(stage.now) is None
+    stage.replica.active.clear()
+    stage.pass_s(600)
+    assert stage.replica.stalled_s(stage.now) is None
 
 
 async def test_an_idle_worker_that_falls_silent_is_replaced_too() -> None:
     stage = await Stage().ready()
     stage.pass_s(121)
     assert stage.hosts[0].killed
-    assert "while it had nothing to do" in stage.owner.lost[0][2].message
+    assert "while it was idle" in stage.owner.lost[0][2].message
 
 
 async def test_a_worker_whose_only_request_is_cancelled_in_a_long_step_is_not_hung() -> None:
@@ -241,8 +264,8 @@ async def test_a_worker_that_dies_five_times_in_a_row_is_left_dead_with_the_reas
     assert (reading.state, reading.restarts, len(stage.hosts)) == ("failed", 4, 5)
     assert reading.last_error is not None
     assert reading.last_error.message == (
-        "worker w0 died 5 times in a row and is left dead; "
-        "the last time: worker w0 was ended by SIGKILL (out of memory, perhaps): two"
+        "worker w0 crashed 5 times in a row; not restarted. "
+        "Last error: worker w0 was killed by SIGKILL (probably out of memory): two"
     )
     assert reading.log_tail == ("one", "two")
     assert stage.owner.lost[-1][0] == "failed"

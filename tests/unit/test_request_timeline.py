@@ -129,7 +129,7 @@ def test_the_card_says_all_that_is_known() -> None:
 
 
 def test_the_card_of_one_that_failed_says_why() -> None:
-    assert "the request was given up: 3 workers died" in request_card(request_scenes.failed(), 100).plain
+    assert "the request failed: 3 workers crashed" in request_card(request_scenes.failed(), 100).plain
 
 
 def test_the_card_says_when_the_timeline_is_gone() -> None:

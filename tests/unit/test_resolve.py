@@ -69,7 +69,7 @@ def test_a_name_that_no_file_can_have_is_that_of_no_model(tmp_path: Path) -> Non
 
 def test_a_name_like_no_other_is_answered_with_what_there_is(tmp_path: Path) -> None:
     write_model(tmp_path / "models/qwen")
-    with pytest.raises(ModelNotFound, match="no model is called zzz; there are: qwen"):
+    with pytest.raises(ModelNotFound, match="no model is called zzz; available: qwen"):
         resolve("zzz", [tmp_path / "models"])
 
 

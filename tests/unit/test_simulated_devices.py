@@ -45,9 +45,9 @@ def test_devices_are_asked_for_by_their_gib(text: str, gib: tuple[float, ...]) -
         ("sim:", "a size is missing"),
         ("sim:24,", "a size is missing"),
         ("sim:big", "'big' is not a number of GiB"),
-        ("24,24", "it must be sim: and the GiB of each device"),
-        ("cuda:0", "it must be sim:"),
-        ("", "it must be sim:"),
+        ("24,24", "use sim:GIB,GIB"),
+        ("cuda:0", "use sim:"),
+        ("", "use sim:"),
         ("sim:" + ",".join(["1"] * 65), "names 65 devices; max 64"),
     ],
 )

@@ -212,4 +212,4 @@ def test_a_bad_flag_of_autotune_ends_it_with_one_line(
 
 def test_a_bad_length_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autotune", "demo", "--prompt", "long"]) == 2
-    assert "long is no length" in capsys.readouterr().err
+    assert "long is not a length" in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_a_processor_that_cannot_be_measured_is_one_sentence(monkeypatch: pytest
         raise ProbeFailed("it exits with code 1: torch is not installed")
 
     monkeypatch.setattr(cpu_limits, "ask", failing)
-    with pytest.raises(EngineError, match="The processor could not be measured: it exits with code 1: torch"):
+    with pytest.raises(EngineError, match="CPU peak could not be measured: it exits with code 1: torch"):
         measure_cpu()
 
 

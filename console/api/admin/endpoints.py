@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -122,7 +122,7 @@ class LoadJobs:
     def begin(self, arguments: Mapping[str, Any]) -> LoadJob:
         """Start a load. Raises EngineBusy while one is under way."""
         if self.last is not None and not self.last.ended:
-            raise EngineBusy(f"{self.last.report().model} is loading; wait, or cancel the load first", state="loading")
+            raise EngineBusy(f"{self.last.report().model} is loading; wait, or cancel the load", state="loading")
         self.last = LoadJob(arguments, self._engine, self._operations)
         return self.last
 
@@ -297,6 +297,7 @@ def _as_json(result: object) -> object:
 # Bodies, made of the calls that they make and of the settings that a load goes by.
 
 MAX_DEVICES = 64
+_OTHER_NAMES = MappingProxyType({"num_workers": "workers"})
 
 
 class CallBody(Body):
@@ -318,7 +319,7 @@ class CallBody(Body):
 
 def body_of(call: Call, route: Route) -> type[CallBody]:
     """Return the body of a call's endpoint: a field for each argument that its path does not have."""
-    knobs = {flag.knob: setting for _, setting, flag in fields() if flag.knob}
+    knobs = {flag.engine or name: setting for name, setting, flag in fields() if flag.knob}
     found: dict[str, Any] = {}
     options_field = ""
     for argument in arguments_of(call, route):
@@ -333,14 +334,26 @@ def body_of(call: Call, route: Route) -> type[CallBody]:
         f"{call.arguments.__name__}Body", __base__=CallBody, __doc__=inspect.cleandoc(route.about), **found
     )
     body.options_field = options_field
-    if options_field:
-        body.aliases = MappingProxyType(
-            {flag.knob: name for name, _, flag in load_options() if flag.knob not in ("", name)}
-        )
+    body.aliases = MappingProxyType(
+        {
+            other: next(each for each in names if each in found)
+            for names in _knob_names()
+            if not found.keys().isdisjoint(names)
+            for other in names
+            if other not in found
+        }
+    )
     if route.any_of:
         given = ({"required": [name], "properties": {name: {"type": "number"}}} for name in route.any_of)
         body.rules = ({"anyOf": list(given)},)
     return body
+
+
+def _knob_names() -> Iterator[tuple[str, ...]]:
+    """Yield the names of each knob: its setting's, the engine's, and one that clients may use besides."""
+    for name, _, flag in fields():
+        if flag.knob:
+            yield tuple(dict.fromkeys((name, flag.engine or name, _OTHER_NAMES.get(name, name))))
 
 
 def arguments_of(call: Call, route: Route) -> list[msgspec.structs.FieldInfo]:

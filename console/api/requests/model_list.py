@@ -59,7 +59,7 @@ def model_not_found(name: str, names: Iterable[str]) -> ModelNotFound:
     """Return the error about a name that is none of `names`."""
     available = ", ".join(names)
     return ModelNotFound(
-        f"There is no model {name!r} here; available: {available or 'none'}",
+        f"There is no model {name!r}; available: {available or 'none'}",
         param="model",
         model=name,
         available=available,

@@ -137,6 +137,6 @@ class _LastFile:
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:
     return ModelLoadFailed(
-        f"{quote_value(file.name)} in {file.parent} is damaged or cut short: {quote_value(str(error), 200)}",
+        f"{quote_value(file.name)} in {file.parent} is damaged or truncated: {quote_value(str(error), 200)}",
         file=quote_value(file.name),
     )

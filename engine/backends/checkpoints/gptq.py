@@ -32,7 +32,7 @@ def require_gptq(key: str, parts: Mapping[str, Part], in_features: int, columns:
     words = first_size(parts, "qweight")
     bits, rest = divmod(words * WORD_BITS, max(in_features, 1))
     if rest == 0 and bits in (2, 3, 8):
-        raise malformed_tensor(key, "qweight", f"holds values of {bits} bits; of gptq, {GPTQ_BITS} bits are read")
+        raise malformed_tensor(key, "qweight", f"has {bits}-bit values; only {GPTQ_BITS}-bit GPTQ is supported")
     groups = first_size(parts, "scales")
     wanted = {
         "qweight": Wanted((-(-in_features // _WORD_VALUES), columns), ("I32",)),
@@ -74,9 +74,7 @@ class GptqLinear:
         columns = self.qweight.shape[-1] if self.qweight.dim() else 0
         require_gptq(self.key, parts, self.in_features, columns)
         if self.g_idx is not None and not 0 <= int(self.g_idx.min()) <= int(self.g_idx.max()) < len(self.scales):
-            raise malformed_tensor(
-                self.key, "g_idx", f"names groups that are not among the {len(self.scales)} there are"
-            )
+            raise malformed_tensor(self.key, "g_idx", f"names groups outside the {len(self.scales)} that exist")
 
     @property
     def in_features(self) -> int:

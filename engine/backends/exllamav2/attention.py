@@ -107,7 +107,7 @@ class FlashAttention:
 
     def ragged(self, *_args: object, **_kwargs: object) -> Tensor:
         """`flash_attn_varlen_func`, which only vision towers call: refused, as images are not taken."""
-        raise UnsupportedModel("the vision tower of a model cannot be computed: this backend takes text alone")
+        raise UnsupportedModel("vision towers are not supported: text only")
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float) -> Tensor:
@@ -155,7 +155,7 @@ def _window(size: tuple[int, int]) -> int | None:
 
 def _require_causal(causal: bool) -> None:
     if not causal:
-        raise UnsupportedModel("attention that is not causal cannot be computed: this backend takes text alone")
+        raise UnsupportedModel("only causal attention is supported: text only")
 
 
 def _set_functions(attn: ModuleType, dense: object, paged: object, ragged: object) -> None:

@@ -237,9 +237,9 @@ class ExllamaBackend:
     def submit(self, request: BackendRequest, mask: TokenMask | None = None) -> None:
         """Take a request. Raises ContextLengthExceeded, or InvalidRequest naming the field."""
         if self._limits is None:
-            raise RuntimeError("the backend holds no model")
+            raise RuntimeError("no model is loaded")
         if request.id in self._queue:
-            raise InvalidRequest(f"a request with id {request.id} is being worked on", param="id")
+            raise InvalidRequest(f"request id {request.id} is already in use", param="id")
         self._limits.refuse(request)
         refuse_unsupported(request.params)
         self._queue.waiting[request.id] = request
@@ -276,7 +276,9 @@ class ExllamaBackend:
             try:
                 results = self._generator.iterate()
             except Exception as error:
-                self._mend(error, retry=is_out_of_memory(error))
+                no_memory = is_out_of_memory(error)
+                self._counters.oom_steps += no_memory
+                self._mend(error, retry=no_memory)
             else:
                 self._counters.steps += 1
                 self._collect({result["identifier"] for result in results if result["eos"]})
@@ -301,6 +303,7 @@ class ExllamaBackend:
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompts_limit=self._prompts_limit,
+            oom_steps=counters.oom_steps,
             steps=counters.steps,
             weights_bytes=parts.info.weights_bytes if parts is not None else 0,
             kv_bytes=parts.info.kv_bytes if parts is not None else 0,
@@ -321,7 +324,7 @@ class ExllamaBackend:
     def attach(self, adapter: AdapterSpec) -> int:
         """Refused: the library applies an adapter to every request, so it is chosen with the model (--lora)."""
         raise InvalidRequest(
-            f"the exllamav2 backend cannot attach {adapter.name} while it runs; load the model with --lora",
+            f"the exllamav2 backend cannot attach {adapter.name} at runtime; load the model with --lora",
             param="adapter",
             value=adapter.name,
         )
@@ -451,7 +454,7 @@ class ExllamaBackend:
         failed = [live for live in running if id(live.job.handle) not in pending] or running
         if retry and len(failed) > 1:
             self._prompts_limit = len(failed) - max(1, len(failed) // 4)
-            _logger.warning("a step ran out of memory; max %d requests run at once now", self._prompts_limit)
+            _logger.warning("a step ran out of memory; max prompts is now %d", self._prompts_limit)
             failed = []
         else:
             _logger.error("the generator failed with %d requests", len(running), exc_info=error)

@@ -159,7 +159,7 @@ def ways_to_kernels(facts: Facts) -> Iterator[Finding]:
     if wheel:
         yield Finding(_WAYS, "1 prebuilt", "note", wheel, f"Install the wheel: `{pip_install(f'{RELEASE}/{wheel}')}`.")
     else:
-        yield Finding(_WAYS, "1 prebuilt", "note", _no_wheel(facts), f"Take a torch that has one: {torch_command()}.")
+        yield Finding(_WAYS, "1 prebuilt", "note", _no_wheel(facts), f"Install a torch with one: {torch_command()}.")
     lacking = toolchain_lacks(facts)
     ready = f"{facts.toolchain.compiler_version} and nvcc {facts.toolchain.nvcc_version} are here"
     value = f"lacks {join_names(lacking)}" if lacking else ready
@@ -172,10 +172,10 @@ def _kept_way(facts: Facts) -> Finding:
     """Where compiled kernels are kept, and how another machine gets them."""
     kept_at = facts.backend(Exllama).kept_at
     if not kept_at:
-        return Finding(_WAYS, "3 kept", "note", f"compiled once, they are kept under {facts.kernel_cache}")
+        return Finding(_WAYS, "3 kept", "note", f"compiled once, stored in {facts.kernel_cache}")
     copy = f"`scp HOST:{kept_at} {facts.site_packages}/`"
     advice = f"Copy it from a machine with the same Python, torch and GPUs: {copy}."
-    return Finding(_WAYS, "3 kept", "note", f"compiled once, they are kept as {kept_at}", advice)
+    return Finding(_WAYS, "3 kept", "note", f"compiled once, stored as {kept_at}", advice)
 
 
 def _package_finding(facts: Facts) -> Finding:
@@ -202,7 +202,7 @@ def _kernels_finding(facts: Facts) -> Finding:
         return _broken_kernels(facts)
     if kernels_in_place(facts):
         compiled_here = exllama.kernels == "kept"
-        value = f"compiled here, kept as {exllama.kept_at}" if compiled_here else "prebuilt, and fit for this torch"
+        value = f"compiled here, stored as {exllama.kept_at}" if compiled_here else "prebuilt for this torch"
         return Finding(_AREA, "kernels", "ok", value)
     if exllama.kernels == "kept":
         advice = f"Put them where Python finds them by itself: `cp {exllama.kept_at} {facts.site_packages}/`."
@@ -215,11 +215,11 @@ def _kernels_finding(facts: Facts) -> Finding:
 
 
 def _broken_kernels(facts: Facts) -> Finding:
-    value = f"there, but not loadable: {facts.backend(Exllama).kernels_error}"
+    value = f"present, but cannot be loaded: {facts.backend(Exllama).kernels_error}"
     if facts.backend(Exllama).kernels == "kept":
         advice = f"Remove them, so that they are compiled again: `rm {facts.backend(Exllama).kept_at}`."
     else:
-        advice = f"Take the package without kernels: `{reinstall()}`."
+        advice = f"Install the package without kernels: `{reinstall()}`."
     return Finding(_AREA, "kernels", "broken", value, advice)
 
 
@@ -265,19 +265,19 @@ def _mismatch(facts: Facts) -> str:
 def _no_wheel(facts: Facts) -> str:
     newest = ".".join(map(str, ADVISED_TORCH))
     if facts.machine != "x86_64":
-        return f"none for {facts.machine}: they exist for x86_64 alone"
+        return f"none for {facts.machine}: prebuilt kernels exist for x86_64 only"
     torch = f"torch {facts.torch.version.partition('+')[0]}" if facts.torch.version else "no torch"
     cuda = f"CUDA {facts.torch.cuda}" if facts.torch.cuda else "no CUDA"
     python = ".".join(map(str, facts.python[:2]))
-    return f"none for {torch} with {cuda} on Python {python}: they exist up to torch {newest}, with CUDA {ADVISED_CUDA}"
+    return f"none for {torch} with {cuda} on Python {python}: the newest are for torch {newest}, CUDA {ADVISED_CUDA}"
 
 
 def _headers_advice(facts: Facts) -> str:
     toolkit = facts.toolchain.other_toolkit
     if toolkit:
-        return f"Say where the whole toolkit is: `export CUDA_HOME={toolkit}`."
+        return f"Set the path of the complete toolkit: `export CUDA_HOME={toolkit}`."
     install = system_command(facts.package_manager, "toolkit", cuda=facts.toolchain.nvcc_version)
-    return f"Install the whole toolkit: {install}."
+    return f"Install the complete toolkit: {install}."
 
 
 def _tool(name: str, value: str, advice: str) -> Finding:

@@ -39,7 +39,7 @@ from engine.system.memory import read_ram
 VERSION = "0.3.2"
 
 _DISTRIBUTIONS = {"PIL": "pillow"}
-_ENDS_OF_BUILDS = "; the other ways to its kernels are in `ericllm doctor`"
+_ENDS_OF_BUILDS = "; other ways: `ericllm doctor`"
 
 MAX_Q_SIZE = 8
 """Rows of the library's decode buffer per sequence: a step with drafts holds at most one less of them."""
@@ -484,7 +484,7 @@ def explain_import(error: BaseException, *, torch_version: str, cuda_version: st
         )
     if "CUDA_HOME" in text:
         return _unavailable(
-            f"exllamav2's kernels must be compiled, and there is no nvcc: install the CUDA {cuda_version} toolkit and "
+            f"exllamav2's kernels must be compiled, and nvcc is missing: install the CUDA {cuda_version} toolkit and "
             f"set CUDA_HOME to it, or install a wheel with kernels built for torch {torch_version}"
         )
     if "Ninja is required" in text:

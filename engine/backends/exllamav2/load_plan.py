@@ -293,9 +293,7 @@ def _whole_pages(tokens: int) -> int:
 def refuse_other_vocabulary(main: ModelFolder, draft: ModelFolder, main_size: int, draft_size: int) -> None:
     """Raise UnsupportedModel where a draft model's token ids mean other texts than the main model's."""
     if draft_size > main_size:
-        raise UnsupportedModel(
-            f"the draft model {draft.path.name} has another vocabulary than {main.path.name}, so it cannot draft for it"
-        )
+        raise UnsupportedModel(f"the draft model {draft.path.name} and {main.path.name} have different vocabularies")
     refuse_other_tokens(main.path, draft.path)
 
 
@@ -532,9 +530,9 @@ def _is_out_of_memory(error: Exception, text: str) -> bool:
 def _does_not_fit(numbers: LoadNumbers) -> InsufficientMemory:
     needed = numbers.weights_bytes + numbers.cache_bytes + numbers.other_bytes
     advice = (
-        "gpu_split has to leave room for the cache and for work buffers"
+        "gpu_split must leave memory for the KV cache and work buffers"
         if numbers.split
-        else "a smaller KV cache, one of fewer bits or a smaller max_model_len takes less"
+        else "reduce the KV cache, its bits or max_model_len"
     )
     return InsufficientMemory(
         f"{numbers.name} does not fit on {numbers.devices}: weights {numbers.weights_bytes // _MIB} MiB, KV cache "

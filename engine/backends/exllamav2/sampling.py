@@ -346,8 +346,8 @@ class TokenSampler:
     def why_failed(self) -> str:
         """The reason why there is nothing to choose from."""
         if self._mask is not None and self._mask.error:
-            return f"its grammar allows nothing more: {self._mask.error}"
-        return "the model gave no finite probabilities for it"
+            return f"its grammar allows no further token: {self._mask.error}"
+        return "the model produced no finite probabilities"
 
     def take(self) -> list[ChosenToken]:
         """Return the tokens since the last call."""

@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 ImplementationName = Literal["flash", "triton", "varlen", "gathered", "native"]
 Version = tuple[int, ...]
 
-NO_CPU = "the native kernels attend on a CPU alone"
+NO_CPU = "the native kernels are for CPUs only"
 
 ORDER: tuple[ImplementationName, ...] = ("flash", "triton", "varlen", "gathered")
 """From the best on, on CUDA. See `choose`."""

@@ -22,7 +22,7 @@ UNKNOWN_FLASH_ATTN = (2, 5, 7)
 """Assumed of a flash-attn without a version: the oldest that has pages."""
 
 _AREA = "Attention"
-_BUILT_IN_KERNELS = "our own paged attention takes its place"
+_BUILT_IN_KERNELS = "the built-in paged attention replaces it"
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,6 +90,7 @@ def backend_stats(
         draft_accepted=sum(position.accepted for position in speculation.positions),
         drafts=speculation.positions,
         prompts_limit=scheduler.limits.prompts_limit,
+        oom_steps=counters.oom_steps,
         sequences=tuple(
             SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
             for each in (*running, *scheduler.waiting)
@@ -223,7 +224,7 @@ class TorchBackend:
         if that is detached meanwhile."""
         runner, scheduler = self._loaded()
         if request.id in self._requests:
-            raise InvalidRequest(f"a request with id {request.id} is active already", param="id")
+            raise InvalidRequest(f"request id {request.id} is already in use", param="id")
         vocab_size = runner.config.vocab_size
         refuse_unknown_tokens(request, vocab_size)
         active = ActiveRequest.create(request, runner.adapters.find(request.adapter), mask, vocab_size)
@@ -274,7 +275,7 @@ class TorchBackend:
                 if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)
                 _logger.warning(
-                    "a step ran out of memory; max %d requests run at once now, with %d prompt tokens per step",
+                    "a step ran out of memory; max prompts is now %d, with %d prompt tokens per step",
                     len(self._scheduler.running),
                     self._scheduler.limits.step_tokens,
                 )

@@ -38,7 +38,7 @@ from engine.backends.torch_device import failure_reason, is_device_lost
 
 # One active request of the torch backend, and its events.
 
-NOT_FINITE = "the model gave no finite probabilities for it"
+NOT_FINITE = "the model produced no finite probabilities"
 
 
 @dataclass(slots=True)

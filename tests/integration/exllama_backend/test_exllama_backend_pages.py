@@ -121,7 +121,7 @@ def test_running_out_of_memory_is_told_as_that(make: Make, error: Exception) -> 
     drive = Drive(load(fakes), ask("a", prompt(0)))
     fakes.faults.add("iterate", error)
     drive.to_end()
-    assert "not enough memory" in drive.events["a"][-1].message
+    assert "out of memory" in drive.events["a"][-1].message
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_step_that_runs_out_of_memory_goes_on_with_fewer_requests(
     fakes.faults.add(where, *(torch.OutOfMemoryError("CUDA out of memory") for _ in range(2)))
     assert drive.to_end() == expected
     assert set(drive.finish.values()) == {"length"}
-    assert drive.backend.stats().prompts_limit == 5
+    assert (drive.backend.stats().prompts_limit, drive.backend.stats().oom_steps) == (5, 2)
     assert len(fakes.generators) == 3
     drive.backend.set_max_prompts(8)
     assert drive.backend.stats().prompts_limit == 0

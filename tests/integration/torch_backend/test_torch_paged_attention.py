@@ -98,6 +98,6 @@ def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypat
 def test_an_attention_that_takes_cuda_is_refused_on_a_cpu(attention: str, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidRequest,
-        match="attention is not supported: the torch backend attends natively or gathers the pages on a CPU",
+        match="attention is not supported: the torch backend supports only native and gathered on a CPU",
     ):
         load_runner(tmp_path / "nowhere", attention=attention)

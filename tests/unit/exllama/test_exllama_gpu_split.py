@@ -73,7 +73,7 @@ def test_a_load_on_one_gpu_has_one_share_whose_parts_are_exact(folder: Path) -> 
 
 
 def test_a_given_split_that_is_too_small_is_refused_with_numbers(folder: Path, gpus: FakeGpus) -> None:
-    with pytest.raises(InsufficientMemory, match="gpu_split has to leave room") as failure:
+    with pytest.raises(InsufficientMemory, match="gpu_split must leave memory") as failure:
         load(folder, gpus, gpu_split_gb=(1 / MIB,))
     assert failure.value.details["free_bytes"] == 8 * GIB
     assert gpus.free_bytes(0) == 8 * GIB

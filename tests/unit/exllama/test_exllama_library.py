@@ -389,7 +389,7 @@ ninja: build stopped: subcommand failed."""
         (ModuleNotFoundError("No module named 'regex'", name="regex"), "`pip install regex`"),
         (ImportError("exllamav2_ext.so: undefined symbol: _ZN3c10"), "built for another torch than 2.9"),
         (NameError("name 'exllamav2_ext' is not defined"), "built for another torch than 2.9"),
-        (OSError("CUDA_HOME environment variable is not set."), "no nvcc: install the CUDA 12.8 toolkit"),
+        (OSError("CUDA_HOME environment variable is not set."), "nvcc is missing: install the CUDA 12.8 toolkit"),
         (RuntimeError("Ninja is required to load C++ extensions"), "`pip install ninja`"),
         (RuntimeError(MISMATCH), "nvcc is of CUDA 12.4 and torch of CUDA 13.0"),
         (RuntimeError(NINJA), "could not be compiled: /usr/include/cublas.h:3:10: fatal error: cusparse.h"),

@@ -136,7 +136,7 @@ def test_ngram_drafts_need_no_second_model(folder: Path, gpus: FakeGpus) -> None
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, gpus: FakeGpus, tmp_path: Path) -> None:
     draft = make_tiny_model(tmp_path / "draft", dtype="float16", vocab_size=280)
-    with pytest.raises(UnsupportedModel, match="another vocabulary"):
+    with pytest.raises(UnsupportedModel, match="different vocabularies"):
         load(folder, gpus, draft_model=draft)
 
 

@@ -56,8 +56,8 @@ def go_on() -> None:
 @pytest.mark.parametrize(
     ("method", "part", "value", "problem"),
     [
-        ("gptq", "g_idx", 2**31 - 1, "names groups that are not among the 2 there are"),
-        ("gptq", "g_idx", -1, "names groups that are not among the 2 there are"),
+        ("gptq", "g_idx", 2**31 - 1, "names groups outside the 2 that exist"),
+        ("gptq", "g_idx", -1, "names groups outside the 2 that exist"),
         ("exl2", "q_groups", 0, "has values of 0 bits"),
         ("exl2", "q_invperm", 64, "is not a permutation of 64 rows"),
     ],
@@ -77,7 +77,7 @@ def test_files_that_no_index_names_are_looked_at_too_as_the_library_reads_all_th
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model.safetensors"}}')
     refuse_malformed(folder, NO_LAYERS, go_on)
     (folder / "more.safetensors").write_bytes(header({"w": tensor("F16", (2, 2), (0, 1 << 12))}, bytes(1 << 12)))
-    with pytest.raises(ModelLoadFailed, match=r"shape \[2, 2\] is said to take 4096 bytes"):
+    with pytest.raises(ModelLoadFailed, match=r"shape \[2, 2\] does not take 4096 bytes"):
         refuse_malformed(folder, NO_LAYERS, go_on)
 
 

@@ -21,16 +21,16 @@ Extension modules: a._b, c._d (total: 2)
     ("exit_", "told"),
     [
         (WorkerExit(code=1, log_tail="Traceback\nValueError: no\n"), "worker w0 exited with code 1: ValueError: no"),
-        (WorkerExit(signal="SIGTERM"), "worker w0 was ended by SIGTERM"),
-        (WorkerExit(signal="SIGKILL"), "worker w0 was ended by SIGKILL (out of memory, perhaps)"),
+        (WorkerExit(signal="SIGTERM"), "worker w0 was killed by SIGTERM"),
+        (WorkerExit(signal="SIGKILL"), "worker w0 was killed by SIGKILL (probably out of memory)"),
         (
             WorkerExit(signal="SIGBUS", log_tail="Fatal Python error: Bus error\n"),
-            "worker w0 was ended by SIGBUS (a weight file was cut short while it was read, perhaps): "
+            "worker w0 was killed by SIGBUS (probably a weight file was truncated during reading): "
             "Fatal Python error: Bus error",
         ),
         (
             WorkerExit(signal="SIGSEGV", log_tail=_CRASH),
-            "worker w0 was ended by SIGSEGV: Fatal Python error: Segmentation fault",
+            "worker w0 was killed by SIGSEGV: Fatal Python error: Segmentation fault",
         ),
     ],
 )

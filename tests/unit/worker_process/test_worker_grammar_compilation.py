@@ -162,14 +162,14 @@ async def test_the_start_of_a_banned_string_is_taken_back_where_nothing_else_can
 @pytest.mark.parametrize(
     ("grammar", "banned", "streamed", "message"),
     [
-        (EITHER, ("a", "x"), "", "guided_regex leave no way on from output token 1: no other token"),
+        (EITHER, ("a", "x"), "", "guided_regex allow no token at output position 1: no other token"),
         (
             Grammar(kind="regex", source="x[ab]z", param="regex"),
             ("z",),
             "x",
-            "regex leave no way on from output token 2",
+            "regex allow no token at output position 2",
         ),
-        (choice("xa", "xb"), ("X",), "", "every guided_choice has one of banned_strings in it"),
+        (choice("xa", "xb"), ("X",), "", "every guided_choice contains one of banned_strings"),
     ],
 )
 async def test_where_banned_strings_leave_no_way_the_error_names_them_and_the_grammar(
@@ -193,7 +193,7 @@ async def test_a_grammar_that_proves_too_large_for_its_masks_is_the_requests_fau
     _, last = await probe.answer("a")
     assert last.error is not None
     assert (last.error.code, last.error.details["param"]) == ("invalid_request", "guided_json")
-    assert "guided_json is not a JSON schema that answers can be held to" in last.error.message
+    assert "guided_json is not a supported JSON schema" in last.error.message
 
 
 @pytest.mark.parametrize("backend", [FakeBackend(reply=saying("xyz", then=EOS_ID))])

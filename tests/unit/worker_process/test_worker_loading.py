@@ -11,6 +11,7 @@ import pytest
 from engine.backends.base import LoadProgress
 from engine.config import ModelSpec
 from engine.errors import BackendUnavailable, first_line
+from engine.system.slow_disk import ProcessUsage, ReadWatch
 from engine.worker_process.factory import create_backend, is_exl2, resolve_backend
 from engine.worker_process.loading import ProgressThrottle, limit_torch_threads
 from tests.fakes.model import fake_spec
@@ -27,6 +28,18 @@ def test_progress_passes_ends_of_phases_always_and_the_rest_ten_times_a_second()
     throttle.report(LoadProgress(phase="kv_cache", done=1, total=2))
     throttle.report(LoadProgress(phase="kv_cache", done=2, total=2))
     assert sent == [("weights", 0), ("weights", 2), ("weights", 4), ("kv_cache", 0), ("kv_cache", 2)]
+
+
+def test_progress_of_weights_has_the_rate_of_a_slow_disk_and_that_of_no_other_phase():
+    sent: list[LoadProgress] = []
+    now = [0.0]
+    reads = ReadWatch(lambda: now[0], lambda: ProcessUsage(busy_s=0.0, waits=round(now[0])))
+    throttle = ProgressThrottle(sent.append, lambda: now[0], reads)
+    for second in range(13):
+        now[0] = float(second)
+        throttle.report(LoadProgress(phase="weights", done=second * 2**20, total=2**30))
+    throttle.report(LoadProgress(phase="kv_cache", done=0, total=2))
+    assert [each.slow_bytes_per_s for each in sent] == [None] * 10 + [2**20] * 3 + [None]
 
 
 def test_a_reason_is_one_line():
@@ -69,7 +82,7 @@ def test_plain_weights_go_to_torch_on_every_machine(tmp_path, monkeypatch):
 
 def test_without_torch_a_load_says_how_to_install_it(tmp_path, monkeypatch):
     machine(monkeypatch, installed=False, gpus=0)
-    with pytest.raises(BackendUnavailable, match=r"^torch is not installed; `.*pip install torch` brings it"):
+    with pytest.raises(BackendUnavailable, match=r"^torch is not installed; `.*pip install torch` installs it"):
         create_backend(ModelSpec(path=tmp_path, name="m"))
 
 

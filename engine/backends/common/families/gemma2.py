@@ -31,7 +31,7 @@ def gemma_traits(raw: RawConfig, layers: int, every: int) -> Traits:
     """Return the traits that Gemma 2 and 3 share; each `every`th layer sees the whole context."""
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel(
-            "config.json sets use_bidirectional_attention; the torch backend attends to the past alone"
+            "config.json sets use_bidirectional_attention; the torch backend supports causal attention only"
         )
     attention_bias = bool(raw.get("attention_bias", False))
     return Traits(

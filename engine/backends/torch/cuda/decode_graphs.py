@@ -214,13 +214,13 @@ class DecodeGraphs:
 
         try:
             if not self._has_room():
-                raise torch.OutOfMemoryError("the device has too little memory left")
+                raise torch.OutOfMemoryError("the device is out of memory")
             self._recordings[bucket] = self._recorder.record(compute)
         except Exception as error:
             if is_device_lost(error):
                 raise
             self._stopped = True
-            _logger.warning("no more decodes are recorded (%d sequences): %s", bucket.batch, failure_reason(error))
+            _logger.warning("decode graphs end at %d sequences: %s", bucket.batch, failure_reason(error))
         return self._recordings.get(bucket)
 
 
@@ -257,7 +257,7 @@ def record_decode_graphs(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        _logger.warning("decodes are not recorded: %s", failure_reason(error))
+        _logger.warning("decode graphs are off: %s", failure_reason(error))
         return None
     graphs.prepare()
     return graphs

@@ -78,7 +78,7 @@ def native_obstacle(
         return f"native attention needs head sizes of a multiple of {TILE_TOKENS}, not {head_dim}"
     row_numbers = max((each.heads.heads + 2 * each.heads.kv_heads) * head_dim for each in layers)
     if row_numbers > MAX_ROW_NUMBERS:
-        return f"native attention needs heads of max {MAX_ROW_NUMBERS} numbers together, not {row_numbers}"
+        return f"native attention needs heads with max {MAX_ROW_NUMBERS} values together, not {row_numbers}"
     problem = _problem(kernels.library, layers, dtype, page_tokens, bits)
     if problem:
         _logger.warning("attention stays on torch's kernels: %s", problem)

@@ -196,7 +196,7 @@ class Speculation:
         except Exception as error:
             if is_device_lost(error):
                 raise
-            _logger.warning("the draft model is switched off: %s", failure_reason(error), exc_info=error)
+            _logger.warning("speculation with the draft model is off: %s", failure_reason(error), exc_info=error)
             self._failed = True
             return {}
 

@@ -346,7 +346,7 @@ class SharedWriter:
 
     def _stop_sharing(self, error: OSError) -> None:
         why = str(error)  # a log record with the error would keep tensors of its frames alive
-        _logger.warning("the weights are not shared between workers: %s", why)
+        _logger.warning("weights are not shared between workers: %s", why)
         self.close()
         self.shared_bytes = 0
 
@@ -474,5 +474,5 @@ def _new_writer(name: str) -> SharedWriter | None:
     try:
         return SharedWriter(UnsealedFile(name))
     except OSError as error:
-        _logger.warning("the weights are not shared between workers: %s", error)
+        _logger.warning("weights are not shared between workers: %s", error)
         return None
