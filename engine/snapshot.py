@@ -239,7 +239,8 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds.
+    """One worker now. active: requests it works on; tokens_per_s: generated, over the last seconds; slowness: how many
+    times as long as its peers' its steps take, 1 where it is not a slow one (`Router.compare`).
 
     retry_in_s: until it is started again after it died; log_tail: the last lines of native output of one that died.
     why: what the time that requests had on it went into, over the last minute.
@@ -254,6 +255,7 @@ class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     progress: LoadProgress | None = None
     stats: BackendStats = BackendStats()
+    slowness: float = 1.0
     kv_tokens: int = 0
     step_s: float = 0.0
     rss_bytes: int = 0

@@ -34,7 +34,7 @@ RULES = (
     Rule(rules.queue),
     Rule(rules.itl_over_slo, SETTLE_S),
     Rule(rules.device_hot, SETTLE_S),
-    Rule(rules.slow_worker, SETTLE_S),
+    Rule(rules.slow_worker),
     Rule(rules.drafts_rejected),
     Rule(rules.memory_unused),
     Rule(rules.power_limit, SETTLE_S),

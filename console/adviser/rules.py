@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 from console import text
@@ -14,7 +14,7 @@ from console.adviser.evidence import Evidence, room_for_worker
 from console.text import device_label
 from console.tui.view import prompts_limit
 from engine.backends.base import LoadedModel
-from engine.snapshot import RequestRow, Snapshot, WorkerReading
+from engine.snapshot import RequestRow, Snapshot
 
 # Rules about answers and what they are computed with: cut off, guessed in vain, never found again.
 
@@ -143,32 +143,18 @@ def power_limit(evidence: Evidence) -> Iterator[Advice]:
 
 
 def slow_worker(evidence: Evidence) -> Iterator[Advice]:
-    """A worker is slower than others of its model on devices of the same kind, at no more requests than they have."""
-    working = [worker for worker in evidence.serving if worker.active and worker.tokens_per_s > 0]
-    for worker in working:
-        peers = [peer for peer in working if peer is not worker and _kind(peer) == _kind(worker)]
-        if not peers:
+    """A worker is slower than its peers, as the engine judges it."""
+    for worker in evidence.serving:
+        if worker.slowness <= 1.0:
             continue
-        usual, requests = median(_pace(peer) for peer in peers), median(peer.active for peer in peers)
-        if _pace(worker) >= at.SLOW_SHARE * usual or worker.active > at.SLOW_BATCH * requests:
-            continue
-        rates = f"{text.rate(_pace(worker))} tok/s per request; its peers: {text.rate(usual)}"
+        found = f"{worker.id}: its steps take {worker.slowness:.1f} times as long as its peers'"
         yield Advice(
             "slow_worker",
-            f"{worker.id}: {rates}. Restart it, or see what else uses its device.",
-            f"{worker.id}: {rates}",
+            f"{found}. Restart it, or see what else uses its device.",
+            found,
             Look(worker.id),
             worker.id,
         )
-
-
-def _pace(worker: WorkerReading) -> float:
-    return worker.tokens_per_s / worker.active
-
-
-def _kind(worker: WorkerReading) -> tuple[str, ...]:
-    """Return the kinds of the devices that it is on: "cuda" twice, say."""
-    return tuple(device.rpartition("/")[2].partition(":")[0] for device in worker.devices)
 
 
 _GROWING = 1.25

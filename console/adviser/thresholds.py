@@ -54,9 +54,6 @@ HOT_C = 85.0
 POWER_SHARE, POWER_BUSY = 0.98, 0.5
 """Draw against the limit; below half its time busy, a device that draws so much is only spinning up or down."""
 
-SLOW_SHARE, SLOW_BATCH = 0.6, 1.25
-"""A worker's tokens per second and request against its peers'; one with a quarter more requests is rightly slower."""
-
 MIN_DRAFT_TOKENS, MIN_DRAFTS_ACCEPTED = 1000, 0.3
 """In a window. Where fewer are accepted, verifying them costs about what they save."""
 

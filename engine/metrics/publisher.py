@@ -63,6 +63,7 @@ def build_snapshot(
             )
             for deployment in models
             for replica in deployment.replicas()
+                slowness=deployment.model_queue.dispatcher.router.slowness(replica.id),
         ),
         requests=(*_live_rows(tracker, replicas, now), *reversed(tracker.recent)),
         queued=queued,
@@ -254,3 +255,6 @@ class SnapshotPublisher:
         self._models.tick(now)
         self._sampler.poll(self._models.pids())
         self._timers["tick"] = loop.call_later(_TICK_S, self._tick)
+        for deployment in self._models:
+            devices = {each.id: [share.device for share in each.shares] for each in deployment.replicas()}
+            deployment.model_queue.dispatcher.router.compare(devices, now)

@@ -111,6 +111,8 @@ class RequestAdmission:
             embed=wanted.embed,
         )
         request.timeline.ledger.seconds.update(wanted.waited)
+        if wanted.arrived is not None:
+            request.timeline.ledger.prepared(wanted.arrived, request.created)
         return request, deployment
 
     def _destination(self, wanted: GenerateRequest) -> tuple[Deployment, Path | None]:

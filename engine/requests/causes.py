@@ -15,8 +15,10 @@ from typing import Literal
 import msgspec
 
 from engine.backends.base import TimeLost
+from engine.text.printable import format_seconds
 
 Cause = Literal[
+    "prepare",
     "slot",
     "pages",
     "step_tokens",
@@ -33,13 +35,11 @@ Cause = Literal[
 ]
 
 OWN_WORK: frozenset[Cause] = frozenset({"prefill", "decode"})
-_SLOWER = 1.5
-"""A worker is slow from here on: steps of two equal ones differ by less."""
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds by cause, the largest first; they add up to total_s. Of one request that is its latency up to when its
-    client had read the end of it, of several the sum of their time.
+    """Seconds by cause, the largest first; they add up to total_s. Of one request that is its latency, from when it
+    arrived until its client had read the end of it, of several the sum of their time.
 
     behind: the request whose prompt took most of what prompts of others took, "" for none.  sentence: the largest cause
     that can be avoided, and what to change; "" where there is none.
@@ -72,7 +72,10 @@ class WaitClock:
 
 @dataclass(slots=True)
 class TimeLedger:
-    """The time of one request. It waits in queues and has stays on workers, in turn."""
+    """The time of one request. It is prepared, then waits in queues and has stays on workers, in turn.
+
+    slow_s: how many seconds its worker has lost so far by being slower than its peers (`Router.slow_s`).
+    """
 
     seconds: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     behind: str = ""
@@ -83,19 +86,27 @@ class TimeLedger:
     _stays: bool = False
     _lost: bool = False
     _first: float | None = None
+    _slow_mark: float = 0.0
     _worker: TimeLost = field(default_factory=TimeLost)
     _counted: Mapping[Cause, float] = field(default_factory=dict)
 
     def enter(self, now: float, clock: WaitClock) -> None:
         """It waits in the queue of this clock. What it waited elsewhere, between two models, was for the swap."""
-        if self._since is not None and self._clock is not None:
+        if self._stays:
+            self.left(now)
+        elif self._since is not None and self._clock is not None:
             self.seconds["lost_worker" if self._lost else "swap"] += now - self._since
         self._since, self._clock, self._marks = now, clock, clock.read(now)
 
-    def dispatched(self, now: float) -> None:
+    def prepared(self, arrived: float, now: float) -> None:
+        """It was submitted. What it did not wait for since it arrived went into its prompt."""
+        self.seconds["prepare"] += max(0.0, now - arrived - sum(self.seconds.values()))
+
+    def dispatched(self, now: float, slow_s: float = 0.0) -> None:
         """A worker has it."""
         self._charge_wait(now)
         self._since, self._clock, self._stays, self._worker = now, None, True, TimeLost()
+        self._slow_mark = slow_s
 
     def got_tokens(self, now: float) -> None:
         """Tokens came. After the loss of a worker, all until then went into getting back to where it was."""
@@ -109,31 +120,31 @@ class TimeLedger:
         """Keep the seconds that it lost so far, of its stay on its worker."""
         self._worker = lost
 
-    def left(self, now: float, *, slower: float = 1.0, lost: bool = False) -> None:
-        """Its worker has it no more, or it ended. slower: how many times as slow as others the worker was."""
+    def left(self, now: float, slow_s: float = 0.0, *, lost: bool = False) -> None:
+        """Its worker has it no more, or it ended."""
         if self._stays:
-            self._charge_stay(now, slower)
+            self._charge_stay(now, slow_s)
         else:
             self._charge_wait(now)
         self._since, self._clock, self._stays = None, None, False
         self._lost = self._lost or lost
 
     def read_to_end(self, waited_s: float) -> None:
-        """Its client had read the end so long after it came."""
-        self.seconds["client"] += waited_s
+        """Its client had read the end so long after it came, as far as is known by now."""
+        self.seconds["client"] = waited_s
 
-    def why(self, now: float, slower: float = 1.0) -> Why:
+    def why(self, now: float, slow_s: float = 0.0) -> Why:
         """Return what its time went into until now, or until its end."""
-        so_far = self._so_far(now, slower)
+        so_far = self._so_far(now, slow_s)
         return describe(so_far.seconds, so_far.behind, self.knobs)
 
-    def count(self, now: float, slower: float = 1.0) -> dict[Cause, float]:
+    def count(self, now: float, slow_s: float = 0.0) -> dict[Cause, float]:
         """Return the seconds since the last call. Negative for what another cause turned out to account for."""
-        seconds, counted = self.seconds if self._since is None else self._so_far(now, slower).seconds, self._counted
+        seconds, counted = self.seconds if self._since is None else self._so_far(now, slow_s).seconds, self._counted
         self._counted = seconds.copy()
         return {cause: more for cause, spent in seconds.items() if (more := spent - counted.get(cause, 0.0))}
 
-    def _so_far(self, now: float, slower: float) -> TimeLedger:
+    def _so_far(self, now: float, slow_s: float) -> TimeLedger:
         """Return what it would be if the request ended now."""
         so_far = TimeLedger(
             self.seconds.copy(),
@@ -145,9 +156,10 @@ class TimeLedger:
             self._stays,
             self._lost,
             self._first,
+            self._slow_mark,
             self._worker,
         )
-        so_far.left(now, slower=slower)
+        so_far.left(now, slow_s)
         return so_far
 
     def _charge_wait(self, now: float) -> None:
@@ -160,7 +172,7 @@ class TimeLedger:
             if (waited_s := seconds - self._marks[cause]) > 0:
                 self.seconds[cause] += waited_s
 
-    def _charge_stay(self, now: float, slower: float) -> None:
+    def _charge_stay(self, now: float, slow_s: float) -> None:
         """Charge what the worker reported, scaled down where clocks differ, and the rest as its own work."""
         assert self._since is not None
         stay_s = max(0.0, now - self._since)
@@ -176,7 +188,7 @@ class TimeLedger:
         rest_s = stay_s - total * scale
         until_first_s = stay_s if self._first is None else max(0.0, self._first - self._since)
         prefill_s = min(rest_s, max(0.0, until_first_s - before_s))
-        share = 1 - 1 / slower if slower >= _SLOWER else 0.0
+        share = min(1.0, max(0.0, slow_s - self._slow_mark) / stay_s) if stay_s > 0 else 0.0
         self.seconds["slow_worker"] += rest_s * share
         self.seconds["prefill"] += prefill_s * (1 - share)
         self.seconds["decode"] += (rest_s - prefill_s) * (1 - share)
@@ -230,41 +242,39 @@ class CauseWindow:
 
 def describe(seconds: Mapping[Cause, float], behind: str = "", knobs: Mapping[str, int] = MappingProxyType({})) -> Why:
     """The causes of a request's time, largest first, and the sentence about them. knobs: max_prompts, step_tokens."""
-    causes = _by_size(seconds)
-    largest = next((cause for cause in causes if cause not in OWN_WORK), None)
-    sentence = "" if largest is None else _SENTENCES[largest][0] + _SENTENCES[largest][2]
-    return _why(causes, sentence, largest, behind, knobs)
+    return _why(seconds, 0, behind, knobs)
 
 
 def describe_all(seconds: Mapping[Cause, float], knobs: Mapping[str, int] = MappingProxyType({})) -> Why:
-    """The causes of the time of several requests. No sentence about what took less than a twentieth of it."""
-    causes = _by_size(seconds)
-    largest = next((cause for cause in causes if cause not in OWN_WORK), None)
-    if largest is None or causes[largest] < _MIN_SHARE * sum(causes.values()):
-        return _why(causes, "", None, "", knobs)
-    return _why(causes, _SENTENCES[largest][1] + _SENTENCES[largest][2], largest, "", knobs)
+    """The causes of the time of several requests, as `describe` has those of one."""
+    return _why(seconds, 1, "", knobs)
 
 
 _MIN_SHARE = 0.05
+"""There is no sentence about what took less of the time."""
 
 
-def _by_size(seconds: Mapping[Cause, float]) -> dict[Cause, float]:
-    return {cause: spent for cause, spent in sorted(seconds.items(), key=lambda each: -each[1]) if spent > 0}
-
-
-def _why(
-    causes: dict[Cause, float], sentence: str, largest: Cause | None, behind: str, knobs: Mapping[str, int]
-) -> Why:
+def _why(seconds: Mapping[Cause, float], number: int, behind: str, knobs: Mapping[str, int]) -> Why:
+    """number: which sentence, that about one request or about several."""
+    causes = {cause: spent for cause, spent in sorted(seconds.items(), key=lambda each: -each[1]) if spent > 0}
     total_s = sum(causes.values())
-    if largest is not None:
+    largest = next((cause for cause in causes if cause not in OWN_WORK), None)
+    sentence = ""
+    if largest is not None and causes[largest] >= _MIN_SHARE * total_s:
         now = {name: f" (now {knobs[name]:,})" if name in knobs else "" for name in ("max_prompts", "step_tokens")}
-        spent = f"{causes[largest]:.2g} s ({causes[largest] / total_s:.0%})"
-        sentence = sentence.format(spent=spent, whose=f", mostly of {behind}" if behind else "", **now)
+        spent = f"{format_seconds(causes[largest])} ({causes[largest] / total_s:.0%})"
+        whose = f", mostly of {behind}" if behind else ""
+        sentence = (_SENTENCES[largest][number] + _SENTENCES[largest][2]).format(spent=spent, whose=whose, **now)
     return Why(total_s=total_s, causes=causes, behind=behind, sentence=sentence)
 
 
 _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
     {
+        "prepare": (
+            "Spent {spent} on preparing the prompt",
+            "Requests spent {spent} on preparing their prompts",
+            ": shorten prompts and schemas, or check the network.",
+        ),
         "slot": (
             "Waited {spent} for a slot",
             "Requests waited {spent} for a slot",
@@ -281,8 +291,8 @@ _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
             ": raise step tokens{step_tokens}.",
         ),
         "prompts": (
-            "Shared steps with others' prompts for {spent}{whose}",
-            "Requests shared steps with others' prompts for {spent}",
+            "Shared steps with the prompts of other requests for {spent}{whose}",
+            "Requests shared steps with the prompts of other requests for {spent}",
             ": lower step tokens{step_tokens}.",
         ),
         "preempted": (
@@ -291,19 +301,19 @@ _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
             ": raise KV cache tokens, or lower max prompts{max_prompts}.",
         ),
         "slow_worker": (
-            "Its worker was slower than its peers, which cost {spent}",
-            "A worker slower than its peers cost requests {spent}",
-            ": restart that worker, or look at its device.",
+            "Lost {spent} on a worker slower than its peers",
+            "Requests lost {spent} on a worker slower than its peers",
+            ": restart that worker, or check its device.",
         ),
         "client": (
-            "The client took {spent} to read the answer",
-            "Clients took {spent} to read answers",
-            ": look at the client and the network.",
+            "Waited {spent} for the client to read the answer",
+            "Requests waited {spent} for clients to read answers",
+            ": check the client and the network.",
         ),
         "grammar": (
             "Waited {spent} for its grammar to compile",
             "Requests waited {spent} for grammars to compile",
-            ": use a simpler grammar, or the same one again.",
+            ": simplify the grammar, or reuse the same one.",
         ),
         "load": (
             "Waited {spent} for the model to load",
@@ -313,7 +323,7 @@ _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
         "swap": (
             "Waited {spent} for the model to be replaced",
             "Requests waited {spent} for a model to be replaced",
-            ": replace it where both fit in memory, or when it is idle.",
+            ": replace it while it is idle, or where both models fit in memory.",
         ),
         "lost_worker": (
             "Lost {spent} with its worker",

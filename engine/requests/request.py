@@ -53,7 +53,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: shared by the answers to its prompt that were requested together; None where it is the only one.
     continues: as in BackendRequest.
     embed: the result is the prompt's vector (see TokenEvent), no answer.
-    waited: seconds before it was submitted, by cause.
+    arrived: when its client's request came, by the loop's clock; None where it is submitted at once.
+    waited: seconds before it was submitted, by cause, of those since then.
     """
 
     prompt_ids: Sequence[int]
@@ -77,6 +78,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     waited: Mapping[Cause, float] = {}
 
 
+    arrived: float | None = None
 @dataclass(slots=True, eq=False)
 class Request:
     """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -188,6 +188,58 @@ def may_wait(offers: Sequence[Offer], chosen: Offer) -> bool:
     return 2 * (cached_tokens - chosen.cached_tokens) * price.prompt_token_s > step_s
 
 
+# Which workers are slower than their peers.
+
+SLOWER = 1.5
+"""Times as long as its peers' that the steps of a slow worker take: those of two equal ones differ by less."""
+SLOW_FOR_S = 10.0
+"""Seconds of work after which it is one."""
+_MORE_REQUESTS = 1.25
+"""A worker with so many times the requests of another is rightly slower."""
+
+
+class _SlowClock:
+    """The seconds that one worker has lost by being slower than its peers; they only grow.
+
+    slowness: how many times as long as its peers' its steps take; 1 where it is not slow.
+    """
+
+    def __init__(self) -> None:
+        self.slowness = 1.0
+        self._lost_s = 0.0
+        self._at: float | None = None
+        self._slow_for_s = 0.0
+
+    def compared(self, ratio: float | None, now: float) -> None:
+        """Its steps take this many times as long as its peers' now; None while nothing shows that."""
+        passed_s = 0.0 if self._at is None else now - self._at
+        self._lost_s, self._at = self.read(now), now
+        if ratio is not None:
+            self._slow_for_s = self._slow_for_s + passed_s if ratio >= SLOWER else 0.0
+        self.slowness = ratio if ratio is not None and self._slow_for_s >= SLOW_FOR_S else 1.0
+
+    def read(self, now: float) -> float:
+        """The seconds until now."""
+        return self._lost_s + (0.0 if self._at is None else (now - self._at) * (1 - 1 / self.slowness))
+
+
+def _is_alone(worker: str, devices: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether no other worker computes on the processors of this one: those that share one slow each other."""
+    mine = set(map(_processor, devices[worker]))
+    return not any(mine & set(map(_processor, theirs)) for other, theirs in devices.items() if other != worker)
+
+
+def _processor(device: str) -> str:
+    """What computes for a device: a GPU itself, and for a simulated one the CPU of its machine."""
+    node, _, local = device.rpartition("/")
+    return device if local.startswith("cuda") else f"{node}/cpu"
+
+
+def _kinds(devices: Sequence[str]) -> list[str]:
+    """Kinds of the devices of a worker: "cuda" twice, say."""
+    return [device.rpartition("/")[2].partition(":")[0] for device in devices]
+
+
 # What the dispatcher knows of one worker.
 
 
@@ -197,6 +249,7 @@ class RoutingState:
     def __init__(self) -> None:
         self.prefixes = PrefixMemory()
         self.cost = StepCost()
+        self.slow = _SlowClock()
         self._missing: dict[str, int] = {}
         self._prompt_tokens_computed = 0
 
@@ -323,17 +376,50 @@ class Router:
             if output.finish is not None:
                 self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
 
+    def compare(self, devices: Mapping[str, Sequence[str]], now: float) -> None:
+        """Find the workers that are slower than their peers; call it once a second. devices: of each worker.
+
+        Compared are workers at work, each with processors of its own, on devices of the same kind. Where more than a
+        minority would be slow, or both of two, none is: what slows most of them is not the fault of one.
+        """
+        running = Counter(each.worker for each in self._running.values())
+        reliable = {name for name, view in self._workers.items() if view.cost.is_reliable}
+        alone = [name for name in devices if name in reliable and running[name] and _is_alone(name, devices)]
+        ratios = {name: self._ratio(name, alone, devices, running) for name in alone}
+        num_slow = sum(ratio is not None and ratio >= SLOWER for ratio in ratios.values())
+        too_many = num_slow > max(1, (len(alone) - 1) // 2)
+        for name, view in self._workers.items():
+            view.slow.compared(1.0 if too_many else ratios.get(name), now)
+
+    def _ratio(
+        self, worker: str, compared: Sequence[str], devices: Mapping[str, Sequence[str]], running: Mapping[str, int]
+    ) -> float | None:
+        """Return how many times as long a step of a worker takes as the same one on the median of its peers, None where
+        none of them is at work."""
+
+        def step_s(name: str) -> float:
+            price = self._workers[name].cost.price
+            return price.fixed_s + running[worker] * price.answer_s
+
+        peers = sorted(
+            step_s(name)
+            for name in compared
+            if name != worker
+            and _kinds(devices[name]) == _kinds(devices[worker])
+            and running[worker] <= _MORE_REQUESTS * running[name]
+        )
+        usual_s = peers[len(peers) // 2] if peers else 0.0
+        return step_s(worker) / usual_s if usual_s > 0 else None
+
     def slowness(self, worker: str) -> float:
-        """Return how many times as long a step of a worker takes as the same one on the median of the others; 1 where
-        too few steps were seen of it or of any other."""
-        mine = self._workers.get(worker)
-        answers = max(1, sum(each.worker == worker for each in self._running.values()))
-        prices = (each.cost.price for each in self._workers.values() if each is not mine and each.cost.is_reliable)
-        others = sorted(price.fixed_s + answers * price.answer_s for price in prices)
-        if mine is None or not mine.cost.is_reliable or not others:
-            return 1.0
-        price, usual_s = mine.cost.price, others[len(others) // 2]
-        return (price.fixed_s + answers * price.answer_s) / usual_s if usual_s > 0 else 1.0
+        """Return how many times as long as its peers' the steps of a worker take; 1 where it is not slow."""
+        view = self._workers.get(worker)
+        return 1.0 if view is None else view.slow.slowness
+
+    def slow_s(self, worker: str, now: float) -> float:
+        """Return the seconds that a worker has lost so far by being slower than its peers."""
+        view = self._workers.get(worker)
+        return 0.0 if view is None else view.slow.read(now)
 
     def forget(self, worker: str) -> None:
         """The worker is gone, and its pages with it."""

@@ -55,7 +55,7 @@ def printable_json(text: str) -> str:
     return text.translate(_ESCAPES_IN_JSON)
 
 
-# Numbers and foreign values in messages.
+# Numbers, durations and foreign values in messages.
 
 _SHOWN_DIGITS = 24
 _QUOTED_CHARACTERS = 100
@@ -65,6 +65,19 @@ def format_number(number: float) -> str:
     """Return a number that was asked for, exactly; only the start of a very long one."""
     digits = str(number)
     return digits if len(digits) <= _SHOWN_DIGITS else f"{digits[:_SHOWN_DIGITS]}..."
+
+
+def format_seconds(value_s: float | None) -> str:
+    """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
+    if value_s is None:
+        return "–"
+    if 0 < value_s < 0.0095:
+        return f"{value_s * 1000:.1f} ms"
+    if value_s < 0.9995:
+        return f"{value_s * 1000:.0f} ms"
+    if value_s < 99.95:
+        return f"{value_s:.2f} s" if value_s < 9.995 else f"{value_s:.1f} s"
+    return f"{int(value_s // 60)}:{int(value_s % 60):02d}"
 
 
 def quote_value(value: object, max_characters: int = _QUOTED_CHARACTERS) -> str:

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.base import PrefixChanges
-from engine.scheduling.routing import Offer, PrefixMemory, Slot, StepCost, StepPrice, choose_worker
+from engine.backends.base import BackendStats, PrefixChanges
+from engine.scheduling.routing import (
+    SLOW_FOR_S,
+    Offer,
+    PrefixMemory,
+    Router,
+    Slot,
+    StepCost,
+    StepPrice,
+    choose_worker,
+)
+from engine.worker_process.protocol import StepBatch
+from tests.fakes.requests import make_request
 
 PRICE = StepPrice(fixed_s=0.01, prompt_token_s=0.001, answer_s=0.002)
 
@@ -130,3 +141,85 @@ def test_the_ends_of_prompts_sent_longest_ago_are_forgotten_first() -> None:
     memory.add(keys(1, 4))
     memory.add(keys(5))
     assert [memory.match(keys(*pages)) for pages in ([1, 2, 3], [1, 4], [5])] == [2, 2, 1]
+
+
+# --- slow workers --------------------------------------------------------------------------------------------------
+
+GPUS = {f"w{index}": [f"cuda:{index}"] for index in range(4)}
+
+
+class Fleet:
+    """Workers that each work on a request, and report a step once a second."""
+
+    def __init__(self, devices: dict[str, list[str]]) -> None:
+        self.router = Router(16, b"")
+        self.now = 0.0
+        self.devices = devices
+        slots = [Slot(worker=name, active=0, max_prompts=1) for name in devices]
+        for slot in slots:
+            request = make_request()
+            self.router.send(request, self.router.fit(request, [slot]))
+
+    def pass_time(self, seconds: float, **step_s: float) -> None:
+        """step_s: of each worker."""
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            for name, took_s in step_s.items():
+                for _ in range(8):
+                    batch = StepBatch(outputs=[], stats=BackendStats(), steps=1, step_s=took_s, answers=1)
+                    self.router.stepped(name, batch)
+            self.router.compare(self.devices, self.now)
+
+    def slow(self) -> set[str]:
+        """Those that are."""
+        return {name for name in self.devices if self.router.slowness(name) > 1.0}
+
+
+def test_a_worker_is_slow_once_its_steps_took_longer_than_its_peers_for_a_while() -> None:
+    fleet = Fleet({name: GPUS[name] for name in ("w0", "w1")})
+    fleet.pass_time(SLOW_FOR_S, w0=0.02, w1=0.08)
+    assert fleet.slow() == set()
+    fleet.pass_time(10, w0=0.02, w1=0.08)
+    assert fleet.slow() == {"w1"}
+    assert fleet.router.slowness("w1") == pytest.approx(4.0, rel=0.05)
+    before_s = fleet.router.slow_s("w1", fleet.now)
+    fleet.pass_time(20, w0=0.02, w1=0.08)
+    assert fleet.router.slow_s("w1", fleet.now) - before_s == pytest.approx(15.0, rel=0.05)
+    fleet.pass_time(20, w0=0.02, w1=0.02)
+    assert fleet.slow() == set()
+    assert fleet.router.slow_s("w0", fleet.now) == 0.0
+
+
+def test_equal_workers_that_are_slow_in_turn_are_never_slow_ones() -> None:
+    fleet = Fleet({name: GPUS[name] for name in ("w0", "w1")})
+    for _ in range(10):
+        fleet.pass_time(6, w0=0.02, w1=0.06)
+        fleet.pass_time(6, w0=0.06, w1=0.02)
+        assert fleet.slow() == set()
+
+
+def test_workers_that_share_a_processor_slow_each_other_and_none_is_to_blame() -> None:
+    for shared in (["cpu"], ["cuda:0"]):
+        fleet = Fleet({"w0": shared, "w1": shared})
+        fleet.pass_time(60, w0=0.02, w1=0.08)
+        assert fleet.slow() == set()
+    simulated = Fleet({"w0": ["sim:0"], "w1": ["sim:1"]})
+    simulated.pass_time(60, w0=0.02, w1=0.08)
+    assert simulated.slow() == set()
+    nodes = Fleet({"w0": ["node1/cpu"], "w1": ["node2/cpu"]})
+    nodes.pass_time(60, w0=0.02, w1=0.08)
+    assert nodes.slow() == {"w1"}
+
+
+def test_where_as_many_workers_are_slow_as_are_not_no_single_one_is_to_blame() -> None:
+    fleet = Fleet(GPUS)
+    fleet.pass_time(60, w0=0.02, w1=0.02, w2=0.08, w3=0.08)
+    assert fleet.slow() == set()
+    fleet.pass_time(60, w0=0.02, w1=0.02, w2=0.02, w3=0.08)
+    assert fleet.slow() == {"w3"}
+
+
+def test_a_worker_on_another_kind_of_device_is_no_peer() -> None:
+    fleet = Fleet({"w0": ["cuda:0"], "w1": ["cpu"]})
+    fleet.pass_time(60, w0=0.02, w1=0.5)
+    assert fleet.slow() == set()
