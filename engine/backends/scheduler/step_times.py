@@ -33,6 +33,20 @@ class _Entry:
     behind: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
+@dataclass(slots=True)
+class _PromptSpan:
+    """A prompt that took all that a clock gained between two of its readings."""
+
+    sequence_id: str
+    since: float
+    until: float
+
+
+def _largest(plan: BatchPlan) -> str:
+    """The sequence of the largest prompt of a step that has one."""
+    return max(plan.prompts, key=lambda each: len(each[1].token_ids))[0].id
+
+
 class StepTimes:
     """clock: seconds, of any origin.  limited: steps by what limited them."""
 
@@ -42,7 +56,7 @@ class StepTimes:
         self._at = 0.0
         self._clocks = {"elapsed": 0.0, "prompts": 0.0} | dict.fromkeys(_WAITS.values(), 0.0)
         self._decode_step_s: float | None = None
-        self._prompts: deque[tuple[str, float, float]] = deque(maxlen=_KEPT_PROMPTS)
+        self._prompts = {clock: deque[_PromptSpan](maxlen=_KEPT_PROMPTS) for clock in ("prompts", "step_tokens")}
         self._entries: dict[str, _Entry] = {}
         self._ended: dict[str, _Entry] = {}
 
@@ -82,7 +96,7 @@ class StepTimes:
         clocks["elapsed"] += step_s
         self.limited[plan.limit] += 1
         if waiting and (reason := _WAITS.get(plan.limit)) is not None:
-            clocks[reason] += step_s
+            self._gain(reason, step_s, _largest(plan) if reason == "step_tokens" and plan.prompts else "")
         if plan.prompts:
             self._shared_step(plan, running, step_s)
         elif self._decode_step_s is None:
@@ -108,11 +122,10 @@ class StepTimes:
         sizes = [len(chunk.token_ids) for _, chunk in plan.prompts]
         answers = len(plan.sequences) - len(sizes)
         tokens = sum(sizes)
-        largest = plan.prompts[sizes.index(max(sizes))][0].id
+        largest = _largest(plan)
         plain_s = self._decode_step_s if self._decode_step_s is not None else step_s * answers / (answers + tokens)
         if answers and (lost_s := max(0.0, step_s - plain_s)):
-            self._clocks["prompts"] += lost_s
-            self._prompts.append((largest, self._clocks["prompts"], lost_s))
+            self._gain("prompts", lost_s, largest)
         for (sequence, chunk), size in zip(plan.prompts, sizes, strict=True):
             entry = self._entries.get(sequence.id)
             if entry is None:
@@ -131,6 +144,18 @@ class StepTimes:
                     entry.seconds["step_tokens"] += step_s
                     entry.behind[largest] += step_s
 
+    def _gain(self, clock: str, seconds: float, behind: str) -> None:
+        """Let a clock gain seconds. behind: the sequence whose prompt took them, "" for none."""
+        since, until = self._clocks[clock], self._clocks[clock] + seconds
+        self._clocks[clock] = until
+        if not behind:
+            return
+        spans = self._prompts[clock]
+        if spans and spans[-1].sequence_id == behind and spans[-1].until == since:
+            spans[-1].until = until
+        else:
+            spans.append(_PromptSpan(behind, since, until))
+
     def _settle(self, entry: _Entry, phase: str) -> None:
         """Charge what the clocks have gained in its phase, and begin the next one."""
         marks, clocks = entry.marks, self._clocks
@@ -140,13 +165,12 @@ class StepTimes:
             charges = {"preempted": clocks["elapsed"] - marks["elapsed"]}
         elif entry.phase == "decode":
             charges = {"prompts": clocks["prompts"] - marks["prompts"]}
-            if charges["prompts"]:
-                for name, after, lost_s in self._prompts:
-                    if after > marks["prompts"]:
-                        entry.behind[name] += lost_s
         else:
             charges = {}
         for reason, seconds in charges.items():
             if seconds > 0:
                 entry.seconds[reason] += seconds
+                for span in self._prompts.get(reason, ()):
+                    if span.until > marks[reason]:
+                        entry.behind[span.sequence_id] += span.until - max(span.since, marks[reason])
         entry.phase, entry.marks = phase, dict(clocks)
