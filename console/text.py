@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from engine.backends.base import LoadProgress
-from engine.snapshot import DeviceReading, Snapshot
-from engine.text.printable import printable
-
-if TYPE_CHECKING:
-    from engine.placement.estimate import DeviceEstimate
+from engine.snapshot import Snapshot
+from engine.text.device_names import device_label as device_label
+from engine.text.device_names import device_name as device_name
+from engine.text.printable import format_seconds, printable
 
 # Times of day, as text.
 
@@ -205,23 +203,14 @@ def duration(seconds: float) -> str:
 
 # What devices are called on the screen: short, and never hiding that one is simulated or on another machine.
 
-_NODE_CELLS = 10
+
+
+
+
+
+# Names of several devices.
+
 _FEW_PLACES = 3
-_SHORT = {"cuda": "GPU", "sim": "SIM", "cpu": "CPU"}
-
-
-def device_name(device: str) -> str:
-    """ "GPU0" for cuda:0, "SIM1" for sim:1, "CPU" for cpu, "node2 GPU0" for node2/cuda:0."""
-    node, _, local = device.rpartition("/")
-    kind, _, index = local.partition(":")
-    name = f"{_SHORT.get(kind, kind.upper())}{index}"
-    return f"{clip(node, _NODE_CELLS)} {name}" if node else name
-
-
-def device_label(device: DeviceReading | DeviceEstimate) -> str:
-    """The device's name, with its node's where that is not this machine."""
-    local = device.id.rpartition("/")[2]
-    return device_name(f"{device.node}/{local}" if device.node else local)
 
 
 def devices_name(devices: Sequence[str]) -> str:

@@ -92,10 +92,16 @@ class NoModelLoaded(EngineError):
 
 
 class Draining(EngineError):
-    """An operator has the engine finish what it has and take no new requests; details: retry_after_s."""
+    """An operator has the engine finish what it has and take no new requests; details: retry_after_s.
+
+    A drain lasts minutes, so a client that can go elsewhere should.
+    """
 
     code = "draining"
     http_status = 503
+
+    def __init__(self, message: str, **details: Detail) -> None:
+        super().__init__(message, **{"retry_after_s": 30, **details})
 
 
 class EngineClosed(EngineError):

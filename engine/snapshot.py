@@ -357,8 +357,9 @@ class TenSeconds(msgspec.Struct, frozen=True, kw_only=True):
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """A change or an event, to be drawn into the graphs. at: unix time.
 
-    kind: "knob" for what an operator turned; "worker" for a worker's death, "failure" for any other failure, "load" and
-    "swap" for models. A kind that is not known is drawn as an event.
+    kind: "knob" for what an operator turned; of alerts "worker" for a worker's death, "failure" for other failures and
+    "warning" for all else; "load", "swap" and "unload" for models, "drain" for a drain's beginning and end. A kind that
+    is not known is drawn as an event.
     Where it was a knob: knob is the setting's name, before and after its values, model whose it is; and settled_at when
     the workers had done what it asks for, None as long as they have not.
     """
@@ -380,8 +381,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Something that went wrong: `count` times for the same cause, first at `at`, last at `last_at`.
 
     id: unique over restarts of the engine, rising.  cause: of a list of codes, such as worker_died; subject: whose it
-    was, a worker, a model or a client.  text: what happened; done: what the engine did about it; advice: what an
-    operator can do. Times are unix times.
+    was, a worker, a model, a client, a device or a file.  text: what happened; done: what the engine did about it;
+    advice: what an operator can do. Times are unix times.
     """
 
     id: int

@@ -14,6 +14,7 @@ import msgspec
 from console.chats.records import ChatSettings, Conversation, Preset, Role, SecondBranch, Tree, Turn, TurnNote
 from engine.errors import EngineError
 from engine.system.files import make_private_file, make_private_folder
+from engine.system.slow_disk import writes
 
 # The tables that conversations are kept in, and how files of earlier versions become files of this one.
 
@@ -237,7 +238,7 @@ class ChatStore:
         """Do `work` in one transaction; where the file takes it no more, in memory from then on."""
         for _ in range(2):
             try:
-                with transaction(self._db):
+                with writes.timed(self._path), transaction(self._db):
                     return work(self._db)
             except sqlite3.Error as error:
                 self._go_on_in_memory(error)

@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 
 from engine.system.files import make_private_folder, private_opener
+from engine.system.slow_disk import writes
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class LineWriter:
             self._lines.put_nowait(line)
         except queue.Full:
             self.lost += 1
+            writes.lost(self._path)
 
     def close(self) -> None:
         """Write what is left, within seconds."""
@@ -87,9 +89,10 @@ class LineWriter:
 
     def _write(self, data: bytes, lines: int) -> None:
         try:
-            file = self._ready_for(len(data))
-            while data:
-                data = data[file.write(data) :]
+            with writes.timed(self._path):
+                file = self._ready_for(len(data))
+                while data:
+                    data = data[file.write(data) :]
             self._complained = False
         except OSError as error:
             self.lost += lines

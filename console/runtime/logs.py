@@ -16,6 +16,7 @@ from pathlib import Path
 from console.settings.schema import LogLevel, log_dir
 from engine.system.files import make_private_folder, private_opener
 from engine.system.log import LogRing, PrintableFormatter, RingHandler
+from engine.system.slow_disk import writes
 from engine.text.printable import printable
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,11 @@ class _PrivateFileHandler(RotatingFileHandler):
     """Makes files that no other user may read. A file that cannot be written is reported once, and not on stderr."""
 
     _complained = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, timed."""
+        with writes.timed(Path(self.baseFilename)):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         if not self._complained:

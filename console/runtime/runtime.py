@@ -36,7 +36,8 @@ from engine.config import AdapterSpec, ModelSpec
 from engine.devices import parse_devices
 from engine.doctor.report import Report
 from engine.engine import Engine
-from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled, UnsupportedModel
+from engine.errors import EngineBusy, EngineError, ErrorInfo, LoadCancelled, ModelLoadFailed, UnsupportedModel
+from engine.metrics.alerts import add_failed_load
 from engine.models.adapters import describe_adapter
 from engine.models.catalog import ModelEntry
 from engine.models.discover import discover
@@ -183,7 +184,11 @@ class Runtime:
             settings_for, self.live_settings.sources, self.settings, self.state_dir, name
         )
         settings = changed(fitting, changes.as_settings())
-        spec = await self._find(name, partial(find_model, settings, name))
+        try:
+            spec = await self._find(name, partial(find_model, settings, name))
+        except ModelLoadFailed as error:  # not a mistyped name or setting: the model or the machine is at fault
+            add_failed_load(self.engine.alerts, name, error, "Nothing was changed.")
+            raise
         own = self._free_name(spec.name) if beside and renames else spec.name
         spec = msgspec.structs.replace(spec, name=called or own)
         await self._load(spec, settings, tuned.union(changes.given()), beside)

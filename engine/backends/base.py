@@ -127,12 +127,14 @@ class TokenMask(Protocol):
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a load stands: done of total, in bytes for weights and kv_cache, in steps otherwise; total is 0 where that
-    is not known. wait: another worker on this machine makes the weights that this one will share."""
+    is not known. wait: another worker on this machine makes the weights that this one will share.
+    slow_bytes_per_s: rate at which weights come, where the load waits for a slow disk; None where it does not."""
 
     phase: LoadPhase
     done: int
     total: int
     unit: Literal["bytes", "steps", "files"] = "bytes"
+    slow_bytes_per_s: float | None = None
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +212,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens, draft_accepted: tokens drafted, and those of them that were accepted.  drafts: the same by
     position, where the backend counts them so.
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
+    oom_steps: steps that ran out of memory.
     limited: steps by what limited them, {} where that is not known.
     """
 
@@ -230,6 +233,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_accepted: int = 0
     drafts: tuple[DraftPosition, ...] = ()
     prompts_limit: int = 0
+    oom_steps: int = 0
     sequences: tuple[SequenceStats, ...] = ()
     limited: dict[StepLimit, int] = {}
 

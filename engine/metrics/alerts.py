@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.errors import ErrorInfo
+from engine.errors import EngineError, ErrorInfo, LoadCancelled
 from engine.snapshot import Alert, AlertLevel
+
+if TYPE_CHECKING:
+    from engine.metrics.meter import Meter
 
 MAX_ALERTS = 200
 MERGE_S = 120.0
 """The same cause within this time of its last occurrence counts in the same alert."""
 
+MARK_S = 10.0
+"""An alert that occurs again after a pause of this time is another mark in graphs: a client that is always refused
+would fill them."""
+
+LESS_MEMORY = "Lower max prompts or the context, or load with fewer KV cache bits."
+"""Advice where memory ran out while a model served."""
+
 _NO_MEMORY = ("out of memory", "insufficient_memory")
 
 
 class AlertLog:
-    """The newest alerts, oldest first. Belongs to the engine's loop; `latest` is a value that any thread may read."""
+    """The newest alerts, oldest first, each with a mark in the history of `meter`. Belongs to the engine's loop;
+    `latest` is a value that any thread may read."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.time) -> None:
         self.latest: tuple[Alert, ...] = ()
+        self._meter = meter
         self._clock = clock
 
     def add(
@@ -30,6 +43,9 @@ class AlertLog:
         """Add an alert, or count it in the one that has the same cause and subject. Returns it."""
         now = self._clock()
         same = self._find(cause, subject)
+        if self._meter is not None and (same is None or now - same.last_at >= MARK_S):
+            words = _WORKER_MARKS.get(cause) or cause.replace("_", " ")
+            self._meter.mark(now, f"{subject}: {words}", kind=_mark_kind(cause, level))
         if same is not None and now - same.last_at <= MERGE_S:
             alert = msgspec.structs.replace(
                 same, last_at=now, text=text, done=done, advice=advice, level=level, count=same.count + 1
@@ -67,6 +83,16 @@ class AlertLog:
 # Causes, and what an operator can do about each.
 
 
+_WORKER_MARKS = {"worker_died": "crashed", "worker_hung": "hung"}
+
+
+def _mark_kind(cause: str, level: AlertLevel) -> str:
+    """Return the kind of an alert's mark, as in Mark.kind."""
+    if cause in _WORKER_MARKS:
+        return "worker"
+    return "failure" if level == "error" or cause == "out_of_memory" else "warning"
+
+
 def cause_of_death(error: ErrorInfo) -> str:
     """Return why a worker ended: out_of_memory, worker_hung or worker_died."""
     if is_out_of_memory(error):
@@ -84,16 +110,25 @@ def advice_after_death(error: ErrorInfo) -> str:
     """Return what an operator can do about a worker that ended."""
     cause = cause_of_death(error)
     if cause == "out_of_memory":
-        return "Lower max prompts or the context, or load with fewer KV cache bits."
+        return LESS_MEMORY
     if cause == "worker_hung":
-        return "Read its last log lines. If its steps are only slow, raise --hang-seconds."
+        return "Read its last log lines. If its steps are slow, raise --hang-seconds."
     if error.details.get("signal") == "SIGKILL":
         return "Check the kernel log for the OOM killer. If it was that, load fewer workers or a smaller context."
-    return "Read what it wrote last: open the worker on the Dashboard, or Logs."
+    return "Read its last output: open the worker on the Dashboard, or Logs."
+
+
+def add_failed_load(alerts: AlertLog, name: str, error: EngineError, done: str) -> None:
+    """Add an alert of a model's load that failed; one that was cancelled did not."""
+    if isinstance(error, LoadCancelled):
+        return
+    text = error.message if error.message.startswith(name) else f"{name} could not be loaded: {error.message}"
+    cause = "out_of_memory" if is_out_of_memory(error.info) else "load_failed"
+    alerts.add(cause, name, text, done=done, advice=advice_after_load(error.info))
 
 
 def advice_after_load(error: ErrorInfo) -> str:
     """Return what an operator can do about a load that failed."""
     if is_out_of_memory(error):
         return "Load it with fewer workers, a smaller context or fewer KV cache bits; Models shows what fits."
-    return "Correct what the message names and load it again; Logs has the details."
+    return "Correct the cause and load it again; Logs has the details."

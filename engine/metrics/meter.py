@@ -11,7 +11,9 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from functools import partial
+from itertools import chain, zip_longest
+from operator import attrgetter
 
 import msgspec
 
@@ -83,6 +85,7 @@ _STATS_COUNTERS = ("preemptions", "prefix_query_tokens", "prefix_hit_tokens", "d
 """Counters of BackendStats that are counted by model under the same name."""
 
 _MAX_MARKS = 100
+"""Of each kind: many of one kind displace none of another."""
 _MAX_GAPS = 256
 
 
@@ -304,7 +307,7 @@ class Meter:
         self._second_samples: dict[str, Counter[float]] = {TTFT: Counter(), ITL: Counter()}
         self._second_limits: defaultdict[StepLimit | None, float] = defaultdict(float)
         self._limit: StepLimit | None = None
-        self._marks: deque[Mark] = deque(maxlen=_MAX_MARKS)
+        self._marks: defaultdict[str, deque[Mark]] = defaultdict(partial(deque, maxlen=_MAX_MARKS))
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -401,13 +404,15 @@ class Meter:
         kind: str = "knob",
     ) -> None:
         """Remember an operator's action or an event; see Mark."""
-        self._marks.append(Mark(at=at, text=text, knob=knob, before=before, after=after, model=model, kind=kind))
+        mark = Mark(at=at, text=text, knob=knob, before=before, after=after, model=model, kind=kind)
+        self._marks[kind].append(mark)
 
     def settle(self, model: str, at: float) -> None:
         """Note that the workers of a model are as its knobs say."""
-        for index, mark in enumerate(self._marks):
-            if mark.knob and mark.model == model and mark.settled_at is None:
-                self._marks[index] = msgspec.structs.replace(mark, settled_at=at)
+        knobs = self._marks["knob"]
+        for index, mark in enumerate(knobs):
+            if mark.model == model and mark.settled_at is None:
+                knobs[index] = msgspec.structs.replace(mark, settled_at=at)
 
     def _observe(self, counters: _ModelCounters, name: str, now: float, value: float, times: int = 1) -> None:
         counters.histograms[name].observe(value, times)
@@ -536,8 +541,8 @@ class Meter:
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """Actions of operators, oldest first."""
-        return tuple(self._marks)
+        """Actions of operators and events, oldest first."""
+        return tuple(sorted(chain(*self._marks.values()), key=attrgetter("at")))
 
     # -- since the start ----------------------------------------------------------------------------------------
 

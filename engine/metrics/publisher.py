@@ -11,7 +11,7 @@ import msgspec
 
 from engine.config import DeviceShare
 from engine.devices import account
-from engine.devices.health import DeviceWatch
+from engine.devices.health import DeviceWatch, DiskWatch
 from engine.devices.sampler import DeviceSampler
 from engine.metrics.insight import InsightCollector
 from engine.metrics.meter import E2E, ITL, TTFT, Meter
@@ -22,6 +22,7 @@ from engine.requests.causes import describe_all
 from engine.requests.tracker import RequestTracker
 from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
 from engine.system.log import LogRing
+from engine.system.slow_disk import writes
 from engine.workers.replica import Replica
 
 # Building a Snapshot out of the engine's parts: the one place where live objects become frozen values.
@@ -189,6 +190,7 @@ class SnapshotPublisher:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
         config = models.config
+        self._disk_watch = DiskWatch(models.alerts, writes)
         self.snapshot = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
     def start(self) -> None:
@@ -258,3 +260,4 @@ class SnapshotPublisher:
         for deployment in self._models:
             devices = {each.id: [share.device for share in each.shares] for each in deployment.replicas()}
             deployment.model_queue.dispatcher.router.compare(devices, now)
+        self._disk_watch.look()

@@ -94,7 +94,7 @@ class ModelManager:
         self.defaults = config
         self.first: Deployment | None = None
         self.meter = meter
-        self.alerts = AlertLog()
+        self.alerts = AlertLog(meter)
         self.tracker = RequestTracker(self, meter)
         self.busy_time = BusyTime()
         self.load_history = LoadHistoryFile(config.state_dir) if config.state_dir is not None else None
@@ -453,12 +453,13 @@ class ModelManager:
     # -- once a second ------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Once a second: replace workers that are hung, note where knobs are in effect, and let models that were not
+        """Once a second: have pools check their workers, note where knobs are in effect, and let models that were not
         asked for long sleep."""
-        for replica in self.replicas():
-            replica.check(now)
-        for deployment in self:
-            if deployment.pool is not None and deployment.pool.is_settled(deployment.config):
+        for deployment in list(self):
+            if (pool := deployment.pool) is None:
+                continue
+            pool.check(now)
+            if pool.is_settled(deployment.config):
                 self.meter.settle(deployment.spec.name, time.time())
         if any(deployment.arriving for deployment in self):
             return

@@ -24,6 +24,7 @@ from engine.placement.layer_split import (
 from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, DeviceKind, ModelCosts, Workload, costs_of
 from engine.snapshot import DeviceReading
+from engine.text.device_names import device_label
 
 # A plan of where workers go: what each device is to hold, and what it lacks, in numbers and in words.
 
@@ -81,7 +82,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def shortage(self) -> str:
         """Memory that each device lacks, as a sentence, the worst first; "" where all fits."""
         return "; ".join(
-            f"{_name(planned)}: needed {_mib(planned.used_bytes)} (weights {_mib(planned.weights_bytes)}, "
+            f"{device_label(planned.device)}: needed {_mib(planned.used_bytes)} "
+            f"(weights {_mib(planned.weights_bytes)}, "
             f"KV pages {_mib(planned.kv_bytes)}, working memory {_mib(planned.working_bytes)}) plus "
             f"{_mib(planned.headroom_bytes)} kept free, and {_mib(planned.device.free_bytes, up=False)} are free: "
             f"short by {_mib(planned.short_bytes)}"

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("engine")
 _MAX_RETRY_AFTER_S = 60
-_DRAINING_RETRY_AFTER_S = 30
-"""A drain lasts minutes: a client that can go elsewhere should."""
 
 
 class RequestAdmission:
@@ -48,8 +46,8 @@ class RequestAdmission:
         if self.draining_since is None:
             self.draining_since = time.time()
             unfinished = len(self._models.tracker.live)
-            _log.info("draining: new requests are refused, %d unfinished go on", unfinished)
-            self._models.meter.mark(self.draining_since, "drain")
+            _log.info("draining: refusing new requests, %d still running", unfinished)
+            self._models.meter.mark(self.draining_since, "drain", kind="drain")
 
     def resume(self) -> None:
         """Take new requests again, and log it. Does nothing where they are taken."""
@@ -57,12 +55,12 @@ class RequestAdmission:
             now = time.time()
             _log.info("taking new requests again after %.0f s of draining", now - self.draining_since)
             self.draining_since = None
-            self._models.meter.mark(now, "resume")
+            self._models.meter.mark(now, "resume", kind="drain")
 
     def refuse_while_draining(self) -> None:
         """Raise Draining while new requests are refused."""
         if self.draining_since is not None:
-            raise Draining("draining for maintenance: no new requests are taken", retry_after_s=_DRAINING_RETRY_AFTER_S)
+            raise Draining("draining for maintenance: new requests are refused")
 
     def admit(self, wanted: GenerateRequest) -> tuple[Request, Deployment]:
         """Return the request, which is in no queue yet, and the model that is to have it.

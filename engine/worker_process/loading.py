@@ -13,6 +13,7 @@ import msgspec
 from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
 from engine.config import AdapterSpec
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded, first_line
+from engine.system.slow_disk import ReadWatch
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.factory import BackendFactory
 from engine.worker_process.protocol import Attached, Load
@@ -23,17 +24,26 @@ _logger = logging.getLogger(__name__)
 
 
 class ProgressThrottle:
-    """Passes on the first and the last report of each phase, and of the others one per interval."""
+    """Passes on the first and the last report of each phase, and of the others one per interval; those of weights with
+    the rate of a slow disk."""
 
-    def __init__(self, send: Callable[[LoadProgress], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        send: Callable[[LoadProgress], None],
+        clock: Callable[[], float] = time.monotonic,
+        reads: ReadWatch | None = None,
+    ) -> None:
         self._send = send
         self._clock = clock
+        self._reads = reads or ReadWatch(clock)
         self._phase: LoadPhase | None = None
         self._sent_at = 0.0
 
     def report(self, progress: LoadProgress) -> None:
         """Send the report on, or drop it."""
         now = self._clock()
+        if progress.phase == "weights" and (rate := self._reads.slow_bytes_per_s(progress.done)) is not None:
+            progress = msgspec.structs.replace(progress, slow_bytes_per_s=rate)
         ends = progress.phase != self._phase or 0 < progress.total <= progress.done
         if ends or now - self._sent_at >= PROGRESS_INTERVAL_S:
             self._phase = progress.phase
@@ -87,7 +97,7 @@ def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
     error: EngineError
     try:
         if replica is None:
-            raise NoModelLoaded("the worker holds no model", state="unloaded")
+            raise NoModelLoaded("the worker has no model", state="unloaded")
         return Attached(key=adapter.key, size_bytes=replica.backend.attach(adapter))
     except EngineError as refusal:
         error = refusal

@@ -14,6 +14,7 @@ import pytest
 from console.cli.main import main
 from console.runtime.estimate import as_text, estimate_for
 from console.settings.schema import Settings
+from console.text import device_label
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.devices import HostProbe, simulated_readings
@@ -82,10 +83,10 @@ def test_the_verdict_says_how_many_tokens_each_worker_holds() -> None:
 def test_what_does_not_fit_says_what_each_device_lacks() -> None:
     found = estimated(0.1, 0.08, workers=2)
     assert not found.can_load
-    assert found.verdict.startswith("Does not fit: sim:")
+    assert found.verdict.startswith("Does not fit: SIM")
     lacking = [device for device in found.devices if device.short_bytes]
     assert lacking
-    assert [f"{device.id}: needed" in found.verdict for device in found.devices] == [
+    assert [f"{device_label(device)}: needed" in found.verdict for device in found.devices] == [
         device in lacking for device in found.devices
     ]
 
@@ -101,7 +102,7 @@ def test_simulated_devices_hold_no_more_workers_than_the_machine_that_computes_f
     devices = (*simulated_readings((24, 24)), host)
     few, many = (estimate(read_facts(spec), devices, spec, workers=workers, workload=Workload()) for workers in (3, 64))
     assert (few.fits, many.fits) == (True, False)
-    assert many.verdict.startswith("Does not fit in host RAM, which simulated devices use: cpu: needed ")
+    assert many.verdict.startswith("Does not fit in host RAM, which simulated devices use: CPU: needed ")
     assert [device.id for device in many.devices] == ["sim:0", "sim:1", "cpu"]
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from console.runtime import line_writer
 from console.runtime.line_writer import KEPT_FILES, LineWriter
+from engine.system.slow_disk import SlowWrite, WriteWatch
 
 
 def encode(line: object) -> bytes:
@@ -82,6 +84,21 @@ def test_what_cannot_be_written_is_counted_and_said_once(tmp_path: Path, caplog:
     assert writer.lost == 2
     assert len(caplog.messages) == 1
     assert "cannot be written" in caplog.text
+
+
+def test_a_queue_that_is_full_and_a_slow_disk_are_noted_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = WriteWatch(iter([0.0, 3.0, 3.0]).__next__)
+    monkeypatch.setattr(line_writer, "writes", noted)
+    monkeypatch.setattr(line_writer, "_WAITING_LINES", 1)
+    path = tmp_path / "lines"
+    writer = LineWriter(path, encode, max_bytes=10**6)
+    writer.put("one")
+    writer.put("two")
+    writer.open()
+    writer.close()
+    assert noted.take() == {path: SlowWrite(3.0, 1)}
 
 
 def test_a_line_that_cannot_be_made_is_left_out_alone(tmp_path: Path) -> None:

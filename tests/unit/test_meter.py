@@ -153,6 +153,15 @@ def test_marks_are_kept_in_order() -> None:
     assert [mark.text for mark in meter.marks] == ["workers 1 -> 2", "max_prompts 16 -> 8"]
 
 
+def test_marks_of_many_refusals_displace_none_of_another_kind() -> None:
+    meter = Meter()
+    meter.mark(1.0, "workers 1 -> 2")
+    for at in range(2, 300):
+        meter.mark(float(at), "refused", kind="warning")
+    assert meter.marks[0].text == "workers 1 -> 2"
+    assert [mark.at for mark in meter.marks[1:]] == [float(at) for at in range(200, 300)]
+
+
 def test_each_worker_has_a_rate_of_its_own_until_it_has_been_silent() -> None:
     meter = new_meter()
     produce(meter, 1.0, 8, worker="w0")

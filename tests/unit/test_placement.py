@@ -194,7 +194,7 @@ def test_headroom_is_a_share_of_the_device_and_a_floor_or_what_was_asked_for() -
 def test_a_refusal_says_what_each_device_lacks() -> None:
     found = planned(4, cards(LEAST_MIB + 100, LEAST_MIB - 100))
     error = found.refusal()
-    assert error.message.startswith("4 workers with m do not fit: cuda:")
+    assert error.message.startswith("4 workers with m do not fit: GPU")
     assert error.message.count("short by") == 2
     for name in ("cuda:0", "cuda:1"):
         assert error.details[f"{name}.short_bytes"] == (

@@ -26,7 +26,7 @@ def _call(address: str = "10.0.0.7", key: str = "", agent: str = "") -> Call:
 @pytest.mark.parametrize("status", sorted(REFUSALS))
 def test_a_burst_of_refusals_is_one_alert_with_its_total_and_what_to_do(status: int) -> None:
     clock = Clock()
-    alerts = AlertLog(clock)
+    alerts = AlertLog(clock=clock)
     refused = RefusedClients(alerts, clock)
     for _ in range(2 * BURST + 5):
         clock.now += 1
@@ -39,7 +39,7 @@ def test_a_burst_of_refusals_is_one_alert_with_its_total_and_what_to_do(status: 
 
 def test_a_few_refusals_or_slow_ones_are_no_alert() -> None:
     clock = Clock()
-    alerts = AlertLog(clock)
+    alerts = AlertLog(clock=clock)
     refused = RefusedClients(alerts, clock)
     for _ in range(BURST - 1):
         refused.refused(_call(), 401)
@@ -51,7 +51,7 @@ def test_a_few_refusals_or_slow_ones_are_no_alert() -> None:
 
 def test_clients_count_apart_by_address_and_key_whatever_program_they_name() -> None:
     clock = Clock()
-    alerts = AlertLog(clock)
+    alerts = AlertLog(clock=clock)
     refused = RefusedClients(alerts, clock)
     for number in range(BURST):
         refused.refused(_call(key="grafana", agent=f"agent/{number}"), 429)
@@ -61,7 +61,7 @@ def test_clients_count_apart_by_address_and_key_whatever_program_they_name() -> 
 
 def test_a_later_burst_is_another_alert_that_starts_at_zero() -> None:
     clock = Clock()
-    alerts = AlertLog(clock)
+    alerts = AlertLog(clock=clock)
     refused = RefusedClients(alerts, clock)
     for _ in range(2):
         for _ in range(BURST):

@@ -218,6 +218,7 @@ def test_a_step_of_prompts_without_memory_gives_up_half_of_its_budget_first() ->
     assert s.shrink()
     assert (s.limits.step_tokens, s.limits.prompts_limit, [seq.id for seq in s.running]) == (16, 1, ["a"])
     assert [s.shrink() for _ in range(3)] == [True, True, False]
+    assert s.counters.oom_steps == 6
     s.check()
 
 

@@ -27,6 +27,7 @@ from console.link.rpc import CALLS
 from engine.errors import EngineError
 from engine.models.files import home_expanded
 from engine.snapshot import LogEntry, Second
+from engine.system.slow_disk import writes
 
 # RecordingWriter: frames into a file, each small, and all of them there after a crash.
 
@@ -65,7 +66,7 @@ class RecordingWriter:
     def add(self, frame: Frame, lines: Iterable[LogEntry] = ()) -> None:
         """Keep a frame, and the log lines that came with it. One that is no later than the last is not kept."""
         at = frame.snapshot.at
-        with recording_errors(self.path):
+        with recording_errors(self.path), writes.timed(self.path):
             self._database.execute("BEGIN IMMEDIATE")
             self._add_lines(lines)
             if at > self._at:

@@ -223,6 +223,7 @@ class Counters:
     """Counts since the load; they only grow. drafted, accepted: draft tokens by how far ahead they were."""
 
     steps: int = 0
+    oom_steps: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     prompt_tokens_computed: int = 0

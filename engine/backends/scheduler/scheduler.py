@@ -255,11 +255,12 @@ class Scheduler:
         return ended
 
     def shrink(self) -> bool:
-        """Lower the limits after a step ran out of memory; return False if they are at their minimum.
+        """Count a step that ran out of memory, and lower the limits; return False if they are at their minimum.
 
         If the step computed prompts, their token budget is halved. Else, or at its minimum, the youngest quarter of the
         sequences is preempted, and only the others' number may run at once from now on.
         """
+        self.counters.oom_steps += 1
         if any(seq.num_uncomputed > 1 for seq in self._running) and self.limits.halve_tokens():
             return True
         if len(self._running) <= 1:

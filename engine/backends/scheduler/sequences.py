@@ -109,3 +109,4 @@ class Counters:
     prefix_hit_tokens: int = 0
     prompt_tokens_computed: int = 0
     preemptions: int = 0
+    oom_steps: int = 0
