@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from textual import events
 from textual.binding import Binding
 from textual.command import CommandPalette, Provider
 
@@ -259,6 +260,12 @@ class EricApp(StyledApp, inherit_bindings=False):
             return self.view.is_read_only
         return len(self.view.published.models) > 1 if action == "next_model" else True
 
+    async def on_event(self, event: events.Event) -> None:
+        """Let the screen move the focus before a key of the terminal goes to it: keys stay in their order."""
+        if isinstance(event, events.Key) and not event.is_forwarded and isinstance(self.screen, AppScreen):
+            self.screen.before_key(event)
+        await super().on_event(event)
+
     def _fatal_error(self) -> None:
         """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
         log.exception("the console failed")
@@ -287,11 +294,11 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Turn a knob by `by`."""
         self.turn(knob, self._knobs.step(self.view.snapshot, knob, by), self.view.model_name)
 
-    def turn(self, knob: str, target: float, model: str) -> None:
-        """Set a knob of a model, by the name that its marks have; "" is the only model, or the first."""
+    def turn(self, knob: KnobName, target: float, model: str) -> None:
+        """Set a knob of a model; "" is the only model, or the first."""
         self.run_worker(self._turn(knob, target, model), group="commands", exit_on_error=False)
 
-    async def _turn(self, knob: str, target: float, model: str) -> None:
+    async def _turn(self, knob: KnobName, target: float, model: str) -> None:
         knobs = self._knobs
         if not await self._perform(set_knob(self.link, knob, target, model), ""):
             knobs.refused(knob)

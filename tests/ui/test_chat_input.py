@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from textual.events import Key
 
 from console.tui.app import EricApp
 from console.tui.commands import entries
@@ -11,7 +12,7 @@ from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.help import HelpScreen
 from tests.fakes.link import FakeLink
-from tests.ui.chatting import asked, console, opened
+from tests.ui.chatting import answers, asked, console, ended, opened, questions
 from tests.ui.seen import rows, until
 
 LETTERS = "What a? [] +- q m n I 123"
@@ -108,3 +109,60 @@ async def test_no_key_is_offered_that_would_be_typed() -> None:
         found = {entry.title: entry.keys for entry in entries(app.screen)}
         assert found["Alerts: what went wrong lately"] == ""
         assert found["Copy the selected message, or the last answer"] == "^y or alt+y"
+
+
+def type_at_once(app: EricApp, text: str) -> None:
+    """Send the keys as fast as a terminal that pastes them one by one."""
+    for character in text:
+        key = "enter" if character == "\n" else KEYS.get(character, character)
+        app.post_message(Key(key, character))
+
+
+@pytest.mark.parametrize("leave", [[], ["escape"]], ids=["in the box", "after Esc"])
+async def test_fast_typing_keeps_its_order_and_enter_sends_all_that_was_typed_before_it(leave: list[str]) -> None:
+    link = FakeLink(answer="Hi")
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        await pilot.press(*leave)
+        type_at_once(app, "hello there\nand more")
+        await until(pilot, lambda: questions(pilot) == ["hello there"] and box(app).text == "and more")
+        await until(pilot, lambda: answers(pilot) == ["Hi"] and ended(pilot))
+
+
+async def test_what_is_typed_while_a_question_is_counted_stays_in_the_box() -> None:
+    link = FakeLink(answer="Hi")
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        link.hold("count_tokens")
+        type_at_once(app, "first\nsecond")
+        await until(pilot, lambda: box(app).text == "second")
+        link.release("count_tokens")
+        await until(pilot, lambda: questions(pilot) == ["first"])
+        assert box(app).text == "second"
+
+
+async def test_two_questions_sent_while_the_first_is_counted_are_asked_one_after_the_other() -> None:
+    link = FakeLink(answer="Hi")
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        link.hold("count_tokens")
+        type_at_once(app, "first\nsecond\n")
+        await until(pilot, lambda: len(link.conversation.counted) > 1 and not box(app).text)
+        link.release("count_tokens")
+        await until(pilot, lambda: questions(pilot) == ["first", "second"])
+
+
+async def test_a_question_that_is_refused_comes_back_before_what_was_typed_since() -> None:
+    link = FakeLink()
+    link.conversation.context = 8
+    app = console(link)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await opened(pilot)
+        link.hold("count_tokens")
+        type_at_once(app, "a b c d e f g h i\nand more")
+        await until(pilot, lambda: box(app).text == "and more")
+        link.release("count_tokens")
+        await until(pilot, lambda: box(app).text == "a b c d e f g h i\nand more")

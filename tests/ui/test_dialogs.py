@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input
@@ -100,3 +101,12 @@ async def test_a_key_of_a_dialog_can_be_clicked() -> None:
         answers = await asked(pilot)
         await pilot.click(offset=(rows(app)[-1].index("Unload"), 23))
         await until(pilot, lambda: answers == [True])
+
+
+async def test_enter_accepts_all_that_was_typed_before_it_however_fast() -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test() as pilot:
+        lines = await typed(pilot)
+        for key in (*"a-long-name", "enter"):
+            app.post_message(Key(key, key if len(key) == 1 else None))
+        await until(pilot, lambda: lines == ["a-long-name"])

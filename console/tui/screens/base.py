@@ -49,6 +49,9 @@ class AppScreen(Screen[T]):
     def show_view(self, view: View) -> None:
         """Draw `view`, and nothing that was read otherwise; called four times a second while the screen can be seen."""
 
+    def before_key(self, event: events.Key) -> None:
+        """Move the focus, where a key is for another widget; called before the key goes to the one with the focus."""
+
     def redraw(self) -> None:
         """Draw the app's current view again, after a change on this side."""
         self.show_view(self.console.view)
@@ -105,12 +108,21 @@ class Dialog(ModalScreen[T], AppScreen[T]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether Enter accepts where the focus is."""
-        return action != "accept" or isinstance(self.focused, Input)
+        return action != "accept_typed" or isinstance(self.focused, Input)
+
+    def action_accept_typed(self) -> None:
+        """Accept, once the field has the keys before this one: its binding has priority, which they have not."""
+        (self.focused or self).call_later(self.action_accept)
+
+    def action_accept(self) -> None:
+        """Accept the form."""
 
 
 def accept_key(words: str) -> ConsoleBinding:
     """Return the key that accepts a form. words: what that does."""
-    return ConsoleBinding("enter", "accept", words, id="form.accept", tooltip="Accept", priority=True, primary=True)
+    return ConsoleBinding(
+        "enter", "accept_typed", words, id="form.accept", tooltip="Accept", priority=True, primary=True
+    )
 
 
 class ConsoleScreen(AppScreen[None]):

@@ -9,6 +9,7 @@ from pathlib import Path
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
+from textual.widgets import Input, TextArea
 
 from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat
 from console.chats.export import Kind, export, file_name, from_json, read_into, to_json, to_markdown
@@ -129,20 +130,17 @@ class ConversationsScreen(ConsoleScreen):
         """A character is typed wherever the focus is: it is never a command of the console."""
         return character is not None and character.isprintable()
 
-    def on_key(self, event: events.Key) -> None:
-        """Put what is typed outside the box into it."""
-        if event.is_printable and "+" not in event.key:
-            self._type(event.character or "")
-            event.stop()
+    def before_key(self, event: events.Key) -> None:
+        """Have what is typed outside a box go into the question's, from the first character on."""
+        is_typed = event.is_printable and "+" not in event.key
+        if is_typed and not isinstance(self.focused, Input | TextArea) and (box := self.query(ChatInput)):
+            self.set_focus(box.first())
 
     def on_paste(self, event: events.Paste) -> None:
-        """Likewise what is pasted."""
-        self._type(event.text)
-
-    def _type(self, text: str) -> None:
+        """Put what is pasted outside a box into the question's."""
         box = self.query_one(ChatInput)
         box.focus()
-        box.insert(text)
+        box.insert(event.text)
 
     async def on_unmount(self) -> None:
         """The console closes: what came is kept."""

@@ -106,7 +106,7 @@ class ChatInput(TextArea):
 
     @dataclass
     class Submitted(Message):
-        """A question was sent. Its receiver clears the box; a refused question stays there."""
+        """A question was taken out of the box. Its receiver sends it, or puts it back."""
 
         text: str
         editing: Turn | None
@@ -124,10 +124,21 @@ class ChatInput(TextArea):
         self.border_title = "Edit the question: enter sends it as a new branch, esc cancels" if question else None
         self.move_cursor(self.document.end)
 
+    def put_back(self, question: Submitted) -> None:
+        """Put a question that was not sent back, before what was typed since."""
+        typed = self.text
+        self.ask_otherwise(question.editing or self.editing)
+        self.text = f"{question.text}\n{typed}" if typed else question.text
+        self.move_cursor(self.document.end)
+
     def action_send(self) -> None:
-        """Post the question, if there is one."""
+        """Take the question out and post it, once the keys before this one have been typed."""
+        self.call_later(self._take)
+
+    def _take(self) -> None:
         if self.text.strip():
-            self.post_message(self.Submitted(self.text.strip(), self.editing))
+            self.post_message(self.Submitted(self.text, self.editing))
+            self.ask_otherwise(None)
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key in ("ctrl+j", "shift+enter"):

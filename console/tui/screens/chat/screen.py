@@ -108,6 +108,7 @@ class ChatScreen(ConversationsScreen):
         super().__init__()
         self._copied: tuple[int, int] = (0, 0)
         """The answer whose code was copied last, and the number of that block."""
+        self._sending = asyncio.Lock()
 
     def offers(self, node: DOMNode, binding: Binding) -> bool:
         """There is nothing to stop but an answer under way."""
@@ -127,37 +128,42 @@ class ChatScreen(ConversationsScreen):
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def on_chat_input_submitted(self, event: ChatInput.Submitted) -> None:
-        """Send a question to every pane, if there is who could answer it; once, however often Enter was pressed."""
-        if self._ready() and not any(each.group == "send" for each in self.workers if each.is_running):
+        """Send a question to every pane, after those before it; without a model it goes back into the box."""
+        if self._ready():
             self.run_worker(self._send(event), group="send", exit_on_error=False)
+        else:
+            self.query_one(ChatInput).put_back(event)
 
     async def _send(self, event: ChatInput.Submitted) -> None:
-        """A question that is too long stays in the box."""
-        if await self._too_long(event):
-            return
+        async with self._sending:
+            if await self._too_long(event) or not await self._ask(event):
+                self.query_one(ChatInput).put_back(event)
+
+    async def _ask(self, event: ChatInput.Submitted) -> bool:
+        """Return whether the question is in the conversation."""
         await self._halt()
         try:
             if event.editing is not None:
-                asked = self._chat.edit(event.editing, event.text)
+                asked = self._chat.edit(event.editing, event.text.strip())
             else:
-                self._chat.ask(event.text)
+                self._chat.ask(event.text.strip())
                 asked = self._chat.branches
         except EngineError as error:
             self.notify(error.message, severity="error", markup=False)
-            return
-        self.query_one(ChatInput).ask_otherwise(None)
+            return False
         self._show_list()
         for pane in self._panes:
             pane.transcript.select(None)
             if pane.branch in asked:
                 await self._try(pane.answer())
         self._changed()
+        return True
 
     async def _too_long(self, event: ChatInput.Submitted) -> bool:
         """Return whether a pane's context is too small, and notify. A draft that is not counted in time is sent."""
         try:
             async with asyncio.timeout(COUNT_PATIENCE_S):
-                counts = [await pane.count(event.text, event.editing) for pane in self._panes]
+                counts = [await pane.count(event.text.strip(), event.editing) for pane in self._panes]
         except (EngineError, TimeoutError):
             return False
         least = min(counts, key=lambda count: count.left)
