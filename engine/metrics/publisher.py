@@ -60,11 +60,11 @@ def build_snapshot(
                 model=deployment.spec.name,
                 max_prompts=deployment.config.max_prompts,
                 tokens_per_s=meter.output_tokens_per_s(now, replica.id),
+                slowness=deployment.model_queue.dispatcher.router.slowness(replica.id),
                 why=describe_all(tracker.causes.recent(replica.id), knobs[deployment.key]),
             )
             for deployment in models
             for replica in deployment.replicas()
-                slowness=deployment.model_queue.dispatcher.router.slowness(replica.id),
         ),
         requests=(*_live_rows(tracker, replicas, now), *reversed(tracker.recent)),
         queued=queued,
@@ -185,12 +185,12 @@ class SnapshotPublisher:
         self._insight = insight
         self._log = log
         self._device_watch = DeviceWatch(models.alerts)
+        self._disk_watch = DiskWatch(models.alerts, writes)
         self._started = 0.0
         self._disagreement = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
         config = models.config
-        self._disk_watch = DiskWatch(models.alerts, writes)
         self.snapshot = Snapshot(at=time.time(), target_workers=config.num_workers, max_prompts=config.max_prompts)
 
     def start(self) -> None:
@@ -251,13 +251,13 @@ class SnapshotPublisher:
         )
         if not self._tracker.live:
             self._check_accounts()
-        self._tracker.tick([replica.id for replica in replicas])
-        self._insight.tick(now, time.time(), replicas)
-        self._device_watch.look(self.snapshot.devices)
-        self._models.tick(now)
-        self._sampler.poll(self._models.pids())
-        self._timers["tick"] = loop.call_later(_TICK_S, self._tick)
         for deployment in self._models:
             devices = {each.id: [share.device for share in each.shares] for each in deployment.replicas()}
             deployment.model_queue.dispatcher.router.compare(devices, now)
+        self._tracker.tick([replica.id for replica in replicas])
+        self._insight.tick(now, time.time(), replicas)
+        self._device_watch.look(self.snapshot.devices)
         self._disk_watch.look()
+        self._models.tick(now)
+        self._sampler.poll(self._models.pids())
+        self._timers["tick"] = loop.call_later(_TICK_S, self._tick)
