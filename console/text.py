@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -63,17 +64,7 @@ def in_unit(size_bytes: float, unit: str) -> str:
     return gib(size_bytes) if unit == "GiB" else f"{size_bytes / _KIB**2:,.0f}"
 
 
-def seconds(value_s: float | None) -> str:
-    """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
-    if value_s is None:
-        return "–"
-    if 0 < value_s < 0.0095:
-        return f"{value_s * 1000:.1f} ms"
-    if value_s < 0.9995:
-        return f"{value_s * 1000:.0f} ms"
-    if value_s < 99.95:
-        return f"{value_s:.2f} s" if value_s < 9.995 else f"{value_s:.1f} s"
-    return f"{int(value_s // 60)}:{int(value_s % 60):02d}"
+seconds = format_seconds
 
 
 def count(value: float) -> str:
@@ -201,11 +192,20 @@ def duration(seconds: float) -> str:
     return f"{seconds // _DAY_S:.0f} d {seconds % _DAY_S // _HOUR_S:.0f} h"
 
 
-# What devices are called on the screen: short, and never hiding that one is simulated or on another machine.
+# Names of clients and requests.
+
+_MADE_ID = re.compile(r"[a-z]+[-_](?P<own>[0-9a-f]{8})[0-9a-f]{8,}(?P<choice>-\d+)?")
 
 
+def client_name(address: str, key: str = "", program: str = "") -> str:
+    """ "shop@10.0.0.17 curl/8.5.0": the key and the program where there are any."""
+    return f"{key}@{address} {program}".strip() if key else f"{address} {program}".strip()
 
 
+def request_id(full: str) -> str:
+    """The part of an id made by this program that differs from others; any other id in full."""
+    made = _MADE_ID.fullmatch(full)
+    return full if made is None else f"{made['own']}{made['choice'] or ''}"
 
 
 # Names of several devices.

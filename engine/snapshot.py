@@ -161,6 +161,8 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int = 0
     queued: int = 0
     running: int = 0
+    step_tokens: int = 0
+    threads: int = 0
     idle_unload_s: float = 0.0
     adapters: tuple[AdapterReading, ...] = ()
     planned: tuple[DeviceShare, ...] = ()
@@ -253,9 +255,9 @@ class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):
     active: int = 0
     max_prompts: int = 0
     tokens_per_s: float = 0.0
+    slowness: float = 1.0
     progress: LoadProgress | None = None
     stats: BackendStats = BackendStats()
-    slowness: float = 1.0
     kv_tokens: int = 0
     step_s: float = 0.0
     rss_bytes: int = 0
@@ -277,7 +279,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request: live, or among the last finished. queued_s runs until a worker took it; itl_s is its mean.
 
     order: its arrival number, unique in the engine, from 1.  created_at: unix time; 0.0 is "not known".
-    key_name: name of its API key, "" without one.
+    client: who shares the queue fairly with others.  address, key_name, program: what its client is, as the API counts
+    clients; "" for what it lacks, as requests of this program itself have no address.
     """
 
     id: str
@@ -302,6 +305,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     order: int = 0
     created_at: float = 0.0
     key_name: str = ""
+    address: str = ""
+    program: str = ""
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -434,8 +439,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine at `at` (unix time). history: oldest first, at most 600 seconds; hour: the last hour in tens.
 
-    status, target_workers, max_prompts: of the first model, the one that requests without a name go to; all the rest is
-    over all models.
+    status and the knobs (target_workers, max_prompts, step_tokens, threads, idle_unload_s): of the first model, the one
+    that requests without a name go to; all the rest is over all models.
     errors_per_min: requests that failed or timed out in the last minute.  alerts: oldest first.
     why: what the time of all requests went into, over the last minute.
     draining_since: unix time since which new requests are refused until an operator resumes; None while they are taken.
@@ -447,6 +452,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelReading, ...] = ()
     target_workers: int = 0
     max_prompts: int = 0
+    step_tokens: int = 0
+    threads: int = 0
+    idle_unload_s: float = 0.0
     max_queue: int = 0
     devices: tuple[DeviceReading, ...] = ()
     workers: tuple[WorkerReading, ...] = ()

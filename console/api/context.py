@@ -190,8 +190,8 @@ class ApiContext:
         most = max(MAX_PROMPT_LOGPROBS, model.loaded.max_model_len)
         if wanted > most:
             raise InvalidRequest(
-                f"This asks for {wanted} log-probabilities of prompt tokens, with the {params.prompt_logprobs} "
-                f"alternatives to each; the limit is {most}",
+                f"prompt_logprobs would return {wanted} log-probabilities, with {params.prompt_logprobs} alternatives "
+                f"per prompt token; the limit is {most}",
                 param="prompt_logprobs",
             )
 
@@ -208,7 +208,7 @@ class ApiContext:
         InvalidRequest where it exceeds the settings."""
         self.check_choices(len(prompts), body.answers_each)
         self._check_prompt_logprobs(prompts, body.answers_each, params, model)
-        params = apply_limits(params, self.settings)
+        params, call = apply_limits(params, self.settings), call_of(request)
         generation = Generation(
             self.engine,
             request_id,
@@ -217,10 +217,14 @@ class ApiContext:
             body.answers_each,
             model=model,
             client=client_of(request),
-            key_name=call_of(request).key,
+            key_name=call.key,
+            address=call.address,
+            program=call.program,
             tenant=tenant_of(request),
             cache_salt=body.cache_salt,
             priority=-body.priority,
+            arrived=call.arrived,
+            why=body.why,
         )
         return self._running_generation(request, generation)
 
@@ -228,6 +232,7 @@ class ApiContext:
         self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AbstractAsyncContextManager[Generation]:
         """Return a generation of the prompts' vectors, as `generate` does: each answer has one, and nothing else."""
+        call = call_of(request)
         generation = Generation(
             self.engine,
             request_id,
@@ -235,9 +240,12 @@ class ApiContext:
             SamplingParams(max_tokens=0),
             model=model,
             client=client_of(request),
-            key_name=call_of(request).key,
+            key_name=call.key,
+            address=call.address,
+            program=call.program,
             tenant=tenant_of(request),
             priority=-body.priority,
+            arrived=call.arrived,
             embed=True,
         )
         return self._running_generation(request, generation)
@@ -252,6 +260,8 @@ class ApiContext:
                 await generation.submit()
             release_bytes(request)
             yield generation
+            if call_of(request).began:
+                generation.read_to_end()
         finally:
             self._running.discard(generation)
             generation.cancel()
@@ -281,7 +291,7 @@ def apply_limits(params: SamplingParams, settings: ApiSettings) -> SamplingParam
         return params
     if params.max_tokens is not None and params.max_tokens > limit:
         raise InvalidRequest(
-            f"max_tokens is {format_number(params.max_tokens)}; an answer may have {limit} here", param="max_tokens"
+            f"max_tokens is {format_number(params.max_tokens)}; the limit is {limit}", param="max_tokens"
         )
     return structs.replace(params, max_tokens=limit) if params.max_tokens is None else params
 

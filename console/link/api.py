@@ -85,19 +85,21 @@ class DialectReading(msgspec.Struct, frozen=True, kw_only=True):
 class ClientReading(msgspec.Struct, frozen=True, kw_only=True):
     """A client that asks now, or did within the last minute: an address with a key and a program.
 
-    key: the name of its key, "" for none.  since: unix time of the first request of those that kept it here.
+    key: the name of its key, "" for none.  program: as its User-Agent begins, "curl/8.5.0".
+    since: unix time of the first request of those that kept it here.
     """
 
     address: str
     key: str = ""
-    agent: str = ""
+    program: str = ""
     under_way: int = 0
     requests: int = 0
     since: float = 0.0
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended in an error. at: unix time; path without its query, and nothing of any body."""
+    """A request that ended in an error. at: unix time; client: its address; path without its query, and
+    nothing of any body."""
 
     at: float
     status: int
@@ -105,6 +107,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     client: str = ""
     key: str = ""
+    program: str = ""
     method: str = ""
     path: str = ""
 

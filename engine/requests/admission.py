@@ -53,7 +53,7 @@ class RequestAdmission:
         """Take new requests again, and log it. Does nothing where they are taken."""
         if self.draining_since is not None:
             now = time.time()
-            _log.info("taking new requests again after %.0f s of draining", now - self.draining_since)
+            _log.info("accepting requests again after %.0f s of draining", now - self.draining_since)
             self.draining_since = None
             self._models.meter.mark(now, "resume", kind="drain")
 
@@ -101,6 +101,8 @@ class RequestAdmission:
             adapter_key=deployment.adapters.key(wanted.adapter),
             client=wanted.client,
             key_name=wanted.key_name,
+            address=wanted.address,
+            program=wanted.program,
             cache_scope=self._cache_scope(wanted),
             shared_tokens=wanted.shared_tokens if self.prefix_sharing == "system" and not wanted.cache_salt else 0,
             encode=wanted.encode,
@@ -133,12 +135,12 @@ class RequestAdmission:
         taken: no one can fill it for the others.
         """
         if request_id in self._models.tracker.live:
-            raise InvalidRequest(f"a request with the id {request_id} is being worked on already", param="id")
+            raise InvalidRequest(f"request id {request_id} is already in use", param="id")
         limit, queue = self._models.defaults.max_queue, deployment.model_queue
         free = sum(slot.free for slot in deployment.slots())
         if queue.queued >= limit + free and not queue.has_share_left(client, limit):
             raise QueueFull(
-                f"the queue is full: {queue.queued} of max {limit} requests wait; try again later",
+                f"the queue is full: {queue.queued} of max {limit} requests; try again later",
                 queued=queue.queued,
                 limit=limit,
                 retry_after_s=self._retry_after_s(),
@@ -165,7 +167,7 @@ def fit_request(request: Request, spec: ModelSpec, model: LoadedModel, tokenizer
     if request.embed:
         params = embedding_params(params, model)
     if request.generated and len(request.generated) >= (params.max_tokens or 0):
-        raise ContextLengthExceeded("the answer has all the tokens that there is room for")
+        raise ContextLengthExceeded("no room left for more tokens")
     request.params = params
     request.end_token_ids = end_tokens(params, tokenizer.eos_token_ids)
 
@@ -197,7 +199,7 @@ def resolve_timeout(timeout_s: float | None, default_s: float) -> float:
         return default_s
     if not math.isfinite(timeout_s) or timeout_s < 0:
         raise InvalidRequest(
-            f"timeout_s is {timeout_s:g}; it must be 0 (no limit) or more seconds", param="timeout_s", value=timeout_s
+            f"timeout_s is {timeout_s:g}; it must be 0 (no limit) or more", param="timeout_s", value=timeout_s
         )
     return timeout_s
 
@@ -206,7 +208,7 @@ def embedding_params(params: SamplingParams, model: LoadedModel) -> SamplingPara
     """`params` of a request for a prompt's vector; raises InvalidRequest where the model's backend makes none."""
     if not model.hidden_size:
         raise InvalidRequest(
-            f"embeddings are not supported by the {model.backend} backend: it gives tokens, and no hidden states",
+            f"embeddings are not supported by the {model.backend} backend, which returns no hidden states",
             backend=model.backend,
         )
     return msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
@@ -225,7 +227,7 @@ def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[in
 
 def _check_tokens(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
     if not prompt_ids:
-        raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
+        raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
     for param, ids in (
         ("prompt", prompt_ids),
         ("logit_bias", params.logit_bias),
@@ -236,7 +238,7 @@ def _check_tokens(prompt_ids: Sequence[int], params: SamplingParams, vocab_size:
         worst = next((bound for bound in (min(ids), max(ids)) if not 0 <= bound < vocab_size), None) if ids else None
         if worst is not None:
             raise InvalidRequest(
-                f"{param} has the token {worst}; the model's tokens are 0 to {vocab_size - 1}", param=param, value=worst
+                f"{param} has token {worst}; the model has tokens 0 to {vocab_size - 1}", param=param, value=worst
             )
 
 

@@ -47,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     queue included; None takes the engine's default, 0 is no limit.  model: the name it is for; "" is the first one.
     key: the deployment (ModelReading.key) whose tokenizer made prompt_ids; "" is the one that `model` means now.
     adapter: a LoRA adapter of that model.  client: who shares the queue fairly with others.  key_name: of its API key.
+    address, program: of its client, for the request table.
     tenant: shares the prefix cache with no other tenant (EngineConfig.prefix_sharing).  cache_salt: nor with requests
     of the tenant that have another one.  shared_tokens: leading tokens of prompt_ids that hold its system prompt alone.
     encode: makes prompt_ids again for another model's tokenizer, where the request may go to any.
@@ -68,6 +69,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     client: str = ""
     key_name: str = ""
+    address: str = ""
+    program: str = ""
     tenant: str = ""
     cache_salt: str = ""
     shared_tokens: int = 0
@@ -75,10 +78,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: Choices | None = None
     continues: bool = False
     embed: bool = False
+    arrived: float | None = None
     waited: Mapping[Cause, float] = {}
 
 
-    arrived: float | None = None
 @dataclass(slots=True, eq=False)
 class Request:
     """One admitted request from submit to its last delta. Times are the event loop's clock, in seconds.
@@ -116,6 +119,8 @@ class Request:
     adapter_key: str = ""
     client: str = ""
     key_name: str = ""
+    address: str = ""
+    program: str = ""
     cache_scope: str = ""
     shared_tokens: int = 0
     encode: Encode | None = None
@@ -230,6 +235,8 @@ class Request:
             model=self.model,
             client=self.client,
             key_name=self.key_name,
+            address=self.address,
+            program=self.program,
             priority=self.priority,
             order=self.order,
             created_at=self.created_at,

@@ -16,7 +16,7 @@ async def test_a_dialect_that_is_off_says_so_and_the_others_answer(api: Served) 
     for path in ("/v1/completions", "/v1/chat/completions"):
         error = await api.refusal(path, status=404, **PROMPT)
         assert error["code"] == "dialect_off"
-        assert error["message"] == f"{path} is switched off: this server does not answer the OpenAI dialect now"
+        assert error["message"] == f"{path} is off: the OpenAI dialect is disabled on this server"
     for path in ("/v1/models", "/v1/models/any"):
         assert (await told(api, "GET", path, {}))[0] == 404
     await api.post("/generate", **PROMPT)
@@ -34,7 +34,7 @@ async def test_a_dialect_stays_off_when_the_server_is_started_again(api: Served)
 
 
 async def test_a_dialect_that_there_is_not_is_refused_by_name(api: Served) -> None:
-    with pytest.raises(InvalidRequest, match="Unknown dialect smoke; there are: openai, generate"):
+    with pytest.raises(InvalidRequest, match="Unknown dialect smoke; available: openai, generate"):
         await api.server.switch_dialect("smoke", False)
 
 
@@ -54,14 +54,23 @@ async def test_every_dialect_says_its_routes_and_how_often_it_was_asked(api: Ser
 async def test_clients_are_told_apart_by_address_key_and_program(keyed: Served) -> None:
     app, watcher = await bearer(keyed, "app", "use"), await bearer(keyed, "watcher", "watch")
     for headers, path in ((app, "/v1/models"), (app, "/v1/models"), (watcher, "/metrics")):
-        await told(keyed, "GET", path, {**headers, "User-Agent": "test/1"})
+        await told(keyed, "GET", path, {**headers, "User-Agent": "test/1 (of its kind)"})
     await told(keyed, "GET", "/v1/models", {"Authorization": "Bearer wrong"})
     clients = keyed.server.report().clients
-    assert {(each.address, each.key, each.agent, each.requests) for each in clients} == {
+    assert {(each.address, each.key, each.program, each.requests) for each in clients} == {
         ("127.0.0.1", "app", "test/1", 2),
         ("127.0.0.1", "watcher", "test/1", 1),
     }
     assert all(each.under_way == 0 for each in clients)
+
+
+async def test_requests_and_the_report_name_the_same_clients(keyed: Served) -> None:
+    app = await bearer(keyed, "app", "use")
+    for agent in ("test/1 (of its kind)", "test/2"):
+        await told(keyed, "POST", "/v1/completions", {**app, "User-Agent": agent}, **PROMPT)
+    rows = {(row.address, row.key_name, row.program) for row in keyed.engine.publish().requests}
+    assert rows == {("127.0.0.1", "app", "test/1"), ("127.0.0.1", "app", "test/2")}
+    assert rows == {(each.address, each.key, each.program) for each in keyed.server.report().clients}
 
 
 async def test_workers_are_shared_by_made_keys_and_else_by_addresses(keyed: Served) -> None:

@@ -112,10 +112,10 @@ REPORT = ApiReport(
     ),
     clients=(
         ClientReading(
-            address="10.0.0.17", key="app", agent="OpenAI/Python 2.8.0", under_way=11, requests=1904, since=NOW - 5400
+            address="10.0.0.17", key="app", program="OpenAI/Python", under_way=11, requests=1904, since=NOW - 5400
         ),
-        ClientReading(address="10.0.0.23", key="app", agent="axios/1.7.9", under_way=3, requests=88, since=NOW - 260),
-        ClientReading(address="10.0.0.5", key="grafana", agent="Prometheus/3.1.0", requests=235, since=NOW - 86_000),
+        ClientReading(address="10.0.0.23", key="app", program="axios/1.7.9", under_way=3, requests=88, since=NOW - 260),
+        ClientReading(address="10.0.0.5", key="grafana", program="Prometheus/3.1.0", requests=235, since=NOW - 86_000),
     ),
     failures=(
         Failure(

@@ -87,7 +87,7 @@ async def test_more_workers_than_there_is_room_for_are_scrolled_to() -> None:
         await pilot.press("shift+tab", "end")
         await pilot.pause()
         assert "w15" in screen_text(app)
-        assert "req-0000" in screen_text(app)
+        assert "req-00" in screen_text(app)
 
 
 async def test_nothing_loaded_says_what_to_do() -> None:

@@ -112,7 +112,7 @@ async def test_a_word_filters_as_it_is_typed_and_escape_shows_all_again() -> Non
         every = len(table.rows)
         await pilot.press("slash", *"alice")
         await until(pilot, lambda: 0 < len(table.rows) < every)
-        assert all(row.cells[3][0][0] == "alice" for row in table.rows)
+        assert all(row.cells[2][0][0] == "alice" for row in table.rows)
         assert f"{len(table.rows)} shown" in screen_text(app)
         await pilot.press("enter")
         assert table.has_focus
@@ -134,21 +134,22 @@ async def test_v_shows_some_states_alone() -> None:
 
 async def test_g_groups_by_client_then_by_key_and_enter_shows_the_requests_of_a_group() -> None:
     snapshot = request_scenes.busy()
-    keyed = [msgspec.structs.replace(row, key_name="batch") for row in snapshot.requests[:9]]
+    keyed = [
+        msgspec.structs.replace(row, key_name="batch", address="10.0.0.5", program="curl/8.5.0")
+        for row in snapshot.requests[:9]
+    ]
     app = _app(msgspec.structs.replace(snapshot, requests=(*keyed, *snapshot.requests[9:])))
     async with app.run_test(size=(80, 24)) as pilot:
         table = await _ready(pilot)
         await pilot.press("g")
         await until(pilot, lambda: "Requests: by client" in screen_text(app))
-        assert {row.key for row in table.rows} == {"alice", "bob", "batch-7", "–"}
+        assert {row.key for row in table.rows} == {"batch@10.0.0.5 curl/8.5.0", "alice", "bob", "batch-7", "–"}
         for word in ("live", "waiting", "done", "errors", "tok/s", "out"):
             assert word in rows(app)[3], word
-        assert "Cancel" not in rows(app)[-1]
+        assert "Copy" not in rows(app)[-1]
         await pilot.press("down", "enter")
-        await until(pilot, lambda: "Requests: alice" in screen_text(app))
-        assert len(table.rows) == 15 and all(
-            row.client == "alice" for row in map(table.requests.__getitem__, range(15))
-        )
+        await until(pilot, lambda: "Requests: batch@10.0.0.5 curl/8.5.0" in screen_text(app))
+        assert len(table.rows) == 9 and all(row.key_name for row in map(table.requests.__getitem__, range(9)))
         await pilot.press("escape")
         await until(pilot, lambda: "Requests: by client" in screen_text(app))
         await pilot.press("g")
@@ -156,6 +157,19 @@ async def test_g_groups_by_client_then_by_key_and_enter_shows_the_requests_of_a_
         assert [row.key for row in table.rows] == ["batch", "–"]
         await pilot.press("g")
         await until(pilot, lambda: len(table.rows) == 57)
+
+
+async def test_x_cancels_all_live_requests_of_a_group_after_a_question() -> None:
+    app = _app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        table = await _ready(pilot)
+        await pilot.press("g", "down", "x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        group, live = table.cursor_key, [row.id for row in table.requests.live_of(table.cursor_key or "")]
+        assert len(live) > 1 and f"Cancel {len(live)} requests of {group}?" in screen_text(app)
+        await pilot.press("y")
+        await until(pilot, lambda: len(_link(app).names()) == len(live))
+        assert _link(app).commands == [("cancel_request", {"request_id": each}) for each in live]
 
 
 async def test_escape_leaves_the_groups() -> None:

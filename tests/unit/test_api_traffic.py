@@ -73,14 +73,14 @@ async def test_the_busiest_client_comes_first() -> None:
 async def test_what_is_kept_is_bounded_however_many_come() -> None:
     traffic = Traffic(Clock())
     for at in range(MAX_CLIENTS + 20):
-        call = traffic.enter(f"10.0.{at // 256}.{at % 256}", "agent " * 1000, "GET", "/" + "x" * 10_000)
+        call = traffic.enter(f"10.0.{at // 256}.{at % 256}", "agent" * 1000, "GET", "/" + "x" * 10_000)
         traffic.admit(call, "")
         call.failure = CallFailure(400, "invalid_request", "no " * 1000)
         traffic.leave(call)
     clients = traffic.clients()
     assert len(clients) == MAX_CLIENTS
     assert clients[-1].address == f"10.0.{(MAX_CLIENTS + 19) // 256}.{(MAX_CLIENTS + 19) % 256}"
-    assert max(len(client.agent) for client in clients) <= 200
+    assert max(len(client.program) for client in clients) <= 200
     failures = traffic.failures()
     assert len(failures) == LAST_FAILURES
     assert max(len(failure.message) + len(failure.path) for failure in failures) <= 400

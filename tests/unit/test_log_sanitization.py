@@ -112,12 +112,12 @@ def test_the_access_log_is_clean_json_that_says_what_was_asked() -> None:
 
 async def test_what_a_client_says_of_itself_is_shown_as_escapes() -> None:
     traffic = Traffic()
-    call = traffic.enter("10.0.0.1", f"agent {HOSTILE}", "GET", f"/z{HOSTILE}")
+    call = traffic.enter("10.0.0.1", f"agent/{HOSTILE}", "GET", f"/z{HOSTILE}")
     call.failure = CallFailure(401, "invalid_api_key", f"no {HOSTILE}")
     traffic.admit(call, "")
     (client,) = traffic.clients()
     traffic.leave(call)
     (failure,) = traffic.failures()
-    for text in (client.agent, failure.path, failure.message):
+    for text in (client.program, failure.path, failure.message):
         assert r"\x1b]52;c;QQ==\x1b" in text and ANY_UNSAFE.search(text) is None
     assert readable("half \ud800 of a character") == r"half \ud800 of a character"

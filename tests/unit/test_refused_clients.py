@@ -56,7 +56,7 @@ def test_clients_count_apart_by_address_and_key_whatever_program_they_name() -> 
     for number in range(BURST):
         refused.refused(_call(key="grafana", agent=f"agent/{number}"), 429)
         refused.refused(_call(f"10.0.1.{number}"), 429)
-    assert [(each.subject, each.count) for each in alerts.latest] == [("10.0.0.7, key grafana", 1)]
+    assert [(each.subject, each.count) for each in alerts.latest] == [("grafana@10.0.0.7", 1)]
 
 
 def test_a_later_burst_is_another_alert_that_starts_at_zero() -> None:

@@ -75,12 +75,12 @@ class RefusedClients:
         if burst.recent < BURST:
             return
         burst.since, burst.recent = now, 0
-        client = f"{call.address}, key {call.key}" if call.key else call.address
-        program = f" ({call.agent})" if call.agent else ""
+        client = text.client_name(call.address, call.key)
+        sender = text.client_name(call.address, call.key, call.program)
         self._alerts.add(
             f"client_refused_{status}",
             client,
-            f"{client}{program}: {text.plural(burst.total, 'request')} refused, {status} {refusal.reason}",
+            f"{sender}: {text.plural(burst.total, 'request')} refused, {status} {refusal.reason}",
             done="Each was answered with the reason.",
             advice=refusal.advice,
             level="warning",

@@ -60,11 +60,11 @@ class Call:
 
     scopes: what it may do.
 
-    client: None before authentication.  failure: None on success.
+    client: None before authentication.  agent: its User-Agent.  failure: None on success.
     sent_bytes: of a streamed answer.
     format_error: makes the body of an error for the client.  request_id: X-Request-Id of the answer.
     prompt_field: name of the prompt in its body.
-    began: True once the answer's headers are sent.
+    arrived: when it came, by the loop's clock.  began: True once the answer's headers are sent.
     is_allowed: returns whether it still may be answered: keys can be revoked while answers last.
     """
 
@@ -83,9 +83,15 @@ class Call:
     format_error: ErrorFormatter = envelope
     request_id: str = ""
     prompt_field: str = "prompt"
+    arrived: float = 0.0
     began: bool = False
     is_allowed: Callable[[], bool] = lambda: True
     client: _Client | None = None
+
+    @property
+    def program(self) -> str:
+        """The first product of its User-Agent: "curl/8.5.0"."""
+        return self.agent.partition(" ")[0]
 
 
 class Rate:
@@ -150,7 +156,7 @@ class Traffic:
         """Count the request for its client, once that is known: `key` is the name of its key, "" for none."""
         call.key = key
         with self._lock:
-            call.client = client = self._client((call.address, key, call.agent))
+            call.client = client = self._client((call.address, key, call.program))
             client.requests += 1
             client.under_way += 1
             client.last_at = self._now()
@@ -185,12 +191,12 @@ class Traffic:
                 ClientReading(
                     address=address,
                     key=key,
-                    agent=agent,
+                    program=program,
                     under_way=client.under_way,
                     requests=client.requests,
                     since=client.since,
                 )
-                for (address, key, agent), client in self._clients.items()
+                for (address, key, program), client in self._clients.items()
                 if client.under_way or client.last_at >= oldest
             ]
         return tuple(sorted(readings, key=lambda reading: (-reading.under_way, reading.since)))
@@ -248,6 +254,7 @@ class Traffic:
                 message=readable(failure.message),
                 client=call.address,
                 key=call.key,
+                program=call.program,
                 method=call.method,
                 path=call.path,
             )

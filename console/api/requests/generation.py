@@ -72,12 +72,17 @@ class TimeSpent(msgspec.Struct, frozen=True):
     causes_ms: dict[Cause, float]
 
 
+WhyField = TimeSpent | msgspec.UnsetType
+"""In an answer, at the end of a stream; absent where it was not requested."""
+
+
 class Generation:
     """`n` answers to each prompt, in the order prompt 0 answer 0, prompt 0 answer 1, ...
 
     Who submits it cancels it in the end, which ends whatever has not ended: a client that goes away at any moment
     leaves nothing running.
-    client, key_name, tenant, cache_salt, priority, embed: as in GenerateRequest.
+    client, key_name, address, program, tenant, cache_salt, priority, arrived, embed: as in GenerateRequest.
+    why: the causes of its time are requested.
     """
 
     def __init__(
@@ -91,10 +96,14 @@ class Generation:
         model: ServedModel,
         client: str = "",
         key_name: str = "",
+        address: str = "",
+        program: str = "",
         tenant: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        arrived: float | None = None,
         embed: bool = False,
+        why: bool = False,
     ) -> None:
         self._engine = engine
         movable = not _has_token_ids(params)
@@ -102,7 +111,7 @@ class Generation:
         groups = [Choices(n) if n > 1 else None for _ in prompts]
         self._requests = [
             GenerateRequest(
-                id=request_id if single else f"{request_id}-{i * n + choice}",
+                id=request_id if single else id_of_choice(request_id, i * n + choice),
                 prompt_ids=prompt.ids,
                 params=_params_of_choice(params, choice),
                 priority=priority,
@@ -111,6 +120,8 @@ class Generation:
                 adapter=model.adapter,
                 client=client,
                 key_name=key_name,
+                address=address,
+                program=program,
                 tenant=tenant,
                 cache_salt=cache_salt,
                 shared_tokens=prompt.shared_tokens,
@@ -118,6 +129,7 @@ class Generation:
                 choices=groups[i],
                 continues=prompt.continues,
                 embed=embed,
+                arrived=arrived,
                 waited=model.waited,
             )
             for i, prompt in enumerate(prompts)
@@ -130,6 +142,8 @@ class Generation:
         self._eos_ids = frozenset(() if params.ignore_eos else model.tokenizer.eos_token_ids)
         self._cancel_reason: EngineError | None = None
         self._streams: list[RequestStream] = []
+        self._wants_why = why
+        self._read: list[int] = []
         self._output_tokens = [0] * len(self._requests)
         self._cached_tokens = [0] * len(self._requests)
 
@@ -182,8 +196,10 @@ class Generation:
         )
 
     @property
-    def time_spent(self) -> TimeSpent:
-        """Return the causes of the time of the answer that took longest, of those that have ended."""
+    def why(self) -> WhyField:
+        """The causes of the time of the answer that took longest, once all are read; UNSET where not requested."""
+        if not self._wants_why or len(self._read) < self.size:
+            return msgspec.UNSET
         found = [stream.ledger.why(0.0) for stream in self._streams if stream.ledger is not None]
         longest = max(found, key=lambda why: why.total_s, default=Why())
         causes = {cause: round(spent * 1000, 3) for cause, spent in longest.causes.items()}
@@ -209,6 +225,8 @@ class Generation:
             async for choice, delta in merged:
                 self._output_tokens[choice] = delta.output_tokens
                 self._cached_tokens[choice] = delta.cached_tokens
+                if delta.finish is not None:
+                    self._read.append(choice)
                 if (failure := self._failure(delta)) is None:
                     yield choice, delta
                     continue
@@ -231,6 +249,11 @@ class Generation:
         for answer, texts in zip(answers, pieces, strict=True):
             answer.text = "".join(texts)
         return answers
+
+    def read_to_end(self) -> None:
+        """Charge the client for the time until now: it has taken the end of the stream."""
+        if self._read:
+            self._streams[self._read[-1]].read_to_end()
 
     def stop_reason(self, delta: StreamDelta) -> StoppedBy:
         """Return the stop string or token that ended the answer with this delta."""
@@ -289,6 +312,11 @@ def best_of_each(answers: Sequence[GeneratedAnswer], generated: int, returned: i
         for first in range(0, len(answers), generated)
         for answer in sorted(answers[first : first + generated], key=lambda answer: -answer.likelihood)[:returned]
     ]
+
+
+def id_of_choice(answer_id: str, choice: int) -> str:
+    """Return the id of one of several requests of an answer, counted from 0."""
+    return f"{answer_id}-{choice}"
 
 
 def _next_delta(stream: RequestStream) -> asyncio.Future[StreamDelta]:

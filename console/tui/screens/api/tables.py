@@ -31,9 +31,7 @@ DIALECT_COLUMNS = (
     Column("routes", 10, grow=100, drop=2),
 )
 CLIENT_COLUMNS = (
-    Column("client", 15, grow=24),
-    Column("key", 10, grow=14),
-    Column("program", 14, grow=40, drop=1),
+    Column("client", 20, grow=60),
     Column("now", 4, "right"),
     Column("requests", 8, "right"),
     Column("since", 8, "right"),
@@ -43,7 +41,7 @@ FAILURE_COLUMNS = (
     Column("status", 6, "right"),
     Column("code", 16, grow=10, drop=1),
     Column("what", 32, grow=120),
-    Column("client", 15, drop=2),
+    Column("client", 15, grow=20, drop=2),
     Column("path", 12, grow=14, drop=3),
 )
 
@@ -102,11 +100,9 @@ def client_row(client: ClientReading, now: float) -> Row:
     """Who asks, with what, and how much of it now."""
     quiet = "" if client.under_way else "$muted"
     return Row(
-        f"{client.address} {client.key} {client.agent}",
+        name := text.client_name(client.address, client.key, client.program),
         (
-            cell(client.address, "bold" if client.under_way else "$muted"),
-            cell(client.key or "–", quiet),
-            cell(client.agent or "–", "$muted"),
+            cell(name, "bold" if client.under_way else "$muted"),
             cell(str(client.under_way), "$request-decode" if client.under_way else "$muted"),
             cell(f"{client.requests:,}", quiet),
             cell(ago(now - client.since), "$muted"),
@@ -124,7 +120,7 @@ def failure_row(failure: Failure, key: str) -> Row:
             cell(str(failure.status), style),
             cell(failure.code, style),
             cell(failure.message),
-            cell(failure.client, "$muted"),
+            cell(text.client_name(failure.client, failure.key, failure.program), "$muted"),
             cell(failure.path, "$muted"),
         ),
     )

@@ -17,6 +17,7 @@ from textual.widgets import Static
 from console import text
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import Dialog
+from console.tui.screens.requests.groups import client_of
 from console.tui.screens.requests.table import clock
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
@@ -240,7 +241,8 @@ def _numbers(detail: RequestDetail) -> Iterator[Content]:
 
 
 def _from(row: RequestRow) -> str:
-    return f"{row.source}, client {row.client}" if row.client else row.source
+    client = client_of(row)
+    return f"{row.source}, client {client}" if client else row.source
 
 
 def _sampling(detail: RequestDetail, width: int) -> list[Content]:

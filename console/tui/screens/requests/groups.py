@@ -16,9 +16,15 @@ GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 UNNAMED = "–"
 """Requests without a client or a key."""
 
+
+def client_of(row: RequestRow) -> str:
+    """Return its client as every screen names it, the part of this program that sent it, or ""."""
+    return text.client_name(row.address or row.client, row.key_name, row.program)
+
+
 GROUP_OF: Mapping[Grouping, Callable[[RequestRow], str]] = {
     "none": lambda row: "",
-    "client": lambda row: row.client or UNNAMED,
+    "client": lambda row: client_of(row) or UNNAMED,
     "key": lambda row: row.key_name or UNNAMED,
 }
 
@@ -74,7 +80,7 @@ def groups_of(rows: Iterable[RequestRow], grouping: Grouping) -> list[Group]:
 
 def group_columns(grouping: Grouping) -> tuple[Column, ...]:
     """Return the columns of a table of groups."""
-    return (Column(grouping, 16, grow=30), *_COUNTS)
+    return (Column(grouping, 28, grow=32), *_COUNTS)
 
 
 def group_row(group: Group) -> Row:

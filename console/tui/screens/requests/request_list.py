@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from console.tui.screens.requests.groups import GROUP_OF, Group, Grouping, groups_of
+from console.tui.screens.requests.groups import GROUP_OF, Group, Grouping, client_of, groups_of
 from engine.requests.history import KEPT_ROWS
 from engine.snapshot import RequestRow
 
@@ -31,8 +31,7 @@ _FAILED = ("error", "timeout")
 SORTS: Mapping[str, Callable[[RequestRow], Value]] = {
     "when": lambda row: row.created_at,
     "id": lambda row: row.id,
-    "from": lambda row: row.source,
-    "client": lambda row: row.client or None,
+    "client": lambda row: client_of(row) or None,
     "model": lambda row: row.model or None,
     "state": lambda row: (_STATES[row.state], row.finish or ""),
     "worker": lambda row: (len(row.worker), row.worker) if row.worker else None,
@@ -65,7 +64,7 @@ def matches(row: RequestRow, words: Sequence[str], show: Show) -> bool:
         return False
     if not words:
         return True
-    searched = f"{row.id} {row.source} {row.client} {row.model} {row.finish or row.state}".casefold()
+    searched = f"{row.id} {row.source} {client_of(row)} {row.model} {row.finish or row.state}".casefold()
     return all(word in searched for word in words)
 
 
@@ -155,6 +154,12 @@ class RequestList:
     def groups(self) -> list[Group]:
         """Return the groups of the requests that pass the filter."""
         return groups_of((entry[4] for entry in self._shown), self.grouping)
+
+    def live_of(self, group: str) -> list[RequestRow]:
+        """Return the requests of a group that have not ended and pass the filter."""
+        name_of = GROUP_OF[self.grouping]
+        rows = (entry[4] for entry in self._shown)
+        return [row for row in rows if row.state != "finished" and name_of(row) == group]
 
     # -- order --------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from console.settings.addresses import reachable
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.api.screen import KEY_VARIABLE, curl_command, curl_line
 from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.requests.groups import client_of
 from engine.config.sampling import PARAMETERS
 from engine.errors import EngineError
 from engine.requests.history import RequestDetail
@@ -75,8 +76,8 @@ class RequestActions(ConsoleScreen):
         """Show only the requests of its client."""
         if (row := self._chosen()) is None:
             return
-        if row.client:
-            self.show_client(row.client)
+        if client := client_of(row):
+            self.show_client(client)
         else:
             self.notify("This request has no client.", severity="warning")
 

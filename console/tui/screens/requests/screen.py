@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -23,7 +24,7 @@ from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
 from engine.snapshot import RequestRow
 
-_OF_REQUESTS = frozenset({"sort", "reverse", "cancel", "copy_curl", "copy_id", "filter_client"})
+_OF_REQUESTS = frozenset({"sort", "reverse", "copy_curl", "copy_id", "filter_client"})
 
 
 class RequestsScreen(RequestActions):
@@ -97,7 +98,7 @@ class RequestsScreen(RequestActions):
         self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether a key has a meaning now: a group is neither sorted nor cancelled."""
+        """Return whether a key has a meaning now: groups are not sorted."""
         return not (self._requests.shows_groups and action in _OF_REQUESTS)
 
     def action_group(self) -> None:
@@ -176,6 +177,33 @@ class RequestsScreen(RequestActions):
         self._requests.show_group("client", client)
         if self.is_mounted:
             self._rearranged()
+
+    def action_cancel(self) -> None:
+        """Cancel the request under the cursor, or after a question all live ones of the group there."""
+        group = self.table.cursor_key
+        if not self._requests.shows_groups:
+            super().action_cancel()
+        elif group is None:
+            self.notify(f"Choose a {self._requests.grouping} with the arrow keys first.", severity="warning")
+        elif not (rows := self._requests.live_of(group)):
+            self.notify(f"{group} has no live requests.", markup=False)
+        elif self.console.view.is_read_only:
+            self._cancel_all(rows)
+        else:
+            question = ConfirmScreen(
+                f"Cancel {text.plural(len(rows), 'request')} of {group}?",
+                "The client gets the output so far.",
+                yes="Cancel them",
+                no="Keep them",
+            )
+            self.app.push_screen(question, lambda yes: self._cancel_all(rows) if yes else None)
+
+    def _cancel_all(self, rows: Sequence[RequestRow]) -> None:
+        async def cancel() -> None:
+            for row in rows:
+                await self.link.cancel_request(row.id)
+
+        self.perform(cancel(), done=f"Cancelled {text.plural(len(rows), 'request')}")
 
     def action_cancel_queued(self) -> None:
         """Cancel all that waits; ask first."""

@@ -10,7 +10,7 @@ from textual.content import Content
 
 from console import text
 from console.text import local_time
-from console.tui.screens.requests.groups import group_columns, group_row
+from console.tui.screens.requests.groups import client_of, group_columns, group_row
 from console.tui.screens.requests.request_list import RequestList, key_of
 from console.tui.view import View
 from console.tui.widgets.states import request_state
@@ -18,6 +18,7 @@ from console.tui.widgets.table import Cell, Column, Listing, OpeningTable, Row, 
 from engine.snapshot import RequestRow
 
 _PROMPT = 9
+_BAR = 10
 
 
 def prompt_progress(row: RequestRow) -> str:
@@ -26,6 +27,19 @@ def prompt_progress(row: RequestRow) -> str:
         return str(row.prompt_tokens)
     done = f"{row.computed_tokens}/{row.prompt_tokens}"
     return done if len(done) <= _PROMPT else f"{row.computed_tokens / row.prompt_tokens:.0%}"
+
+
+def progress_bar(row: RequestRow, width: int = _BAR) -> Cell:
+    """A bar of the prompt's tokens computed, then of the tokens it may give; nothing before and after."""
+    if row.state in ("queued", "finished"):
+        return ()
+    prefill = row.state == "prefill"
+    done, total = (row.computed_tokens, row.prompt_tokens) if prefill else (row.output_tokens, row.max_tokens)
+    if not total:
+        return ()
+    filled = min(width, round(done / total * width))
+    style = "$request-prefill" if prefill else "$request-decode"
+    return (("━" * filled, style), ("━" * (width - filled), "$gpu-free"))
 
 
 def empty_text(view: View) -> str:
@@ -54,16 +68,16 @@ def empty_text(view: View) -> str:
 
 _COLUMNS = (
     Column("when", 8),
-    Column("id", 12, grow=12),
-    Column("from", 6, drop=4),
-    Column("client", 8, grow=8, drop=6),
+    Column("id", 8, grow=4),
+    Column("client", 18, grow=26, drop=5),
     Column("model", 10, grow=12, drop=7),
     Column("state", 11),
+    Column("progress", _BAR, drop=4),
     Column("worker", 7, drop=3),
     Column("in", 9, "right", drop=1),
     Column("cached", 7, "right", drop=8),
     Column("out", 5, "right"),
-    Column("waited", 7, "right", drop=5),
+    Column("waited", 7, "right", drop=6),
     Column("TTFT", 6, "right"),
     Column("ITL", 6, "right"),
     Column("tok/s", 6, "right"),
@@ -135,14 +149,14 @@ def table_row(row: RequestRow) -> Row:
     state = request_state(row)
     cells: tuple[Cell, ...] = (
         cell(clock(row.created_at), "$muted"),
-        cell(row.id, quiet),
-        cell(row.source, quiet),
-        cell(row.client or "–", quiet),
+        cell(text.request_id(row.id), quiet),
+        cell(client_of(row) or "–", quiet),
         cell(row.model or "–", quiet),
         cell(f"{state.glyph} {state.word}", state.style),
+        progress_bar(row),
         cell(row.worker or "–", quiet),
         cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
-        cell(str(row.cached_tokens) if row.cached_tokens else "–", quiet),
+        cell("–" if row.worker is None else str(row.cached_tokens), quiet),
         cell(str(row.output_tokens), quiet),
         cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
         cell(text.seconds(row.ttft_s), quiet),

@@ -9,7 +9,8 @@ from textual.message import Message
 
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
-from console.tui.screens.requests.table import empty_text, prompt_progress
+from console.tui.screens.requests.groups import client_of
+from console.tui.screens.requests.table import empty_text, progress_bar, prompt_progress
 from console.tui.view import View
 from console.tui.widgets.panel import set_subtitle
 from console.tui.widgets.states import request_state
@@ -19,8 +20,8 @@ from engine.snapshot import RequestRow, Snapshot
 _BAR = 16
 _ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
 _LIVE_COLUMNS = (
-    Column("id", 12, grow=12),
-    Column("from", 6, drop=2),
+    Column("id", 8, grow=8),
+    Column("client", 12, grow=24, drop=4),
     Column("state", 11),
     Column("worker", 6, drop=1),
     Column("progress", _BAR, drop=3),
@@ -107,11 +108,11 @@ def request_row(row: RequestRow) -> Row:
     quiet = "$request-done" if ended else ""
     state = request_state(row)
     cells: tuple[Cell, ...] = (
-        cell(row.id, "$muted"),
-        cell(row.source, quiet),
+        cell(text.request_id(row.id), "$muted"),
+        cell(client_of(row) or "–", quiet),
         cell(f"{state.glyph} {state.word}", state.style),
         cell(row.worker or "–", quiet),
-        _progress(row),
+        progress_bar(row, _BAR),
         cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
         cell(str(row.output_tokens), quiet),
         cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
@@ -120,16 +121,3 @@ def request_row(row: RequestRow) -> Row:
         cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
     )
     return Row(row.id, cells)
-
-
-def _progress(row: RequestRow) -> Cell:
-    """A bar of the prompt's tokens computed, then of the tokens it may give; nothing once it ended."""
-    if row.state in ("queued", "finished"):
-        return ()
-    prefill = row.state == "prefill"
-    done, total = (row.computed_tokens, row.prompt_tokens) if prefill else (row.output_tokens, row.max_tokens)
-    if not total:
-        return ()
-    filled = min(_BAR, round(done / total * _BAR))
-    style = "$request-prefill" if prefill else "$request-decode"
-    return (("━" * filled, style), ("━" * (_BAR - filled), "$gpu-free"))

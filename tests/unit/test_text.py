@@ -1,0 +1,28 @@
+"""Numbers and names as screens show them."""
+
+from __future__ import annotations
+
+import pytest
+
+from console import text
+
+
+@pytest.mark.parametrize(
+    ("full", "shown"),
+    [
+        ("chatcmpl-7f3a91bc5d5e4f60718293a4b5c6d7e8", "7f3a91bc"),
+        ("cmpl-7f3a91bc5d5e4f60718293a4b5c6d7e8-12", "7f3a91bc-12"),
+        ("msg_7f3a91bc5d5e4f60718293a4", "7f3a91bc"),
+        ("gen-7f3a91bc5d5e4f60", "7f3a91bc"),
+        ("order-4711", "order-4711"),
+        ("", ""),
+    ],
+)
+def test_a_made_id_shows_the_part_that_differs_and_any_other_id_is_shown_in_full(full: str, shown: str) -> None:
+    assert text.request_id(full) == shown
+
+
+def test_a_client_is_named_by_key_address_and_program() -> None:
+    assert text.client_name("10.0.0.17", "shop", "curl/8.5.0") == "shop@10.0.0.17 curl/8.5.0"
+    assert text.client_name("10.0.0.17", program="curl/8.5.0") == "10.0.0.17 curl/8.5.0"
+    assert text.client_name("console") == "console"
