@@ -61,7 +61,7 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
     ("gpu_prefix_cache_queries", "As prefix_cache_queries, for older dashboards", "prefix_query_tokens"),
     ("gpu_prefix_cache_hits", "As prefix_cache_hits, for older dashboards", "prefix_hit_tokens"),
-    ("spec_decode_num_drafts", "Drafts made", "drafts"),
+    ("spec_decode_num_drafts", "Speculation steps", "drafts"),
     ("spec_decode_num_draft_tokens", "Draft tokens", "draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Accepted draft tokens", "draft_accepted"),
 )
@@ -160,7 +160,7 @@ def _vllm_counters(usage: list[ModelUsage]) -> Iterator[Metric]:
                 family.add_metric([model.name, ENGINE], value)
         yield family
     sources = CounterMetricFamily(
-        "vllm:prompt_tokens_by_source", "Prompt tokens, by source of their KV", labels=[*LABELS, "source"]
+        "vllm:prompt_tokens_by_source", "Prompt tokens, by source of their KV cache", labels=[*LABELS, "source"]
     )
     accepted = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -217,11 +217,11 @@ def _session(insight: Insight) -> Iterator[Metric]:
     session, goodput = insight.session, insight.goodput
     for name, text, value in (
         ("ericllm_busy_seconds", "Time with at least one worker computing", session.busy_s),
-        ("ericllm_judged_requests", "Requests ended, without cancelled ones", goodput.judged),
+        ("ericllm_judged_requests", "Requests ended, except cancelled", goodput.judged),
         ("ericllm_goodput_requests", "Requests ended within the SLO", goodput.within_slo),
     ):
         yield CounterMetricFamily(name, text, value=value)
-    longest = "Tokens of the longest ended request, prompt and answer"
+    longest = "Tokens of the longest request, prompt and answer"
     yield GaugeMetricFamily("ericllm_longest_context_tokens", longest, value=insight.longest_context_tokens)
     batch = GaugeMetricFamily("ericllm_mean_batch", "Mean batch size, in requests")
     if session.batch is not None:
@@ -278,7 +278,7 @@ _WORKER_GAUGES = (
     _WorkerGauge("ericllm_worker_max_prompts", "Slots of the worker (max_prompts)", lambda w: w.max_prompts),
     _WorkerGauge(
         "ericllm_worker_prompts_limit",
-        "Max requests that fit in memory, 0 while no limit was found",
+        "Max requests that fit in memory, 0 if not limited",
         lambda w: w.stats.prompts_limit,
     ),
     _WorkerGauge("ericllm_worker_deaths_in_a_row", "Crashes in a row", lambda w: w.deaths_in_a_row),
@@ -320,7 +320,7 @@ class SnapshotCollector(Collector):
 
 
 def _model_gauges(models: list[ModelNow]) -> Iterator[Metric]:
-    wanted = GaugeMetricFamily("ericllm_workers_wanted", "Workers requested by the operator", labels=["model_name"])
+    wanted = GaugeMetricFamily("ericllm_workers_wanted", "Workers set by the operator", labels=["model_name"])
     most = GaugeMetricFamily("ericllm_max_prompts", "Slots per worker (max_prompts)", labels=["model_name"])
     states = GaugeMetricFamily(
         "ericllm_model_state", "1 for the current state of the model", labels=["model_name", "state"]
@@ -374,16 +374,20 @@ def _devices(snapshot: Snapshot) -> Iterator[Metric]:
 
 _SENSORS: tuple[tuple[str, str, Callable[[DeviceReading, DeviceSensors], float | None]], ...] = (
     ("power_limit_watts", "Power limit", lambda device, _: device.power_limit_w),
-    ("memory_utilisation", "Share of time in which its memory was accessed, 0 to 1", lambda _, s: s.memory_utilisation),
+    ("memory_utilisation", "Memory interface utilisation, 0 to 1", lambda _, s: s.memory_utilisation),
     ("sm_clock_mhz", "SM clock", lambda _, s: s.sm_clock_mhz),
     ("memory_clock_mhz", "Memory clock", lambda _, s: s.memory_clock_mhz),
-    ("throttled", "1 while its clock is lowered", lambda _, s: None if (r := s.throttle_reasons) is None else bool(r)),
+    (
+        "throttled",
+        "1 while the clock is throttled",
+        lambda _, s: None if (r := s.throttle_reasons) is None else bool(r),
+    ),
     ("pcie_generation", "PCIe generation in use", lambda _, s: s.pcie_generation),
     ("pcie_width", "PCIe lanes in use", lambda _, s: s.pcie_width),
     ("pcie_rx_bytes_per_second", "Bytes received over PCIe", lambda _, s: s.pcie_rx_bytes_per_s),
     ("pcie_tx_bytes_per_second", "Bytes sent over PCIe", lambda _, s: s.pcie_tx_bytes_per_s),
     ("ecc_errors", "Uncorrected ECC errors since the driver was loaded", lambda _, s: s.ecc_errors),
-    ("xid_errors", "Xid errors kept since the engine started", lambda _, s: _count(s.xid_errors)),
+    ("xid_errors", "Xid errors since the engine started", lambda _, s: _count(s.xid_errors)),
     ("fan_ratio", "Fan speed, 0 to 1", lambda _, s: s.fan),
 )
 """Gauges of a device. One that it does not report has no sample."""

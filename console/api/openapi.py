@@ -32,12 +32,12 @@ _EVENT = {
 """A server-sent event."""
 
 _ABOUT = """\
-One engine, in the dialects of APIs that its clients know. A dialect can be switched off, and is not listed then.
+One engine behind several API dialects. Dialects that are switched off are not listed.
 
-A value that is not honoured is a 400 that names it, unless it is one at which that makes no difference: those are the
-values that a parameter marked x-refused takes. Two names of one field may stand together where they say the same. Some
-of what is checked depends on the model: its context, its vocabulary, its chat template. Streams are server-sent events
-unless said otherwise; what each event holds is x-event.
+Unsupported values return 400 and name the parameter. A parameter marked x-refused accepts only the values of its enum,
+which have no effect. Aliases of a field may be sent together if their values are equal. Some checks depend on the
+model: context length, vocabulary, chat template. Streams are server-sent events unless stated otherwise; x-event is
+the schema of an event.
 """
 
 
@@ -130,7 +130,7 @@ def _operation(place: Place, schemas: _Schemas) -> dict[str, Any]:
         "responses": {
             **_successes(place.described, schemas),
             "default": {
-                "description": "Why not, in the shape that the dialect's clients read",
+                "description": "Error, in the format of this API",
                 "content": {"application/json": {"schema": _any_of(map(schemas.error, place.error_formatters))}},
             },
         },
@@ -258,7 +258,7 @@ def _is_shape(answer: Any) -> bool:
 
 def _unknown(kind: type) -> JsonSchema:
     """Return the schema of a type that msgspec has none for: of any value, or of text, as paths are written."""
-    return {"description": "Anything"} if kind is object else {"type": "string"}
+    return {"description": "Any value"} if kind is object else {"type": "string"}
 
 
 def _error_type(formatter: ErrorFormatter) -> Any:

@@ -204,7 +204,7 @@ class ApiServer:
     async def make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits = NO_LIMITS) -> NewKey:
         """Return a new key, shown this once. Raises InvalidRequest, or KeysUnavailable where it cannot be saved."""
         made = await asyncio.to_thread(self._keys.make, name, scopes, limits)
-        log.info("key %s created; it may %s", made.name, describe_scopes(made.scopes))
+        log.info("key %s created: %s", made.name, describe_scopes(made.scopes))
         return made
 
     async def revoke_key(self, name: str) -> None:
@@ -284,9 +284,9 @@ class ApiServer:
         """Reload the certificate where its files changed."""
         try:
             if self._certificate is not None and self._certificate.renew():  # here, between two handshakes
-                log.info("the renewed certificate is in use")
+                log.info("renewed certificate loaded")
         except CannotListen as error:
-            log.warning("%s; the old certificate stays in use", error.message)
+            log.warning("%s; keeping the old certificate", error.message)
 
     def _is_reached_at(self, host: str) -> bool:
         """Return whether others reach the server at that host, without --no-auth."""

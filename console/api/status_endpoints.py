@@ -182,7 +182,7 @@ def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
     if snapshot.draining_since is not None:
         unfinished = snapshot.running + snapshot.queued
         seconds = max(0, int(snapshot.at - snapshot.draining_since))
-        raise Draining(f"Draining for {seconds} s: {unfinished} unfinished, no new requests are taken")
+        raise Draining(f"Draining for {seconds} s: {unfinished} unfinished; new requests are refused")
     status = snapshot.status
     if status.spec is not None and status.state == "idle":
         return Ready(status="idle", model=status.spec.name)
@@ -190,5 +190,5 @@ def _readiness(snapshot: Snapshot, stall_s: float) -> Ready:
         raise not_ready(status)
     own = [worker for worker in snapshot.workers if worker.model == status.spec.name]
     if not any(worker.state == "ready" and not is_stalled(worker, stall_s) for worker in own):
-        raise NoModelLoaded(f"The model {status.spec.name} is loaded, but none of its workers answers", state="ready")
+        raise NoModelLoaded(f"The model {status.spec.name} is loaded, but no worker is ready", state="ready")
     return Ready(status="ready", model=status.spec.name)

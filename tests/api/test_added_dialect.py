@@ -101,7 +101,7 @@ async def test_its_example_is_a_line_for_a_shell_that_is_answered(api: Served) -
 
 async def test_it_is_a_404_that_says_so_once_it_is_switched_off(api: Served) -> None:
     await api.server.switch_dialect("shout", False)
-    assert "does not answer the Shouting dialect" in await refused(api, 404, say="x")
+    assert "the Shouting dialect is disabled" in await refused(api, 404, say="x")
     assert "/shout" not in (await api.get("/openapi.json"))["paths"]
     await api.server.switch_dialect("shout", True)
     await api.post("/shout", say="x")

@@ -179,7 +179,7 @@ async def test_a_log_that_cannot_be_written_keeps_the_server_from_starting(tmp_p
 
 async def test_stdout_is_given_only_where_no_screen_has_it(tmp_path: Path, capfdbinary: Any) -> None:
     server = ApiServer(Engine(EngineConfig(worker_host="thread")), ApiSettings(port=0, access_log="-"))
-    with pytest.raises(CannotLog, match="the screen uses the terminal"):
+    with pytest.raises(CannotLog, match="needs --headless"):
         await server.start()
     settings = ApiSettings(port=0, access_log="-", owns_stdout=True)
     async with serving(tmp_path, settings=settings) as api:

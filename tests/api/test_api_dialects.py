@@ -137,7 +137,7 @@ async def test_one_of_them_can_be_switched_off_and_says_so_in_its_own_shape(api:
     await api.server.switch_dialect("shout", False)
     off = await asked(api, "/generate", 404, b'{"loud": 1}')
     assert off["code"] == "dialect_off"
-    assert off["oops"] == "/GENERATE IS SWITCHED OFF: THIS SERVER DOES NOT ANSWER THE SHOUTING DIALECT NOW"
+    assert off["oops"] == "/GENERATE IS OFF: THE SHOUTING DIALECT IS DISABLED ON THIS SERVER"
     await api.post("/generate", prompt="x", max_tokens=1)
     await api.server.switch_dialect("generate", False)
     await api.server.switch_dialect("shout", True)
@@ -164,6 +164,6 @@ async def test_the_settings_switch_dialects_off_from_the_start_and_no_more_than_
 
 async def test_a_dialect_that_there_is_not_is_told_by_its_name_at_the_start(tmp_path: Path) -> None:
     settings = ApiSettings(port=0, dialects_off=("shoot",))
-    with pytest.raises(InvalidRequest, match="Unknown dialect shoot; there are: openai, generate, shout"):
+    with pytest.raises(InvalidRequest, match="Unknown dialect shoot; available: openai, generate, shout"):
         async with serving(tmp_path, settings=settings, load=False):
             pass

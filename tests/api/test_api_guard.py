@@ -203,7 +203,7 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back(api: Served) 
     for _ in range(3):
         assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     sentence, wait_s = await refused(api, headers)
-    assert sentence.startswith("The key k0 may send 3 requests per minute")
+    assert sentence.startswith("Limit of key k0: 3 requests per minute")
     assert 1 <= wait_s <= 20
     assert (await told(api, "GET", "/v1/models", headers))[0] == 200
     assert (await told(api, "POST", "/v1/completions", other, **PROMPT))[0] == 200
@@ -213,7 +213,7 @@ async def test_a_key_that_used_its_tokens_waits_until_they_are_made_up_for(api: 
     headers = await limited(api, tokens_per_min=2)  # a prompt of one and an answer of two
     assert (await told(api, "POST", "/v1/completions", headers, **PROMPT))[0] == 200
     sentence, wait_s = await refused(api, headers)
-    assert "may use 2 tokens per minute" in sentence
+    assert "k0: 2 tokens per minute" in sentence
     assert 20 <= wait_s <= 30
 
 
@@ -223,7 +223,7 @@ async def test_a_key_has_so_many_requests_under_way_and_no_more(paced_api: Serve
     first = asyncio.create_task(told(api, "POST", "/v1/completions", headers, **PROMPT))
     await api.until_row(state="prefill")
     sentence, wait_s = await refused(api, headers)
-    assert "may have 1 concurrent requests" in sentence
+    assert "k0: 1 concurrent requests" in sentence
     assert wait_s == 1
     assert api.backend.gate is not None
     api.backend.gate.open()
@@ -261,7 +261,7 @@ async def test_an_address_beyond_this_machine_that_asks_too_often_is_refused(
         for _ in range(2):  # wrong keys count, too
             assert (await told(api, "GET", "/v1/models", {"X-API-Key": "guess"}))[0] == 401
         status, sentence = await told(api, "GET", "/v1/models", {"X-API-Key": "k"})
-        assert (status, sentence.startswith("One address may send 2 requests per minute")) == (429, True)
+        assert (status, sentence.startswith("Limit per address: 2 requests per minute")) == (429, True)
         assert (await told(api, "GET", "/health", {}))[0] == 200
         monkeypatch.setattr(BaseRequest, "remote", "203.0.113.8")
         assert (await told(api, "GET", "/v1/models", {"X-API-Key": "k"}))[0] == 200

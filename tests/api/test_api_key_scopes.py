@@ -54,7 +54,7 @@ async def test_a_key_that_watches_can_look_and_not_order(keyed: Served) -> None:
         status, sentence = await told(keyed, "POST", path, headers, workers=3)
         assert (status, sentence) == (
             403,
-            f"The key watcher may only watch; POST {path} needs the scope admin",
+            f"The key watcher may only read status; POST {path} needs the scope admin",
         )
 
 

@@ -63,7 +63,7 @@ async def test_a_port_that_is_taken_leaves_the_old_address_as_it_was(api: Served
     before = api.server.status()
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(CannotListen, match=r"another program listens there.* Still listening on 127\.0\.0\.1") as no,
+        pytest.raises(CannotListen, match=r"port in use by another program.* Still listening on 127\.0\.0\.1") as no,
     ):
         await api.server.listen("127.0.0.1", taken.getsockname()[1])
     assert no.value.message.count("\n") == 0
@@ -159,9 +159,9 @@ async def test_a_socket_that_a_dead_server_left_is_replaced_and_nothing_else(api
         (tmp_path / "file").write_text("precious")
         (tmp_path / "link").symlink_to(path)
         for name, reason in {
-            "other.sock": "another program listens there; choose another file",
-            "file": "a file of that name exists and is not a socket",
-            "link": "a file of that name exists and is not a socket",
+            "other.sock": "socket in use by another program; choose another file",
+            "file": "the file exists and is not a socket",
+            "link": "the file exists and is not a socket",
             "none/x.sock": f"there is no folder {tmp_path}/none",
         }.items():
             with pytest.raises(
@@ -227,7 +227,7 @@ async def test_of_two_servers_that_find_an_abandoned_socket_at_once_one_has_it(
     await runner.setup()
     await Listener(runner).open(Address(f"unix:{path}", 0))
     await asyncio.to_thread(second.join)
-    assert ended == [f"Cannot listen on unix:{path}: another program listens there; choose another file with --host"]
+    assert ended == [f"Cannot listen on unix:{path}: socket in use by another program; choose another file with --host"]
     await runner.cleanup()
 
 
@@ -235,7 +235,7 @@ async def test_a_folder_that_another_program_has_locked_is_not_waited_for_for_ev
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        with pytest.raises(CannotListen, match="another program has the folder locked"):
+        with pytest.raises(CannotListen, match="the folder is locked by another program"):
             await api.server.listen(f"unix:{tmp_path}/s", 0)
     finally:
         os.close(folder)
@@ -277,7 +277,7 @@ async def test_a_socket_whose_server_takes_no_more_connections_is_in_use_and_not
         with socket.socket(socket.AF_UNIX) as refused, pytest.raises(BlockingIOError):
             refused.setblocking(False)
             refused.connect(path)
-        with pytest.raises(CannotListen, match="another program listens there"):
+        with pytest.raises(CannotListen, match="in use by another program"):
             await api.server.listen(f"unix:{path}", 0)
 
 

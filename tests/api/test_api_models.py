@@ -112,7 +112,7 @@ async def test_a_backend_that_takes_no_adapter_per_request_says_what_it_does_ins
     async with serving(tmp_path, FakeBackend(adapters_per_request=False), spec=spec) as api:
         error = await api.refusal("/generate", prompt="x", lora="poet")
     assert error["param"] == "lora"
-    assert "fake backend takes no adapter per request" in error["message"]
+    assert "fake backend has no adapters per request" in error["message"]
     assert "baked-in" in error["message"]
 
 

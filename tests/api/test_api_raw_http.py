@@ -85,7 +85,7 @@ async def test_who_waits_for_leave_to_send_gets_it_and_an_answer(small: Served) 
 async def test_an_expectation_that_is_unknown_is_a_417_that_names_it(small: Served) -> None:
     status, _, body = await exchanged(small, head(Content_Length=len(BODY), Expect="a-miracle") + BODY)
     assert status == b"HTTP/1.1 417 Expectation Failed"
-    assert json.loads(body)["error"]["message"] == "Expect is a-miracle; only 100-continue is understood"
+    assert json.loads(body)["error"]["message"] == "Expect is a-miracle; only 100-continue is supported"
 
 
 async def test_no_interim_answer_is_sent_to_clients_of_an_older_http(small: Served) -> None:
@@ -129,7 +129,7 @@ async def test_an_encoding_that_is_unknown_is_a_415_that_names_those_that_are(sm
         assert response.status == 415
         assert response.headers["Accept-Encoding"] == "gzip, deflate"
         told = (await response.json())["error"]["message"]
-    assert told == f"Content-Encoding {encoding} is not supported: send gzip, deflate or neither"
+    assert told == f"Content-Encoding {encoding} is not supported: send gzip, deflate or none"
 
 
 NO_HTTP = {
@@ -194,7 +194,7 @@ async def test_what_a_body_unpacks_to_counts(api: Served, monkeypatch: pytest.Mo
     packed = gzip.compress(b'{"prompt": "x", "max_tokens": 1' + b" " * 5000 + b"}")
     async with api.http.post("/v1/completions", data=packed, headers={"Content-Encoding": "gzip"}) as response:
         assert response.status == 429
-        assert "take more than 5000 bytes" in await response.text()
+        assert "together exceed 5000 bytes" in await response.text()
 
 
 async def test_websockets_that_wait_for_a_message_count_for_their_client(tmp_path: Path) -> None:

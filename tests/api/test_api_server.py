@@ -40,7 +40,7 @@ async def test_a_taken_port_is_one_sentence_that_the_status_keeps() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = server_on(port=port)
-        with pytest.raises(CannotListen, match=f"port {port}: another program listens there"):
+        with pytest.raises(CannotListen, match=f"port {port}: port in use by another program"):
             await server.start()
     error = server.status().error
     assert error is not None
@@ -57,7 +57,7 @@ async def test_a_host_that_is_not_ours_is_one_sentence(host: str) -> None:
 
 
 async def test_a_port_out_of_range_is_one_sentence() -> None:
-    with pytest.raises(CannotListen, match="between 0 and 65535"):
+    with pytest.raises(CannotListen, match="ports are 0 to 65535"):
         await server_on(port=70000).start()
 
 

@@ -105,7 +105,7 @@ def broken(folder: Path, how: str, pair: Pair) -> Pair:
     [
         ("missing", r"none\.key cannot be read: No such file"),
         ("nonsense", "not a certificate and key in PEM"),
-        ("strangers", "they do not belong together"),
+        ("strangers", "certificate and key do not match"),
         ("unreachable", r"n cannot be read: File name too long"),
         ("short", "the key is too short"),
         ("encrypted", r"closed\.key is encrypted"),
@@ -134,7 +134,7 @@ async def test_a_renewed_certificate_is_shown_to_who_connects_next(tmp_path: Pat
     assert not certificate.renew()
     renewed = self_signed(tmp_path, "renewed")
     used.cert.write_bytes(renewed.cert.read_bytes())
-    with pytest.raises(CannotListen, match="do not belong together"):  # half of the renewal is there
+    with pytest.raises(CannotListen, match="do not match"):  # half of the renewal is there
         certificate.renew()
     assert shown(certificate.context, pair.cert) == "server"
     used.key.write_bytes(renewed.key.read_bytes())

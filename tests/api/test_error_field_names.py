@@ -96,7 +96,7 @@ async def test_what_the_settings_refuse_is_named_likewise(tmp_path: Path) -> Non
         told = await refused(api, "/generate", 400, {"inputs": "x", "parameters": wanted})
         assert '"best_of is 3, which makes 3 answers; the limit is 2"' in told
         told = await refused(api, "/generate", 400, {"inputs": "x", "parameters": {"max_new_tokens": 5}})
-        assert '"max_new_tokens is 5; an answer may have 4 here"' in told
+        assert '"max_new_tokens is 5; the limit is 4"' in told
 
 
 def test_sentences_about_fields_that_dialects_rename_begin_with_the_field() -> None:

@@ -263,7 +263,7 @@ async def test_errors_are_one_sentence(tmp_path: Path) -> None:
         async with api.http.post("/api/chat", json={"messages": HELLO}):
             await refusal(api, "/api/chat", 429, messages=HELLO)
         await api.server.switch_dialect("ollama", False)
-        assert "switched off" in await refusal(api, "/api/chat", 404, messages=HELLO)
+        assert "is off" in await refusal(api, "/api/chat", 404, messages=HELLO)
 
 
 @pytest.mark.parametrize("field", ["num_predict", "num_ctx", "seed", "top_k", "temperature", "repeat_last_n", "tfs_z"])
@@ -302,7 +302,7 @@ async def test_a_model_without_a_chat_template_goes_on_with_the_prompt(tmp_path:
 async def test_limits_of_the_server_are_told_in_ollama_s_words(tmp_path: Path) -> None:
     async with serving(tmp_path, settings=ApiSettings(port=0, max_output_tokens=3)) as api:
         told = await refusal(api, "/api/generate", prompt="x", options={"num_predict": 4})
-    assert told == "num_predict is 4; an answer may have 3 here"
+    assert told == "num_predict is 4; the limit is 3"
 
 
 async def test_an_unknown_option_is_named_as_it_was_sent(api: Served) -> None:

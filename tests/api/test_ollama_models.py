@@ -63,7 +63,7 @@ async def test_what_only_ollama_does_is_refused_in_a_sentence(api: Served, path:
 async def test_deleting_models_is_refused(api: Served) -> None:
     async with api.http.delete("/api/delete", json={"model": "fake"}) as response:
         assert response.status == 400
-        assert "deletes no models" in (await response.json())["error"]
+        assert "models cannot be deleted" in (await response.json())["error"]
 
 
 async def test_texts_become_vectors(api: Served) -> None:

@@ -151,7 +151,7 @@ async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(d
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["suffix"] == {
         "enum": ["", None],
-        "description": "Not supported: text can be continued, not filled in",
+        "description": "Not supported: infilling is not supported",
         "x-refused": True,
     }
     assert body["typical"]["description"] == "The same as typical_p"

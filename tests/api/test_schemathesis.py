@@ -29,21 +29,21 @@ _NOT_ASKED = "^/admin/(unload|events|estimate|adapters|workers|reconfigure)"
 """What would unload the model, or streams without an end, and what depends on this machine's memory."""
 
 EXPLAINED = {
-    "what the model has: tokens": r"the model's token ids lie between",
+    "what the model has: tokens": r"the model has tokens 0 to",
     "what the model has: numbers in a vector": r"dimensions is -?\d+; this model's vectors have",
-    "what the model has: a template": r"this model's chat template (has no place|knows none)",
-    "what the model has: a context": r"of the \d+ tokens of|prompt is too long|maximum context length|may have \d+",
+    "what the model has: a template": r"this model's chat template (does not support|knows none)",
+    "what the model has: a context": r"of the \d+ tokens of|too long:|maximum context length|the limit is \d+",
     "two names of one field may not differ": r" differ; send one of them",
-    "a field needs another": r"top_logprobs needs|no negative_prompt|needs sampling|there are no tools"
+    "a field needs another": r"top_logprobs needs|no negative_prompt|needs sampling|but tools is empty"
     r"|should have one of|dynamic_temperature needs|negative_prompt is empty|rep_pen_slope is not supported",
-    "a field excludes another": r"seed cannot be set|both ask for a format|not supported in a stream"
-    r"|are not ranked here|cannot be streamed|cannot be had|it must be at least n",
+    "a field excludes another": r"seed cannot be set|both set a format|not supported in a stream"
+    r"|are ranked only by|cannot be streamed|cannot be had|it must be at least n",
     "a field bounds another": r"more than min_temp|max_temp is .* between|the answer may have|must be at least 1"
     r"|answers; the limit is",
-    "a conversation is a sequence": r"tool_result blocks are missing|is the answer's beginning|should be a call:"
-    r"|tool_call_id should be|a call that was not made|messages\[\d+\]\.tool_call_id",
+    "a conversation is a sequence": r"tool_result blocks are missing|starts the answer|should be a call:"
+    r"|tool_call_id should be|an unknown call|messages\[\d+\]\.tool_call_id",
     "JSON, patterns, grammars and names within values": r"JSON object, as text|is not valid JSON|something satisfies"
-    r"|that answers can be held to|is not a sampler|custom_token_bans should be|dry_sequence_breakers",
+    r"|is not a supported|is not a sampler|custom_token_bans should be|dry_sequence_breakers",
     "two dialects at one path": r"is not a field of this endpoint",
 }
 """Why the server may refuse what the document allows: JSON Schema cannot say it, or only this model is so."""

@@ -219,7 +219,7 @@ async def test_a_second_prompt_on_a_connection_is_refused(tmp_path: Path) -> Non
         await socket.send_str(json.dumps({"prompt": "Twice"}))
         told = await socket.receive_json()
         assert told["event"] == "error"
-        assert "one prompt" in told["error"]["message"]
+        assert "One prompt" in told["error"]["message"]
 
 
 async def test_a_stream_can_be_stopped_from_elsewhere_and_ends_with_what_has_come(tmp_path: Path) -> None:

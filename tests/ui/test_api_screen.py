@@ -284,7 +284,7 @@ async def test_switching_it_on_for_other_machines_without_a_key_is_asked_about()
 
 async def test_an_address_that_cannot_be_had_is_told_and_nothing_changes() -> None:
     link = link_of()
-    link.failures["listen"] = CannotListen("Cannot listen on 127.0.0.1 port 80: this user may not use port 80")
+    link.failures["listen"] = CannotListen("Cannot listen on 127.0.0.1 port 80: no permission for port 80")
     async with an_app(link).run_test(notifications=True, size=(140, 40)) as pilot:
         await address(pilot, "127.0.0.1", "80")
         await seen(pilot, "Cannot listen on 127.0.0.1 port 80")
@@ -323,9 +323,9 @@ async def test_what_did_not_change_is_not_drawn_anew(monkeypatch: pytest.MonkeyP
 
 def test_a_server_that_failed_says_why() -> None:
     error = ErrorInfo(
-        code="cannot_listen", message="Cannot listen on 127.0.0.1 port 8000: another program listens there"
+        code="cannot_listen", message="Cannot listen on 127.0.0.1 port 8000: port in use by another program"
     )
-    assert "another program listens there" in place_line(ApiStatus(error=error), 140).plain
+    assert "port in use by another program" in place_line(ApiStatus(error=error), 140).plain
 
 
 def test_less_is_said_where_there_is_less_room() -> None:

@@ -79,7 +79,7 @@ class CallEndpoints:
             web.post(path, self._post),
         ]
 
-    @describes("The calls that the key of this request may make", answer=AllowedCalls, group="admin")
+    @describes("Calls that the key of this request allows", answer=AllowedCalls, group="admin")
     async def _hello(self, request: web.Request) -> web.Response:
         scopes = call_of(request).scopes
         return json_response(
@@ -87,19 +87,19 @@ class CallEndpoints:
         )
 
     @describes(
-        "Read something as a console does; the query has the arguments",
+        "Make a read-only console call; arguments in the query",
         answer=dict[str, Any],
         group="admin",
     )
     async def _get(self, request: web.Request) -> web.StreamResponse:
         call = _call_of(request)
         if call.scope != "watch":
-            raise MethodNotAllowed(f"{call.name} changes something: it takes POST", allowed="POST")
+            raise MethodNotAllowed(f"{call.name} requires POST", allowed="POST")
         arguments = _arguments(call, dict(request.query), strict=False)
         return json_response({"result": to_plain(await self._operations.carry_out(call, arguments))})
 
     @describes(
-        "Read or change something as a console does; the body has the arguments",
+        "Make a console call; arguments in the body",
         answer=dict[str, Any],
         group="admin",
     )
@@ -134,7 +134,7 @@ class CallEndpoints:
 def _call_of(request: web.Request) -> Call:
     name = request.match_info["name"]
     if name not in CALLS:
-        raise NotFound(f"There is no call {name}; there are: {', '.join(sorted(CALLS))}")
+        raise NotFound(f"Unknown call {name}; valid: {', '.join(sorted(CALLS))}")
     return CALLS[name]
 
 
@@ -150,5 +150,5 @@ def _arguments(call: Call, given: object, *, strict: bool) -> dict[str, Any]:
     try:
         found: Any = from_plain(given, call.arguments, strict=strict)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise InvalidRequest(f"{call.name} does not take that: {error}") from None
+        raise InvalidRequest(f"Invalid arguments for {call.name}: {error}") from None
     return {name: getattr(found, name) for name in call.arguments.__struct_fields__}

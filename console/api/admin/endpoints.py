@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -21,6 +22,7 @@ from console.api.admin.calls import AdminOperations
 from console.api.context import ApiContext
 from console.api.http.errors import ErrorBody, InternalError, NotFound, envelope, json_response
 from console.api.requests.body import Body, read
+from console.api.requests.generation import id_of_choice
 from console.api.requests.schemas import describes
 from console.api.requests.stream import SSE, ChunkStream
 from console.link.protocol import MAX_PATH
@@ -29,9 +31,10 @@ from console.settings.load_options import LoadOptions, load_options, options_of,
 from console.settings.schema import fields
 from engine.backends.base import LoadProgress
 from engine.engine import Engine
-from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest, LoadCancelled
+from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest, LoadCancelled, RequestNotFound
 from engine.placement.estimate import Estimate
 from engine.requests.causes import Why
+from engine.requests.history import RequestDetail
 from engine.snapshot import Alert, ModelReading, RequestRow, Snapshot
 
 # A load that was asked for over HTTP: it goes on when its client leaves, and can be looked at until the next one.
@@ -146,10 +149,14 @@ class AdminModels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request without its text. why: None once its timeline is not kept any more."""
+    """One request without its text. why: None once its timeline is not kept any more.
+
+    others: ids of the other requests of the answer, where it has several.
+    """
 
     request: RequestRow
     why: Why | None
+    others: tuple[str, ...] = ()
 
 
 class AdminWhy(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,35 +194,48 @@ class Admin:
             *(self._endpoint(call, call.route) for call in CALLS.values() if call.route is not None),
         ]
 
-    @describes("The loaded models", answer=AdminModels, group="admin")
+    @describes("List loaded models", answer=AdminModels, group="admin")
     async def _models(self, request: web.Request) -> web.Response:
         return self._overview()
 
-    @describes("Snapshot of everything that the console shows", answer=Snapshot, group="admin")
+    @describes("Snapshot of all that the console shows", answer=Snapshot, group="admin")
     async def _snapshot(self, request: web.Request) -> web.Response:
         return json_response(self._engine.snapshot())
 
-    @describes(
-        "A running or recent request: its state and the causes of its latency", answer=AdminRequest, group="admin"
-    )
+    @describes("A running or recent request, and the causes of its latency", answer=AdminRequest, group="admin")
     async def _request(self, request: web.Request) -> web.Response:
-        detail = await self._operations.link.requests.detail(request.match_info["id"])
-        return json_response(AdminRequest(request=detail.row, why=detail.why))
+        """The request of this id, or the first of the answer's that has it."""
+        first, *others = await self._requests_of(request.match_info["id"])
+        ids = tuple(each.row.id for each in others)
+        return json_response(AdminRequest(request=first.row, why=first.why, others=ids))
+
+    async def _requests_of(self, answer_id: str) -> list[RequestDetail]:
+        """Return the request of an answer, or its requests where it has several. Raises RequestNotFound."""
+        requests, found = self._operations.link.requests, list[RequestDetail]()
+        try:
+            return [await requests.detail(answer_id)]
+        except RequestNotFound:
+            with suppress(RequestNotFound):
+                while True:
+                    found.append(await requests.detail(id_of_choice(answer_id, len(found))))
+            if not found:
+                raise
+            return found
 
     @describes("Causes of the latency of all requests over the last minute", answer=AdminWhy, group="admin")
     async def _why(self, request: web.Request) -> web.Response:
         snapshot = self._engine.snapshot()
         return json_response(AdminWhy(all=snapshot.why, workers={each.id: each.why for each in snapshot.workers}))
 
-    @describes("What went wrong lately, the last to occur first", answer=AdminAlerts, group="admin")
+    @describes("Recent alerts, newest first", answer=AdminAlerts, group="admin")
     async def _alerts(self, request: web.Request) -> web.Response:
         newest_first = sorted(self._engine.alerts.latest, key=lambda each: (each.last_at, each.id), reverse=True)
         return json_response(AdminAlerts(alerts=tuple(newest_first)))
 
-    @describes("The last requested load", answer=LoadReport, group="admin")
+    @describes("The last load", answer=LoadReport, group="admin")
     async def _last_load(self, request: web.Request) -> web.Response:
         if self._loads.last is None:
-            raise NotFound("No load was requested yet")
+            raise NotFound("No load yet")
         return json_response(self._loads.last.report())
 
     def _endpoint(self, call: Call, route: Route) -> web.RouteDef:

@@ -107,7 +107,7 @@ class DialectRegistry:
         """Answer a dialect or not, from the next request on; raises InvalidRequest where there is none of that name."""
         if name not in self._dialects:
             names = ", ".join(self._dialects)
-            raise InvalidRequest(f"Unknown dialect {name}; there are: {names}", param="name")
+            raise InvalidRequest(f"Unknown dialect {name}; available: {names}", param="name")
         self._switched = True
         self._off = self._off - {name} if on else self._off | {name}
 

@@ -74,7 +74,7 @@ class JsonBounds:
         if where:
             return InvalidRequest(f"{where} is too large: {limit}", param=where)
         if member := _last_member(start):
-            return InvalidRequest(f"{member} is too large: a body may have {limit}", param=member)
+            return InvalidRequest(f"{member} is too large: {limit}", param=member)
         return InvalidRequest(f"The body is too large: {limit}")
 
 

@@ -271,9 +271,9 @@ def _read_trusted(path: Path) -> bytes:
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if os.geteuid() and found.st_uid not in (0, os.geteuid()):
-            raise PermissionError(errno.EPERM, "it belongs to another user; make it yours, or move it away")
+            raise PermissionError(errno.EPERM, "it belongs to another user; take ownership, or move it")
         if found.st_mode & _WRITE_OF_OTHERS:
-            raise PermissionError(errno.EPERM, f"other users may write into it; `chmod 600 {path}`")
+            raise PermissionError(errno.EPERM, f"other users can write to it; `chmod 600 {path}`")
         return file.read()
 
 

@@ -157,17 +157,17 @@ class Keys:
         name = name.strip()
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                "A key's name has 1 to 40 letters, digits, spaces or any of . _ @ -, and begins with a letter or digit",
+                "A key name has 1 to 40 letters, digits, spaces or . _ @ -, and starts with a letter or digit",
                 param="name",
             )
         wanted = tuple(scope for scope in SCOPES if scope in scopes)
         if not wanted or len(wanted) < len(set(scopes)):
-            raise InvalidRequest(f"A key needs one or more of these scopes: {', '.join(SCOPES)}", param="scopes")
+            raise InvalidRequest(f"A key needs at least one scope: {', '.join(SCOPES)}", param="scopes")
         key = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
         def with_key(records: KeyRecords) -> KeyRecords:
             if name == SETTINGS_KEY or any(stored.name == name for stored in records.keys):
-                raise InvalidRequest(f"A key called {name} exists already; choose another name", param="name")
+                raise InvalidRequest(f"A key {name} already exists; choose another name", param="name")
             parts = hash_key(records.secret, key)._asdict()
             stored = StoredKey(name=name, scopes=wanted, limits=limits, made_at=self._now(), **parts)
             return replace(records, keys=(*records.keys, stored))
@@ -184,7 +184,7 @@ class Keys:
         def without_key(records: KeyRecords) -> KeyRecords:
             remaining = tuple(stored for stored in records.keys if stored.name != name)
             if len(remaining) == len(records.keys):
-                raise InvalidRequest(f"There is no key called {name}", param="name")
+                raise InvalidRequest(f"There is no key {name}", param="name")
             return replace(records, keys=remaining)
 
         self._change(without_key)

@@ -71,12 +71,12 @@ class KeyLimiter:
         """Admit a request, for as long as it is under way. Raises RateLimited beyond a limit."""
         now = self._clock()
         if self._limits.concurrent and self._under_way >= self._limits.concurrent:
-            raise _too_many(f"The key {name} may have {self._limits.concurrent} concurrent requests", _BUSY_S)
+            raise _too_many(f"Limit of key {name}: {self._limits.concurrent} concurrent requests", _BUSY_S)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now, 0.0)):
-            raise _too_many(f"The key {name} may use {self._limits.tokens_per_min} tokens per minute", wait_s)
+            raise _too_many(f"Limit of key {name}: {self._limits.tokens_per_min} tokens per minute", wait_s)
         if self._requests is not None:
             if wait_s := self._requests.wait_s(now):
-                raise _too_many(f"The key {name} may send {self._limits.requests_per_min} requests per minute", wait_s)
+                raise _too_many(f"Limit of key {name}: {self._limits.requests_per_min} requests per minute", wait_s)
             self._requests.take(now)
         self._under_way += 1
         try:
@@ -107,7 +107,7 @@ class AddressLimiter:
             return
         bucket, now = self._bucket(_address_group(address)), self._clock()
         if wait_s := bucket.wait_s(now):
-            raise _too_many(f"One address may send {self._per_min} requests per minute", wait_s)
+            raise _too_many(f"Limit per address: {self._per_min} requests per minute", wait_s)
         bucket.take(now)
 
     def _bucket(self, owner: str) -> TokenBucket:

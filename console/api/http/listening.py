@@ -141,7 +141,7 @@ class Listener:
                 await self.open(before)
         except CannotListen as error:
             return CannotListen(
-                f"{reason.message}. Listening on the old address failed too: {error.message}", **reason.details
+                f"{reason.message}. Listening on the old address failed, too: {error.message}", **reason.details
             )
         return CannotListen(f"{reason.message}. Still listening on {before}", **reason.details)
 
@@ -247,22 +247,22 @@ def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
         reason = f"{address.host} is not an address of this machine; choose another with --host"
     elif _has_errno(error, errno.EADDRINUSE):
-        reason = "another program listens there; choose another port with --port"
+        reason = "port in use by another program; choose another with --port"
     elif _has_errno(error, errno.EACCES):
-        reason = f"this user may not use port {address.port}; choose one above 1023 with --port"
+        reason = f"no permission for port {address.port}; choose one above 1023 with --port"
     elif isinstance(error, OverflowError):
-        reason = "ports lie between 0 and 65535; choose one with --port"
+        reason = "ports are 0 to 65535; choose one with --port"
     return CannotListen(f"Cannot listen on {address}: {reason}", host=address.host, port=address.port)
 
 
 def _socket_file_problem(error: Exception, path: str) -> str:
     """Return why a Unix socket could not be opened."""
     if _has_errno(error, errno.EADDRINUSE):
-        return "another program listens there; choose another file with --host"
+        return "socket in use by another program; choose another file with --host"
     if _has_errno(error, errno.ENOTSOCK):
-        return "a file of that name exists and is not a socket"
+        return "the file exists and is not a socket"
     if _has_errno(error, errno.EAGAIN):
-        return "another program has the folder locked"
+        return "the folder is locked by another program"
     if _has_errno(error, errno.ENOENT):
         return f"there is no folder {home_expanded(path).parent}"
     return getattr(error, "strerror", None) or str(error)

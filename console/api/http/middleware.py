@@ -45,6 +45,7 @@ def counting_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewa
         began = clock()
         agent = request.headers.get("User-Agent", "")
         call = request[CALL] = traffic.enter(client_address(request), agent, request.method, request.path)
+        call.arrived = began
         call.format_error = dialects.error_formatter(request)
         given_id = request.headers.get(REQUEST_ID, "")  # the client's, where it is harmless
         call.request_id = given_id if _SANE_ID.fullmatch(given_id) else secrets.token_hex(16)
@@ -102,7 +103,7 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
             call.operation = dialects.operation(request, dialect)
             if not dialects.is_on(dialect):
                 raise DialectOff(
-                    f"{request.path} is switched off: this server does not answer the {dialect.title} dialect now",
+                    f"{request.path} is off: the {dialect.title} dialect is disabled on this server",
                     path=request.path,
                     dialect=dialect.name,
                 )
@@ -145,7 +146,7 @@ def _from_http(request: web.Request, error: web.HTTPException) -> EngineError:
             return NotFound(f"Not found: {request.path}", path=request.path)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            return MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}", allowed=allowed)
+            return MethodNotAllowed(f"{request.path} supports {allowed}, not {request.method}", allowed=allowed)
         case web.HTTPRequestEntityTooLarge():
             return too_large(request.client_max_size)
         case _:

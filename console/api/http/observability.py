@@ -143,7 +143,7 @@ class HttpMetrics(Collector):
         for labels, count in sorted(self._requests.items()):
             requests.add_metric(labels, count)
         durations = HistogramMetricFamily(
-            "http_request_duration_seconds", "Time until an HTTP request was answered", labels=["handler", "method"]
+            "http_request_duration_seconds", "HTTP request duration", labels=["handler", "method"]
         )
         for key, counter in sorted(self._durations.items()):
             histogram = counter.freeze()
@@ -207,7 +207,7 @@ class AccessLog:
 
     def __init__(self, target: str, *, owns_stdout: bool, max_bytes: int) -> None:
         if target == STDOUT and not owns_stdout:
-            raise CannotLog("--access-log - is for --headless only, as the screen uses the terminal; name a file")
+            raise CannotLog("--access-log - needs --headless; give a file")
         self._path = None if target == STDOUT else home_expanded(target)
         self._lines = LineWriter(self._path, _encode, max_bytes=max_bytes)
 

@@ -47,7 +47,7 @@ def reserve_bytes(request: web.Request, size: int) -> None:
     reserved, client, max_bytes = request.app[BODY_BYTES], client_of(request), max_client_bytes(request)
     if reserved[client] + size > max_bytes:
         raise RateLimited(
-            f"The bodies of this client's requests take more than {max_bytes} bytes; send fewer at once",
+            f"This client's request bodies together exceed {max_bytes} bytes; send fewer at a time",
             retry_after_s=1.0,
         )
     reserved[client] += size
@@ -180,7 +180,7 @@ def with_expect_handler(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
 async def _check_expectation(request: web.Request) -> None:
     expected = request.headers["Expect"]
     if request.version >= HttpVersion11 and expected.lower() != _CONTINUE:
-        raise UnknownExpectation(f"Expect is {expected[:100]}; only {_CONTINUE} is understood")
+        raise UnknownExpectation(f"Expect is {expected[:100]}; only {_CONTINUE} is supported")
 
 
 async def _receive(request: web.Request, settings: ApiSettings, bounds: JsonBounds) -> None:
@@ -235,7 +235,7 @@ def _encoding_of(request: web.Request) -> str:
     if encoding not in _WINDOWS:
         supported = ", ".join(_WINDOWS)
         raise UnknownEncoding(
-            f"Content-Encoding {header[:100]} is not supported: send {supported} or neither", encodings=supported
+            f"Content-Encoding {header[:100]} is not supported: send {supported} or none", encodings=supported
         )
     return encoding
 
@@ -272,7 +272,7 @@ def decompressed(raw: bytes, encoding: str, max_bytes: int) -> bytes:
 
 def too_large(limit: int) -> BodyTooLarge:
     """Return the error for a body that is longer than `limit` bytes."""
-    return BodyTooLarge(f"The body is longer than the {limit} bytes that are allowed", limit_bytes=limit)
+    return BodyTooLarge(f"The body is longer than the limit of {limit} bytes", limit_bytes=limit)
 
 
 def response_timeout_middleware(settings: ApiSettings) -> Middleware:

@@ -25,7 +25,7 @@ READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 _WATCHED = frozenset({"/metrics"})
 _EVERY_KEY = frozenset({"/"})
-_MAY = {"use": "ask models", "watch": "watch", "admin": "do everything"}
+_MAY = {"use": "use models", "watch": "read status", "admin": "full control"}
 
 
 def is_open(path: str) -> bool:

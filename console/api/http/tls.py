@@ -10,9 +10,9 @@ from console.api.settings import ApiSettings
 from engine.models.files import home_expanded, is_file
 
 _REASONS = {
-    "MISMATCH": "they do not belong together",
-    "KEY_TOO_SMALL": "the key is too short; make one of 2,048 bits or more",
-    "MD_TOO_WEAK": "the certificate is signed with a digest that is too weak",
+    "MISMATCH": "certificate and key do not match",
+    "KEY_TOO_SMALL": "the key is too short; use 2,048 bits or more",
+    "MD_TOO_WEAK": "the digest of the certificate is too weak",
 }
 _NO_PEM = "not a certificate and key in PEM format"
 
@@ -42,7 +42,7 @@ class Certificate:
         try:
             context.load_cert_chain(cert, key, password=_refuse)
         except _Encrypted:
-            raise CannotListen(f"The key in {key} is encrypted: --tls-key takes one that is not") from None
+            raise CannotListen(f"The key in {key} is encrypted: --tls-key needs an unencrypted key") from None
         except ssl.SSLError as error:
             reason = next((words for sign, words in _REASONS.items() if sign in str(error)), _NO_PEM)
             raise CannotListen(f"TLS cannot use {cert} and {key}: {reason}") from None

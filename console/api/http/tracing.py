@@ -132,7 +132,7 @@ def open_tracing(endpoint: str) -> Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise TracingUnavailable(
-            f"Traces need {error.name}, which is not installed: `{install_extra('otel')}`, or leave out "
+            f"Traces need {error.name}, which is not installed: `{install_extra('otel')}`, or omit "
             "--otlp-traces-endpoint"
         ) from error
     exporter: SpanExporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=_FLUSH_MS / 1000)
@@ -147,7 +147,7 @@ def traces_url(endpoint: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise TracingUnavailable(f"{endpoint} is not an address for traces; one looks like http://127.0.0.1:4318")
+        raise TracingUnavailable(f"{endpoint} is not a URL for traces, such as http://127.0.0.1:4318")
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}{_TRACES_PATH}"
 
 

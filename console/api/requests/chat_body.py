@@ -28,16 +28,16 @@ _REFUSED: Mapping[str, Refusal] = {
     "add_special_tokens": Refusal("the chat template adds the special tokens", (False,)),
     "audio": Refusal(TEXT_ONLY),
     "chat_template": Refusal("the model's own chat template is used"),
-    "documents": Refusal("put documents into the messages", ([],)),
-    "echo": Refusal("the answer alone is given; use continue_final_message to go on from a text", (False,)),
+    "documents": Refusal("put documents into messages", ([],)),
+    "echo": Refusal("only the answer is returned; use continue_final_message to continue a text", (False,)),
     "function_call": Refusal(_TOOLS_INSTEAD, ("none", "auto")),
     "functions": Refusal(_TOOLS_INSTEAD, ([],)),
     "modalities": Refusal(TEXT_ONLY, (["text"],)),
-    "prediction": Refusal("answers are not predicted"),
-    "reasoning_effort": Refusal("use chat_template_kwargs where the model's template knows it"),
-    "store": Refusal("answers are not kept", (False,)),
-    "verbosity": Refusal("say in a message how long the answer should be", ("medium",)),
-    "web_search_options": Refusal("this server does not search the web"),
+    "prediction": Refusal("predicted outputs are not supported"),
+    "reasoning_effort": Refusal("use chat_template_kwargs, if the model's template supports it"),
+    "store": Refusal("answers are not stored", (False,)),
+    "verbosity": Refusal("state the length of the answer in a message", ("medium",)),
+    "web_search_options": Refusal("web search is not supported"),
 }
 
 _CLAMPED: Mapping[str, str] = {
@@ -77,17 +77,15 @@ class OpenAiFields(SamplingFields):
     """Fields of completions and chat besides sampling.
 
     prompt_logprobs: as vLLM has it, alternatives at each place of the prompt.
-    why: add to the usage what the time of the answer went into, in milliseconds by cause; a stream ends with it.
     """
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
-    why: bool = False
 
     def check_prompt_logprobs(self) -> None:
         """Raise InvalidRequest for prompt_logprobs in a stream, whose chunks have no place for them."""
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs are not given in a stream", param="prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs are not supported in a stream", param="prompt_logprobs")
 
     @property
     def include_usage(self) -> bool:

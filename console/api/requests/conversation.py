@@ -35,7 +35,7 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"
 def read_messages(messages: Sequence[object]) -> list[Turn]:
     """Return the turns for a template, each with plain text; raises InvalidRequest naming the message at fault."""
     if not messages:
-        raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
+        raise InvalidRequest("messages is empty", param="messages")
     _check_arguments(messages)
     return with_tool_names([_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
 
@@ -49,7 +49,7 @@ def with_negative_prompt(turns: Sequence[Turn], negative_prompt: str) -> list[Tu
     guided = [*system, *(turn for turn in turns if turn["role"] != "system")]
     if not guided:
         raise InvalidRequest(
-            "cfg_scale needs a negative_prompt where the conversation is nothing but a system message",
+            "cfg_scale needs a negative_prompt if the only message is a system message",
             param="negative_prompt",
         )
     return guided
@@ -92,9 +92,7 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
     """Return turns with calls as the model's template takes them; raises InvalidRequest for one that ignores calls."""
     template = tokenizer.tool_template
     if template is not None and "tool_calls" not in template.source:
-        raise InvalidRequest(
-            "this model's chat template has no place for the tool_calls of a message", param="messages"
-        )
+        raise InvalidRequest("this model's chat template does not support tool_calls in messages", param="messages")
     return convert_call_ids(turns, format_of(tokenizer))
 
 
@@ -120,7 +118,7 @@ def _read_message(message: object, where: str) -> Turn:
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
         elif name not in fields and value is not None:
-            raise InvalidRequest(f"{where}.{name} is not a field of such a message", param=f"{where}.{name}")
+            raise InvalidRequest(f"{where}.{name} is not a field of this message", param=f"{where}.{name}")
     turn = _read_turn(role, message, where)
     if (name := message.get("name")) is not None:
         if not isinstance(name, str):
@@ -142,7 +140,7 @@ def _read_turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     call_id = message.get("tool_call_id")
     if not isinstance(call_id, str) or not call_id:
         at = f"{where}.tool_call_id"
-        raise InvalidRequest(f"{at} should be the id of the call that this answers", param=at)
+        raise InvalidRequest(f"{at} should be the id of the tool call", param=at)
     return tool_result_turn(call_id, text)
 
 
@@ -183,6 +181,6 @@ def _up_to_mark(text: str) -> str:
     found = text.rfind(_END_MARK)
     if found < 0:
         raise InvalidRequest(
-            "continue_final_message needs a last message whose text the chat template keeps", param="messages"
+            "continue_final_message needs a last message that the chat template renders unchanged", param="messages"
         )
     return text[:found]

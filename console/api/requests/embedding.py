@@ -47,7 +47,7 @@ def errors_name_input() -> Iterator[None]:
     except ContextLengthExceeded as error:
         details = error.details
         tokens = f"{'at least ' if details.get('at_least') else ''}{details.get('prompt_tokens')}"
-        message = f"the input has {tokens} tokens; a text may have {details.get('limit')}"
+        message = f"the input has {tokens} tokens; the limit is {details.get('limit')}"
         raise ContextLengthExceeded(message, **details | {"param": "input"}) from None
 
 

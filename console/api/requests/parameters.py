@@ -30,27 +30,27 @@ def _same_kind(value: object, neutral: object) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool)
 
 
-_NO_BEAMS = "answers are sampled; there is no beam search"
-TEXT_ONLY = "this server takes and gives text only"
-_NO_SAMPLER = "this sampler is not there; docs/sampling.md names those that are"
-NO_THINKING = "answers have no thinking apart from their text"
-NOT_CUT = "a prompt that is too long is refused, never cut"
+_NO_BEAMS = "beam search is not supported"
+TEXT_ONLY = "only text is supported"
+_NO_SAMPLER = "unsupported sampler (see docs/sampling.md)"
+NO_THINKING = "thinking is not separated from the answer"
+NOT_CUT = "prompts that are too long are refused, not truncated"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "adaptive_target": Refusal(_NO_SAMPLER, (-0.01, -1)),
     "allowed_token_ids": Refusal("use logit_bias", ([],)),
     "detokenize": Refusal("answers are text", (True,)),
-    "do_sample": Refusal("use temperature 0 for the most likely tokens", (True,)),
+    "do_sample": Refusal("use temperature 0 for greedy decoding", (True,)),
     "early_stopping": Refusal(_NO_BEAMS, (False,)),
     "encoder_repetition_penalty": Refusal(_NO_SAMPLER, (1,)),
     "epsilon_cutoff": Refusal(_NO_SAMPLER, (0,)),
     "eta_cutoff": Refusal(_NO_SAMPLER, (0,)),
-    "guided_decoding_backend": Refusal("answers are held to formats by llguidance", ("auto", "guidance")),
-    "guided_whitespace_pattern": Refusal("whitespace in JSON is a space, or a line's end and indentation"),
-    "kv_transfer_params": Refusal("workers pass no KV pages on", ({},)),
+    "guided_decoding_backend": Refusal("the only backend is llguidance", ("auto", "guidance")),
+    "guided_whitespace_pattern": Refusal("whitespace in JSON cannot be configured"),
+    "kv_transfer_params": Refusal("KV transfer is not supported", ({},)),
     "length_penalty": Refusal(_NO_BEAMS, (1.0, 0.0)),
     "logits_processors": Refusal("use logit_bias, banned_strings or a grammar", ([],)),
-    "max_tokens_second": Refusal("answers come as fast as they are computed", (0,)),
+    "max_tokens_second": Refusal("answers are not slowed down", (0,)),
     "min_keep": Refusal(_NO_SAMPLER, (0,)),
     "mm_processor_kwargs": Refusal(TEXT_ONLY, ({},)),
     "no_repeat_ngram_size": Refusal("use dry_multiplier", (0,)),
@@ -58,16 +58,16 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
-    "return_token_ids": Refusal("use logprobs for what the tokens were", (False,)),
-    "return_tokens_as_token_ids": Refusal("tokens are text", (False,)),
+    "return_token_ids": Refusal("use logprobs", (False,)),
+    "return_tokens_as_token_ids": Refusal("tokens are returned as text", (False,)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
     "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),
-    "spaces_between_special_tokens": Refusal("special tokens are shown as the tokenizer writes them", (True,)),
-    "token_healing": Refusal("prompts are continued as they are", (False,)),
+    "spaces_between_special_tokens": Refusal("special tokens are written by the tokenizer", (True,)),
+    "token_healing": Refusal("prompts are continued unchanged", (False,)),
     "top_n_sigma": Refusal(_NO_SAMPLER, (0,)),
     "truncate_prompt_tokens": Refusal(NOT_CUT),
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),
-    "vllm_xargs": Refusal("there are no arguments beyond the fields", ({},)),
+    "vllm_xargs": Refusal("extra arguments are not supported", ({},)),
 }
 """Sampling parameters of vLLM, TabbyAPI and text-generation-webui that no dialect supports."""
 
@@ -95,13 +95,13 @@ FRONTEND_INERT = frozenset(
 # Clamped parameters, whose values are brought into bounds, or to one that means the same, as /openapi.json and
 # docs/api/parameters.md say.
 
-ROOM = "to the room that the prompt leaves in the context"
-NO_DEFAULT_LENGTH = f"{ROOM}; left out, it is that, or --max-output-len"
+ROOM = "to the room left in the context"
+NO_DEFAULT_LENGTH = f"{ROOM}; default: that, or --max-output-len"
 DEFAULT_TO_LIMIT = "its default to --max-output-len"
-DEFAULT_LENGTH = f"{ROOM}; {DEFAULT_TO_LIMIT}, too"
-CONTEXT_LENGTH = "to the context that the model was loaded with"
+DEFAULT_LENGTH = f"{ROOM}; {DEFAULT_TO_LIMIT}"
+CONTEXT_LENGTH = "to the context length of the loaded model"
 SAMPLING_CLAMPED: Mapping[str, str] = {
-    **{row.http_name: f"{row.sent_low} is {row.low}" for row in PARAMETERS.values() if row.sent_low is not None},
+    **{row.http_name: f"{row.sent_low} means {row.low}" for row in PARAMETERS.values() if row.sent_low is not None},
     "dynatemp_range": "the lower end to 0",
     "min_tokens": ROOM,
 }

@@ -71,7 +71,7 @@ async def negative_prompt_ids(fields: SamplingFields, model: ServedModel) -> lis
         return (await model.encode([fields.negative_prompt]))[0]
     if model.tokenizer.bos_token_id is None:
         raise InvalidRequest(
-            "negative_prompt is empty, and this model has no start token to stand for it",
+            "negative_prompt is empty, and this model has no start token for it",
             param="negative_prompt",
         )
     return [model.tokenizer.bos_token_id]

@@ -132,7 +132,7 @@ class FormatFields(Body):
         named = list(self._requested_formats(max_bytes))
         if len(named) > 1:
             (first, _), (second, _), *_ = named
-            raise InvalidRequest(f"{second} and {first} both ask for a format; send one of them", param=second)
+            raise InvalidRequest(f"{second} and {first} both set a format; send one of them", param=second)
         return named[0][1]() if named else None
 
     @property

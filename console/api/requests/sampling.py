@@ -198,6 +198,7 @@ class SamplingFields(RowFields, FormatFields):
     sampler_order, sampler_priority: the order of samplers, where it comes to the one here (docs/sampling.md).
     cache_salt: the prefix cache is shared with requests that send the same one alone; make it hard to guess.
     rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
+    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
     """
 
     aliases = _ALIASES
@@ -227,6 +228,7 @@ class SamplingFields(RowFields, FormatFields):
     stopping_strings: Annotated[list[str], Field(default_factory=list), STOP_STRINGS]
     stop_token_ids: Annotated[list[int], Field(default_factory=list), TOKEN_IDS]
     cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT)] = ""
+    why: bool = False
 
     @classmethod
     def _docs(cls) -> list[str]:
@@ -312,11 +314,11 @@ def _check_best_of(fields: SamplingFields, ranks: bool) -> None:
     if made == given:
         return
     if not ranks:
-        why = "answers are not ranked here; /v1/completions ranks them"
+        why = "answers are ranked only by /v1/completions"
     elif made < given:
         why = "it must be at least n"
     elif fields.stream:
-        why = "the best answers are known at the end, so they cannot be streamed"
+        why = "the best answers cannot be streamed"
     else:
         return
     raise InvalidRequest(f"best_of is {made}, not n, {given}: {why}", param="best_of")
@@ -339,7 +341,7 @@ def _apply_order(params: SamplingParams, fields: SamplingFields) -> SamplingPara
     """Return the params in the client's order of samplers; raises InvalidRequest where that is impossible."""
     if params.repetition_penalty != 1 and fields.rep_pen_slope not in (0, 1):
         raise InvalidRequest(
-            "rep_pen_slope is not supported: penalties weigh the same over the whole of their range",
+            "rep_pen_slope is not supported: penalties are constant over their range",
             param="rep_pen_slope",
         )
     for param in ("sampler_order", "sampler_priority"):

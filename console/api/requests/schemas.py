@@ -245,11 +245,11 @@ def complete_schema(
         properties[name] = {**properties[name], "description": f"{meaning} Clamped: {how}.".strip()}
     for alias, name in sorted(aliases.items()):
         if name in properties:
-            properties[alias] = {**properties[name], "description": f"The same as {name}"}
+            properties[alias] = {**properties[name], "description": f"Alias of {name}"}
     for name, refusal in sorted(refused.items()):
         properties.setdefault(name, _refused_field(refusal))
     for name in sorted(inert):
-        properties.setdefault(name, {"description": "Taken; it changes nothing about an answer"})
+        properties.setdefault(name, {"description": "Accepted; no effect on the answer"})
     whole = {**schema, "description": docs[0].partition("\n\n")[0], "properties": properties}
     return {**whole, "allOf": list(rules)} if rules else whole
 

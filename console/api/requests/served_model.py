@@ -154,11 +154,10 @@ class ServedModel:
                 least = counted
                 break
         if least > most and max_tokens is not None:
-            raise InvalidRequest(f"the text has more than {most} tokens; no more are counted", param="prompt")
+            raise InvalidRequest(f"the text has more than {most} tokens, the limit", param="prompt")
         if least > most:
             raise ContextLengthExceeded(
-                f"the prompt has {len(text)} characters, so {least} tokens at the very least; with the answer's first "
-                f"token the max is {most}",
+                f"prompt too long: at least {least:,} tokens, limit {most - 1:,} (context {most:,} minus 1)",
                 param="prompt",
                 prompt_tokens=least,
                 at_least=True,
@@ -170,7 +169,7 @@ class ServedModel:
         """Raise ContextLengthExceeded for a prompt of more tokens than can fit."""
         if tokens > (most := self.loaded.max_model_len):
             raise ContextLengthExceeded(
-                f"the prompt has {tokens} tokens; with the answer's first token the max is {most}",
+                f"prompt too long: {tokens:,} tokens, limit {most - 1:,} (context {most:,} minus 1)",
                 param="prompt",
                 prompt_tokens=tokens,
                 limit=most - 1,
@@ -183,7 +182,7 @@ class ServedModel:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= last):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= last)
             raise InvalidRequest(
-                f"{param} holds {format_number(wrong)}; the model's token ids lie between 0 and {last}", param=param
+                f"{param} has token {format_number(wrong)}; the model has tokens 0 to {last}", param=param
             )
 
     def check_length(self, entries: int, param: str) -> None:
@@ -205,12 +204,11 @@ def adapter_of(serving: Serving, lora: str | None) -> str:
     if not lora:
         return serving.adapter
     if serving.adapter and serving.adapter != lora:
-        raise InvalidRequest("lora names another adapter than model; send one of them", param="lora")
+        raise InvalidRequest("lora and model name different adapters; send one of them", param="lora")
     if not serving.model.adapters_per_request:
         same = f"the adapter {serving.spec.lora.name}" if serving.spec.lora is not None else "no adapter"
         raise InvalidRequest(
-            f"the {serving.model.backend} backend takes no adapter per request: "
-            f"all those of {serving.name} are computed with {same}",
+            f"the {serving.model.backend} backend has no adapters per request: {serving.name} always uses {same}",
             param="lora",
         )
     if lora not in serving.adapters:

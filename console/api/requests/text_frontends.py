@@ -16,7 +16,7 @@ from console.api.context import ApiContext, new_id
 from console.api.http.auth import client_of
 from console.api.http.errors import RequestCancelled
 from console.api.http.traffic import call_of
-from console.api.requests.generation import Generation
+from console.api.requests.generation import Generation, WhyField
 from console.api.requests.prompts import Prompt, negative_prompt_ids
 from console.api.requests.sampler_order import dynamic_temperature_only
 from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
@@ -59,11 +59,11 @@ class TruncatedPrompt:
         [ids] = await model.encode([text], add_special_tokens=self._adds_special_tokens)
         if len(start) >= self.limit:
             raise InvalidRequest(
-                f"memory has {len(start)} tokens; with the prompt there may be {self.limit}", param="memory"
+                f"memory has {len(start)} tokens; the limit with the prompt is {self.limit}", param="memory"
             )
         whole = self._with_start(start, ids, model.tokenizer)
         if not whole:
-            raise InvalidRequest("prompt is empty; there is nothing to continue", param="prompt")
+            raise InvalidRequest("prompt is empty", param="prompt")
         return Prompt(compact_ids(whole), self.head + self.text, replace(self, text=text))
 
     @property
@@ -166,6 +166,11 @@ class LiveGeneration:
     def cancel(self, reason: EngineError | None) -> None:
         """Cancel it; its reader gets `reason`, or RequestCancelled."""
         self._generation.cancel(reason)
+
+    @property
+    def why(self) -> WhyField:
+        """What its time went into, as Generation has it."""
+        return self._generation.why
 
     @property
     def text(self) -> str:

@@ -135,7 +135,7 @@ def _object_in(text: str) -> str:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Malformed("its arguments are no JSON object")
+        raise Malformed("its arguments are not a JSON object")
     return text if text.strip() else "{}"
 
 

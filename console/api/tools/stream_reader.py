@@ -149,7 +149,7 @@ class CallReader:
                 self._end_within_call()
             else:
                 if not may_be_text:
-                    log.warning("A tool call of the model is malformed, and returned as text: %s", error)
+                    log.warning("malformed tool call of the model, returned as text: %s", error)
                 if self._in_call:
                     self._emit(CallMalformed(self._index))
                     self._in_call = False

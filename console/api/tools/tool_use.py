@@ -58,7 +58,7 @@ def call_grammar(
         return None
     if not required and tool_format.bare:
         raise InvalidRequest(
-            f"strict needs tool_choice required or a tool's name here: {tool_format.name} calls begin like any answer",
+            f"strict needs tool_choice required or a tool name: {tool_format.name} calls start like any answer",
             param=f"tools[{strict}].function.strict",
         )
     _check_schemas(tools, required, isinstance(tool_format.shape, XmlCalls))
@@ -81,7 +81,7 @@ def _check_schemas(tools: Sequence[Tool], required: bool, is_xml: bool) -> None:
             size += len(json_grammar(tool.schema, where, lenient=not tool.strict).source)
             if size > MAX_GRAMMAR_BYTES:  # before all that follow are compiled
                 raise InvalidRequest(
-                    f"the schemas of tools have too many bytes; together they may have {MAX_GRAMMAR_BYTES}",
+                    f"the schemas of the tools exceed {MAX_GRAMMAR_BYTES} bytes",
                     param="tools",
                 )
         if (
@@ -322,8 +322,8 @@ def _allows_one_call(tokenizer: Tokenizer) -> bool:
 def _check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
     counts = Counter(tool.name for tool in tools)
     if duplicates := [name for name, count in counts.items() if count > 1]:
-        raise InvalidRequest(f"tools has two of the name {duplicates[0]!r}", param="tools")
+        raise InvalidRequest(f"tools has two named {duplicates[0]!r}", param="tools")
     if not tools and choice.mode == "required":
-        raise InvalidRequest("tool_choice asks for a call, and there are no tools", param="tool_choice")
+        raise InvalidRequest("tool_choice requires a call, but tools is empty", param="tool_choice")
     if choice.name and choice.name not in counts:
-        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is none of the tools", param="tool_choice")
+        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not in tools", param="tool_choice")

@@ -61,10 +61,10 @@ async def test_conversations_go_to_a_file_and_come_back_from_it(chrome: str, tmp
     ("text", "said"),
     [
         ("no json", "That file is not JSON."),
-        ("{}", "That file holds no conversations exported from here."),
+        ("{}", "That file has no conversations exported from this page."),
         (
             '{"format": "ericllm-conversations", "conversations": [{"turns": [{"parent": "?", "text": ""}]}]}',
-            "Conversation 1 of that file has a turn that is none.",
+            "Conversation 1 of that file has an invalid turn.",
         ),
     ],
     ids=["text", "other", "turn"],

@@ -52,7 +52,7 @@ def _sentence(error: EngineError) -> str:
     """Return the error's sentence. About a prompt that is too long it begins as Anthropic's, which clients parse."""
     match error.details:
         case {"prompt_tokens": tokens, "limit": limit} if isinstance(error, ContextLengthExceeded):
-            least = f", and {tokens} is the least that its characters come to" if error.details.get("at_least") else ""
+            least = f" (at least {tokens}, estimated from its length)" if error.details.get("at_least") else ""
             return f"prompt is too long: {tokens} tokens > {limit} maximum{least}"
         case _:
             return localized_message(error, FIELD_NAMES)

@@ -19,24 +19,24 @@ from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
 from engine.errors import InvalidRequest
 
 _REFUSED: Mapping[str, Refusal] = {
-    "container": Refusal("there are no containers here"),
-    "context_management": Refusal("a conversation is answered as it is"),
+    "container": Refusal("containers are not supported"),
+    "context_management": Refusal("context management is not supported"),
     "diagnostics": Refusal("see GET /metrics for the prefix cache"),
-    "inference_geo": Refusal("answers are computed where this server is"),
-    "mcp_servers": Refusal("this server calls no others", ([],)),
+    "inference_geo": Refusal("the region cannot be chosen"),
+    "mcp_servers": Refusal("this server calls no other servers", ([],)),
     "output_format": Refusal("use output_config.format, which replaced it"),
-    "speed": Refusal("there is one speed", ("standard",)),
+    "speed": Refusal("there is only one speed", ("standard",)),
     "thinking": Refusal(NO_THINKING, ({"type": "disabled"},)),
 }
 
 _OUTPUT_REFUSED: Mapping[str, Refusal] = {
-    "effort": Refusal("ask for the length of the answer in a message"),
+    "effort": Refusal("state the length of the answer in a message"),
 }
 """Fields of output_config."""
 
 _TOOLS_REFUSED: Mapping[str, Refusal] = {
-    "allowed_callers": Refusal("the model itself calls tools", (["direct"],)),
-    "defer_loading": Refusal("all tools are in the prompt", (False,)),
+    "allowed_callers": Refusal("only the model calls tools", (["direct"],)),
+    "defer_loading": Refusal("all tools are put into the prompt", (False,)),
     "input_examples": Refusal("put them into the description", ([],)),
 }
 """Fields of a tool."""
@@ -97,7 +97,7 @@ class ChoiceField(BaseModel):
     def choice(self) -> ToolChoice:
         """As all dialects have it; raises InvalidRequest."""
         if (self.name is not None) != (self.type == "tool"):
-            raise InvalidRequest("tool_choice.name belongs to the type tool, which needs it", param="tool_choice.name")
+            raise InvalidRequest("tool_choice.name is for the type tool, which needs it", param="tool_choice.name")
         match self.type:
             case "tool":
                 return ToolChoice("required", self.name or "")

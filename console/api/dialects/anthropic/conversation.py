@@ -32,7 +32,7 @@ _ONE_TURN = ("user", "assistant")
 def read_conversation(system: object, messages: Sequence[object]) -> list[Message]:
     """Return all messages, the system prompt first. Raises InvalidRequest naming the field at fault."""
     if not messages:
-        raise InvalidRequest("messages is empty; there is nothing to answer", param="messages")
+        raise InvalidRequest("messages is empty", param="messages")
     turns: list[Message] = []
     if system is not None and system != []:
         turns.append({"role": "system", "content": _text(_blocks(system, "system", ("text",)))})
@@ -56,7 +56,7 @@ def _check_last(turn: Message, where: str) -> None:
         raise InvalidRequest(f"{where} calls tools whose tool_result blocks are missing", param=where)
     if not turn["content"] or turn["content"][-1].isspace():
         wrong = "ends with white space" if turn["content"] else "is empty"
-        raise InvalidRequest(f"{where} is the answer's beginning, and {wrong}", param=where)
+        raise InvalidRequest(f"{where} starts the answer, and {wrong}", param=where)
 
 
 def _message(message: object, where: str) -> Iterable[Message]:
@@ -147,7 +147,7 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Message:
 
 def _text_block(block: Message, where: str) -> Message:
     if block.get("citations"):
-        raise InvalidRequest(f"{where}.citations is not supported: nothing is cited here", param=f"{where}.citations")
+        raise InvalidRequest(f"{where}.citations is not supported: no citations", param=f"{where}.citations")
     return {"type": "text", "text": _string(block, "text", where)}
 
 
@@ -155,7 +155,7 @@ def _tool_use(block: Message, where: str) -> Message:
     if not isinstance(block.get("input"), dict):
         raise InvalidRequest(f"{where}.input should be an object", param=f"{where}.input")
     if block.get("caller") not in (None, {"type": "direct"}):
-        raise InvalidRequest(f"{where}.caller is not supported: the model itself calls tools", param=f"{where}.caller")
+        raise InvalidRequest(f"{where}.caller is not supported: only the model calls tools", param=f"{where}.caller")
     return {**block, "id": _string(block, "id", where), "name": _string(block, "name", where)}
 
 

@@ -19,7 +19,7 @@ from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import read_messages
-from console.api.requests.generation import Generation, StoppedBy
+from console.api.requests.generation import Generation, StoppedBy, WhyField
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import sampling_params
 from console.api.requests.schemas import describes
@@ -66,12 +66,16 @@ Block = TextBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens. input_tokens: computed tokens of the prompt; the others came from the prefix cache."""
+    """Tokens. input_tokens: computed tokens of the prompt; the others came from the prefix cache.
+
+    why: what the time of the message went into, where requested.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    why: WhyField = msgspec.UNSET
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message", tag_field="type"):
@@ -158,6 +162,7 @@ def usage_of(generation: Generation) -> Usage:
         input_tokens=tokens.prompt - tokens.cached,
         cache_read_input_tokens=tokens.cached,
         output_tokens=tokens.output,
+        why=generation.why,
     )
 
 
@@ -261,7 +266,7 @@ class Messages:
                 await call.send(generation, chunks)
             return chunks.response
 
-    @describes("Count a conversation's tokens", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
+    @describes("Count the tokens of a conversation", body=ConversationBody, answer=TokensCounted, example=_COUNTED)
     async def _count(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ConversationBody)
         model = await self._context.served_model(request, body)

@@ -16,9 +16,9 @@ from engine.errors import InvalidRequest
 
 MAX_PAGE = 1000
 _QUERY = {
-    "limit": f"models in a page, 1 to {MAX_PAGE}; {MAX_PAGE} where it is left out",
-    "after_id": "the page begins after this model",
-    "before_id": "the page ends before this model",
+    "limit": f"models per page, 1 to {MAX_PAGE} (default {MAX_PAGE})",
+    "after_id": "start after this model",
+    "before_id": "end before this model",
 }
 
 
@@ -56,7 +56,7 @@ class AnthropicModels:
         """Return their places and handlers."""
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
-    @describes("The models and adapters, as Anthropic lists them", answer=AnthropicModelList, query=_QUERY)
+    @describes("List models and adapters in the format of Anthropic", answer=AnthropicModelList, query=_QUERY)
     async def _list(self, request: web.Request) -> web.Response:
         models = listed_models(self._context.engine)
         names = list(models)
@@ -73,7 +73,7 @@ class AnthropicModels:
             )
         )
 
-    @describes("One of them, as Anthropic has it", answer=AnthropicModel)
+    @describes("A model in the format of Anthropic", answer=AnthropicModel)
     async def _get(self, request: web.Request) -> web.Response:
         return json_response(self._model(find_listed(self._context.engine, request.match_info["name"])))
 

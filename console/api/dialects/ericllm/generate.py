@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field
 from console.api.context import ApiContext, new_id
 from console.api.http.errors import json_response
 from console.api.requests.body import read
-from console.api.requests.generation import Generation, TimeSpent
+from console.api.requests.generation import Generation, WhyField
 from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
 from console.api.requests.prompts import count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
@@ -45,7 +45,7 @@ _REFUSED: Mapping[str, Refusal] = {
 _CLAMPED: Mapping[str, str] = {
     **SAMPLING_CLAMPED,
     "max_tokens": DEFAULT_LENGTH,
-    "top_a": "1 is 0, which is off",
+    "top_a": "1 means 0, off",
 }
 
 
@@ -54,7 +54,6 @@ class GenerateBody(SamplingFields):
 
     token_repetition_penalty: EricLLM's name for repetition_penalty, which vLLM's clients send.
     top_a: EricLLM's clients send its default, 1.0, which never did anything; so it is off here too.
-    why: add what the time of the answer went into, in milliseconds by cause; to the last line of a stream.
     """
 
     refused = _REFUSED
@@ -70,7 +69,6 @@ class GenerateBody(SamplingFields):
     typical_p: float | None = 1.0
     top_a: Annotated[float, AfterValidator(lambda top_a: 0.0 if top_a == 1 else top_a)] = 0.0
     token_repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
-    why: bool = False
 
     @property
     def asks_for_string(self) -> bool:
@@ -94,7 +92,7 @@ class GenerateText(msgspec.Struct, frozen=True):
 
     text: str | list[str]
     finish_reason: FinishReason | Finishes | msgspec.UnsetType | None = msgspec.UNSET
-    why: TimeSpent | msgspec.UnsetType = msgspec.UNSET
+    why: WhyField = msgspec.UNSET
 
 
 class Generate:
@@ -108,7 +106,7 @@ class Generate:
         return [web.post("/generate", self._post)]
 
     @describes(
-        "Continue a text, as EricLLM and vLLM's demo server do",
+        "Complete a text (EricLLM, vLLM demo server)",
         body=GenerateBody,
         answer=GenerateText,
         event=GenerateText,
@@ -128,28 +126,26 @@ class Generate:
         async with self._context.generate(request, new_id("gen"), body, model, prompts, params) as generation:
             if body.stream:
                 async with ChunkStream(request, self._context.settings, JSON_LINES) as chunks:
-                    await _send(generation, starts, chunks, why=body.why)
+                    await _send(generation, starts, chunks)
                 return chunks.response
             answers = await generation.answers()
             texts = [start + answer.text for start, answer in zip(starts, answers, strict=True)]
-            why = generation.time_spent if body.why else msgspec.UNSET
-            whole = _so_far(texts, [answer.finish for answer in answers], why)
+            whole = _so_far(texts, [answer.finish for answer in answers], generation.why)
             return json_response(_first(whole) if body.asks_for_string else whole)
 
 
-async def _send(generation: Generation, texts: list[str], chunks: ChunkStream, *, why: bool) -> None:
-    """Send a line with all texts so far for each delta with text or an end. why: the last one says what took time."""
+async def _send(generation: Generation, texts: list[str], chunks: ChunkStream) -> None:
+    """Send a line with all texts so far for each delta with text or an end."""
     finishes: Finishes = [None] * len(texts)
     async with aclosing(generation.deltas()) as deltas:
         async for i, delta in deltas:
             texts[i] += delta.text
             finishes[i] = delta.finish
             if delta.text or delta.finish:
-                spent = generation.time_spent if why and all(finishes) else msgspec.UNSET
-                await chunks.send(_so_far(texts, finishes, spent))
+                await chunks.send(_so_far(texts, finishes, generation.why))
 
 
-def _so_far(texts: list[str], finishes: Finishes, why: TimeSpent | msgspec.UnsetType) -> GenerateText:
+def _so_far(texts: list[str], finishes: Finishes, why: WhyField) -> GenerateText:
     return GenerateText(texts, finishes if "timeout" in finishes else msgspec.UNSET, why)
 
 

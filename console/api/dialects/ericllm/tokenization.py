@@ -122,11 +122,11 @@ class Utilities:
 
     attach_specs(
         _tokenize,
-        EndpointSpec(summary="A text's tokens", body=TokenizeBody, answer=Tokens, example={"prompt": "Hello"}),
-        EndpointSpec(summary="A chat's tokens", body=TokenizeChatBody, answer=Tokens, example={"messages": _HELLO}),
+        EndpointSpec(summary="Tokenize text", body=TokenizeBody, answer=Tokens, example={"prompt": "Hello"}),
+        EndpointSpec(summary="Tokenize messages", body=TokenizeChatBody, answer=Tokens, example={"messages": _HELLO}),
     )
 
-    @describes("Tokens' text", body=DetokenizeBody, answer=Text, example={"tokens": [72, 105]})
+    @describes("Convert tokens to text", body=DetokenizeBody, answer=Text, example={"tokens": [72, 105]})
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await read(request, DetokenizeBody)
         model = await self._context.served_model(request, body)
@@ -134,7 +134,7 @@ class Utilities:
         model.check_token_ids(body.tokens, "tokens")
         return json_response(Text(await run_offloaded(request, partial(_decode, model, body.tokens))))
 
-    @describes("The prompt that a conversation makes", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
+    @describes("Render a conversation to a prompt", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
     async def _render(self, request: web.Request) -> web.Response:
         body = await read(request, ChatBody)
         model = await self._context.served_model(request, body)

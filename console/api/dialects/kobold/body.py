@@ -41,8 +41,8 @@ _INERT = FRONTEND_INERT | {
 }
 
 
-_NO_STORY = "this server keeps no story; put it into the prompt"
-_AS_THEY_ARE = "prompts and answers stay as they are"
+_NO_STORY = "stories are not stored; put it into the prompt"
+_AS_THEY_ARE = "prompts and answers are not reformatted"
 
 _REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
@@ -53,9 +53,9 @@ _REFUSED: Mapping[str, Refusal] = {
     "frmtrmblln": Refusal(_AS_THEY_ARE, (False,)),
     "frmtrmspch": Refusal(_AS_THEY_ARE, (False,)),
     "frmttriminc": Refusal(_AS_THEY_ARE, (False,)),
-    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "grammar_retain_state": Refusal("a grammar is per request", (False,)),
     "images": Refusal(TEXT_ONLY, ([],)),
-    "soft_prompt": Refusal("there are no soft prompts", ("",)),
+    "soft_prompt": Refusal("soft prompts are not supported", ("",)),
     "use_authors_note": Refusal(_NO_STORY, (False,)),
     "use_memory": Refusal(_NO_STORY, (False,)),
     "use_story": Refusal(_NO_STORY, (False,)),
@@ -67,7 +67,7 @@ _CLAMPED: Mapping[str, str] = {
     **SAMPLING_CLAMPED,
     "max_context_length": CONTEXT_LENGTH,
     "max_length": DEFAULT_TO_LIMIT,
-    "prompt": "to its end, where it is too long",
+    "prompt": "to its end, if it is too long",
 }
 
 

@@ -12,6 +12,7 @@ from console.api.context import ApiContext
 from console.api.dialects.kobold.body import KeyBody, KoboldBody
 from console.api.http.errors import json_response
 from console.api.requests.body import read
+from console.api.requests.generation import WhyField
 from console.api.requests.schemas import describes
 from console.api.requests.stream import ChunkStream, Framing
 from console.api.requests.text_frontends import LiveGenerations
@@ -34,9 +35,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """All answers."""
+    """All answers. why: what their time went into, where requested."""
 
     results: list[Result]
+    why: WhyField = msgspec.UNSET
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -52,10 +54,11 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A piece of an answer. finish_reason: null before the last piece."""
+    """A piece of an answer. finish_reason: null before the last piece.  why: with the last one, where requested."""
 
     token: str
     finish_reason: KoboldFinish | None
+    why: WhyField = msgspec.UNSET
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -82,20 +85,20 @@ class GenerateEndpoints:
             web.post("/api/extra/abort", self._abort),
         ]
 
-    @describes("Continue a text, as KoboldAI does", body=KoboldBody, answer=Results, example=_EXAMPLE)
+    @describes("Complete a text (KoboldAI)", body=KoboldBody, answer=Results, example=_EXAMPLE)
     async def _generate(self, request: web.Request) -> web.Response:
         body = await read(request, KoboldBody)
         if body.stream:
-            raise InvalidRequest("stream is not supported here: ask /api/extra/generate/stream", param="stream")
+            raise InvalidRequest("stream is not supported here: use /api/extra/generate/stream", param="stream")
         async with self._running.answering(request, "kobold", body, key=body.genkey) as live:
             answers = await live.answers(body.n)
-        return json_response(Results([Result(text, _finish(finish)) for text, finish in answers]))
+        return json_response(Results([Result(text, _finish(finish)) for text, finish in answers], live.why))
 
-    @describes("Continue a text piece by piece, as KoboldCpp does", body=KoboldBody, event=Token, example=_EXAMPLE)
+    @describes("Complete a text as a stream (KoboldCpp)", body=KoboldBody, event=Token, example=_EXAMPLE)
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, KoboldBody)
         if body.n > 1:
-            raise InvalidRequest("n must be 1 in a stream: its pieces are of one text", param="n")
+            raise InvalidRequest("n must be 1 in a stream", param="n")
         async with (
             self._running.answering(request, "kobold", body, key=body.genkey) as live,
             ChunkStream(request, self._context.settings, _SSE) as chunks,
@@ -104,22 +107,20 @@ class GenerateEndpoints:
             async with aclosing(live.pieces()) as pieces:
                 async for piece in pieces:
                     ended = piece.finish is not None
-                    await chunks.send(Token(piece.text, _finish(piece.finish) if ended else None))
+                    await chunks.send(Token(piece.text, _finish(piece.finish) if ended else None, live.why))
             if not ended:
                 await chunks.send(Token("", _finish(None)))
         return chunks.response
 
-    @describes("The text so far of this client's answer under way without a genkey", answer=Checked)
+    @describes("Text so far of this client's running answer without a genkey", answer=Checked)
     async def _check(self, request: web.Request) -> web.Response:
         return self._pending(request, "")
 
-    @describes("The text so far of this client's answer under way", body=KeyBody, optional=True, answer=Checked)
+    @describes("Text so far of this client's running answer", body=KeyBody, optional=True, answer=Checked)
     async def _check_by_key(self, request: web.Request) -> web.Response:
         return self._pending(request, (await read(request, KeyBody, absent=b"{}")).genkey)
 
-    @describes(
-        "Stop this client's answer, which ends with the text so far", body=KeyBody, optional=True, answer=Aborted
-    )
+    @describes("Stop this client's running answer", body=KeyBody, optional=True, answer=Aborted)
     async def _abort(self, request: web.Request) -> web.Response:
         body = await read(request, KeyBody, absent=b"{}")
         success: Literal["true", "false"] = "true" if self._running.stop(request, body.genkey) else "false"

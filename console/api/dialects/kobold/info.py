@@ -85,15 +85,15 @@ class InfoEndpoints:
             web.post("/api/extra/tokencount", self._count),
         ]
 
-    @describes("The model's name", answer=Text)
+    @describes("Name of the model", answer=Text)
     async def _model(self, request: web.Request) -> web.Response:
         return json_response(Text(first_name(self._context.engine) or _NO_MODEL))
 
-    @describes("The version of KoboldAI whose API this is", answer=Text)
+    @describes("KoboldAI API version", answer=Text)
     async def _united(self, request: web.Request) -> web.Response:
         return json_response(Text(_UNITED_VERSION))
 
-    @describes("The version of KoboldCpp whose API this is, and its features", answer=Version)
+    @describes("KoboldCpp API version and features", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
         return json_response(Version(_CPP_VERSION, protected=bool(call_of(request).key)))
 
@@ -107,11 +107,11 @@ class InfoEndpoints:
         limit = self._context.settings.max_output_tokens
         return json_response(Number(room if limit is None else min(room, limit)))
 
-    @describes("There are no soft prompts", answer=Names)
+    @describes("Soft prompts (none)", answer=Names)
     async def _soft_prompts(self, request: web.Request) -> web.Response:
         return json_response(Names([]))
 
-    @describes("The tokens of a text", body=CountBody, answer=Counted)
+    @describes("Tokenize text", body=CountBody, answer=Counted)
     async def _count(self, request: web.Request) -> web.Response:
         body = await read(request, CountBody)
         model = await self._context.served_model(request, SamplingFields.from_document({}))

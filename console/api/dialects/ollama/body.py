@@ -49,11 +49,11 @@ _NO_RANGE = 0
 
 
 _OPTIONS_REFUSED: Mapping[str, Refusal] = {
-    "embedding_only": Refusal("the model is loaded whole", (False,)),
-    "penalize_newline": Refusal("line breaks are penalised as all tokens are", (True,)),
-    "rope_frequency_base": Refusal("how positions are scaled is set where the model is loaded", (0,)),
-    "rope_frequency_scale": Refusal("how positions are scaled is set where the model is loaded", (0,)),
-    "vocab_only": Refusal("the model is loaded whole", (False,)),
+    "embedding_only": Refusal("the model is always loaded completely", (False,)),
+    "penalize_newline": Refusal("line breaks are penalised like other tokens", (True,)),
+    "rope_frequency_base": Refusal("RoPE scaling is set at load", (0,)),
+    "rope_frequency_scale": Refusal("RoPE scaling is set at load", (0,)),
+    "vocab_only": Refusal("the model is always loaded completely", (False,)),
 }
 
 _INERT = frozenset(
@@ -90,7 +90,7 @@ class Options(SamplingFields):
     refused = _OPTIONS_REFUSED
     inert = _INERT
     clamped = _CLAMPED
-    internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream"})
+    internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream", "why"})
     aliases: ClassVar[Mapping[str, str]] = {
         **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},
         "repeat_penalty": "repetition_penalty",
@@ -164,15 +164,15 @@ def _room(options: Options, model: ServedModel, prompt_tokens: int) -> int | Non
     return room if limit is None else min(limit, room)
 
 
-_NO_PICTURES = Refusal("this server makes no pictures", (0,))
+_NO_PICTURES = Refusal("images are not supported", (0,))
 
 REFUSED: Mapping[str, Refusal] = {
     "height": _NO_PICTURES,
     "images": Refusal(TEXT_ONLY, ([],)),
-    "shift": Refusal("an answer ends with the context", (False,)),
+    "shift": Refusal("an answer always ends at the context limit", (False,)),
     "steps": _NO_PICTURES,
-    "suffix": Refusal("text can be continued, not filled in", ("",)),
-    "template": Refusal("the model's own chat template is used; raw takes a prompt that is made already", ("",)),
+    "suffix": Refusal("infilling is not supported", ("",)),
+    "template": Refusal("the model's own chat template is used; raw takes a rendered prompt", ("",)),
     "truncate": Refusal(NOT_CUT, (False,)),
     "width": _NO_PICTURES,
 }
@@ -229,7 +229,7 @@ class OllamaBody(Body):
         """Raise InvalidRequest where it is no duration, or 0."""
         if self.keep_alive is not None and not _seconds(self.keep_alive):
             raise InvalidRequest(
-                "keep_alive 0 would unload the model, which the operator does: POST /admin/unload", param="keep_alive"
+                "keep_alive 0 would unload the model; only the operator unloads: POST /admin/unload", param="keep_alive"
             )
 
 
@@ -238,9 +238,11 @@ class AnswerBody(OllamaBody):
 
     format: "json", or a JSON schema.
     think: false turns thinking off, where the model's template can; true is refused.
+    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
     """
 
     stream: bool = True
+    why: bool = False
     format: Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"enum": ["json", ""]}]})] = (
         ""
     )
@@ -257,7 +259,8 @@ class AnswerBody(OllamaBody):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return read_options(self.options, model=self.model_name, stream=self.stream, answer_format=self.format)
+        body = {"model": self.model_name, "stream": self.stream, "answer_format": self.format, "why": self.why}
+        return read_options(self.options, **body)
 
     @property
     def wanted_logprobs(self) -> int | None:

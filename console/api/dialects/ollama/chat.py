@@ -98,7 +98,7 @@ def _close_call(result: Message, open_calls: _OpenCalls, where: str) -> str:
         return str(call_id)
     found = open_calls.first(tool)
     if found is None:
-        raise InvalidRequest(f"{where} is the result of a call that was not made", param=where)
+        raise InvalidRequest(f"{where} is the result of an unknown call", param=where)
     return found
 
 

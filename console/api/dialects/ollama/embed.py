@@ -34,7 +34,7 @@ class EmbedBody(OllamaBody):
     """A request for vectors. input: a text, or several.  truncate: use the beginning of a text that is too long, which
     is refused where this is false.  dimensions: the length of the model's vectors, or nothing."""
 
-    clamped: ClassVar[Mapping[str, str]] = {"input": "to its beginning, where it is too long and truncate is not false"}
+    clamped: ClassVar[Mapping[str, str]] = {"input": "to its beginning, if it is too long and truncate is not false"}
 
     input: Annotated[Any, TEXTS]
     truncate: bool = True
@@ -44,7 +44,7 @@ class EmbedBody(OllamaBody):
 class EmbeddingsBody(OllamaBody):
     """A request for one vector, in an older form."""
 
-    clamped: ClassVar[Mapping[str, str]] = {"prompt": "to its beginning, where it is too long"}
+    clamped: ClassVar[Mapping[str, str]] = {"prompt": "to its beginning, if it is too long"}
 
     prompt: str = ""
 

@@ -70,7 +70,7 @@ def _load_shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **
 def _check_raw(body: GenerateBody) -> None:
     for name in ("system", "context"):
         if body.raw and getattr(body, name):
-            raise InvalidRequest(f"raw takes the prompt as it is, so {name} cannot be added to it", param=name)
+            raise InvalidRequest(f"raw takes the prompt as it is, without {name}", param=name)
 
 
 async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:

@@ -250,12 +250,12 @@ def _written(moment: datetime) -> str:
 T = TypeVar("T")
 
 _REFUSED_PATHS = {
-    "/api/pull": "the operator loads models, also those of the hub: in the console, or with POST /admin/load",
-    "/api/push": "this server uploads no models",
-    "/api/create": "this server makes no models: load a folder with safetensors",
-    "/api/copy": "this server copies no models",
-    "/api/delete": "this server deletes no models; the operator unloads them with POST /admin/unload",
-    "/api/blobs/{digest}": "this server takes no files",
+    "/api/pull": "only the operator loads models: in the console, or with POST /admin/load",
+    "/api/push": "uploads are not supported",
+    "/api/create": "models cannot be created here; load a folder with safetensors",
+    "/api/copy": "models cannot be copied",
+    "/api/delete": "models cannot be deleted; the operator unloads them with POST /admin/unload",
+    "/api/blobs/{digest}": "file uploads are not supported",
 }
 
 
@@ -304,16 +304,16 @@ class ModelList:
             web.delete("/api/delete", _refuse),
         ]
 
-    @describes("List the models that answer", answer=ListedModels)
+    @describes("List models ready to answer", answer=ListedModels)
     async def _tags(self, request: web.Request) -> web.Response:
         return json_response(ListedModels(await self._each(list_models, ANSWERING)))
 
-    @describes("List the models in memory", answer=RunningModels)
+    @describes("List models in memory", answer=RunningModels)
     async def _ps(self, request: web.Request) -> web.Response:
         describe = partial(list_running, now=datetime.now(UTC))
         return json_response(RunningModels(await self._each(describe, ("ready",))))
 
-    @describes("This server's version", answer=Version)
+    @describes("Version of the server", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
         return json_response(Version(product_version()))
 
@@ -343,7 +343,7 @@ class ModelList:
         return await asyncio.to_thread(lambda: [describe(reading, name) for name, reading in readings.items()])
 
 
-@describes("Not supported: always a 400 that says why", success=None)
+@describes("Not supported (always 400)", success=None)
 async def _refuse(request: web.Request) -> web.StreamResponse:
     """Refuse an operation that only Ollama has."""
     resource = request.match_info.route.resource

@@ -50,11 +50,11 @@ _ALIASES = {
 _REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
     "add_bos_token": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
-    "grammar_retain_state": Refusal("a grammar holds for one answer", (False,)),
+    "grammar_retain_state": Refusal("a grammar is per request", (False,)),
     "memory": Refusal("put it into the prompt", ("",)),
-    "trim_stop": Refusal("an answer ends before its stop string; use include_stop_str_in_output", (True,)),
+    "trim_stop": Refusal("use include_stop_str_in_output", (True,)),
     "add_special_tokens": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
-    "suffix": Refusal("text can be continued, not filled in", ("",)),
+    "suffix": Refusal("infilling is not supported", ("",)),
 }
 
 _CLAMPED: Mapping[str, str] = {**SAMPLING_CLAMPED, "max_tokens": DEFAULT_LENGTH}
@@ -128,7 +128,7 @@ class Completions:
         """Return its place and handler."""
         return [web.post("/v1/completions", self._post)]
 
-    @describes("Continue a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
+    @describes("Complete a text", body=CompletionBody, answer=Completion, event=Completion, example=_EXAMPLE)
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
         body = limit_length(body, "max_tokens", self._context.settings.max_output_tokens)
@@ -174,7 +174,7 @@ class _Call:
     async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = best_of_each(await generation.answers(), self._body.answers_each, self._body.n)
-        usage = usage_of(generation, why=self._body.why)
+        usage = usage_of(generation)
         return await respond(answers, lambda: self._completion(self._choices(answers), usage), self._model)
 
     def _choices(self, answers: Sequence[GeneratedAnswer]) -> list[CompletionChoice]:
@@ -208,7 +208,7 @@ class _Call:
                     choice = CompletionChoice(i, delta.text, logprobs, delta.finish, stopped)
                     await chunks.send(self._completion([choice], so_far()))
         if self._include_usage:
-            await chunks.send(self._completion([], usage_of(generation, why=self._body.why)))
+            await chunks.send(self._completion([], usage_of(generation)))
         await chunks.send_raw(DONE)
 
     def _echo(self, choice: int) -> str:

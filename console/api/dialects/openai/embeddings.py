@@ -29,11 +29,11 @@ from console.api.requests.served_model import ServedModel
 _REFUSED: Mapping[str, Refusal] = {
     "add_special_tokens": Refusal("texts are tokenized with the model's own special tokens", (True,)),
     "embed_dtype": Refusal("vectors are float32", ("float32",)),
-    "endianness": Refusal("vectors are in the machine's byte order", ("native",)),
-    "input_type": Refusal("the model makes the same vector of a query as of a document"),
+    "endianness": Refusal("vectors have the byte order of the machine", ("native",)),
+    "input_type": Refusal("queries and documents get the same vector"),
     "messages": Refusal("send the text as input"),
     "normalize": Refusal("vectors have length 1", (True,)),
-    "truncate_prompt_tokens": Refusal("a text that is too long is refused, never cut"),
+    "truncate_prompt_tokens": Refusal("texts that are too long are refused, not truncated"),
 }
 
 

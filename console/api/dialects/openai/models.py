@@ -50,13 +50,13 @@ class Models:
         """Return their places and handlers."""
         return [web.get("/v1/models", self._list), web.get("/v1/models/{name:.+}", self._get)]
 
-    @describes("The models and adapters that a request may name", answer=ModelList)
+    @describes("List models and adapters", answer=ModelList)
     async def _list(self, request: web.Request) -> web.Response:
         return json_response(
             ModelList(data=[self._card(model) for model in listed_models(self._context.engine).values()])
         )
 
-    @describes("One of them", answer=ModelCard)
+    @describes("A model or adapter", answer=ModelCard)
     async def _get(self, request: web.Request) -> web.Response:
         return json_response(self._card(find_listed(self._context.engine, request.match_info["name"])))
 

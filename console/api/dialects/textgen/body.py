@@ -34,7 +34,7 @@ _REFUSED: Mapping[str, Refusal] = {
     **{name: refusal for name, refusal in SAMPLING_REFUSED.items() if name != "do_sample"},
     "chat_generation_attempts": Refusal("send the prompt again for another answer", (1,)),
     "custom_stopping_strings": Refusal("use stopping_strings", ("",)),
-    "preset": Refusal("there are no presets here; send their settings", ("None", "")),
+    "preset": Refusal("presets are not stored; send their settings", ("None", "")),
     "stop_at_newline": Refusal('put "\\n" into stopping_strings', (False,)),
     "use_max_seq_len": Refusal("set max_new_tokens", (False,)),
 }
@@ -42,7 +42,7 @@ _REFUSED: Mapping[str, Refusal] = {
 _CLAMPED: Mapping[str, str] = {
     **SAMPLING_CLAMPED,
     "max_new_tokens": DEFAULT_TO_LIMIT,
-    "prompt": "to its end, where it is too long",
+    "prompt": "to its end, if it is too long",
     "truncation_length": CONTEXT_LENGTH,
 }
 

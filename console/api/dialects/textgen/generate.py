@@ -25,8 +25,9 @@ from console.api.http.errors import (
     localized_message,
 )
 from console.api.http.request_body import release_bytes, reserve_bytes, run_offloaded, store_body
-from console.api.http.traffic import public_error, record_failure
+from console.api.http.traffic import call_of, public_error, record_failure
 from console.api.requests.body import read
+from console.api.requests.generation import WhyField
 from console.api.requests.schemas import describes
 from console.api.requests.text_frontends import LiveGeneration, LiveGenerations
 from engine.errors import EngineError, InvalidRequest
@@ -59,9 +60,10 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """All answers."""
+    """All answers. why: what their time went into, where requested."""
 
     results: list[Result]
+    why: WhyField = msgspec.UNSET
 
 
 class Stopped(msgspec.Struct, frozen=True):
@@ -86,7 +88,7 @@ class TextEndpoints:
         ]
 
     @describes(
-        "Continue a text, as text-generation-webui's own API did",
+        "Complete a text (text-generation-webui)",
         body=TextgenBody,
         answer=Results,
         example={"prompt": "Once upon a time", "max_new_tokens": 16},
@@ -97,9 +99,9 @@ class TextEndpoints:
             raise InvalidRequest("stream is not supported here: use the websocket /api/v1/stream", param="stream")
         async with self._running.answering(request, "text", body) as live:
             answers = await live.answers(body.n)
-        return json_response(Results([Result(text) for text, _ in answers]))
+        return json_response(Results([Result(text) for text, _ in answers], live.why))
 
-    @describes("Stop this client's answers under way; each ends with the text so far", answer=Stopped)
+    @describes("Stop this client's running answers", answer=Stopped)
     async def _stop(self, request: web.Request) -> web.Response:
         if self._running.is_shared(request, ""):
             raise InvalidRequest(
@@ -129,9 +131,10 @@ class TextStream(msgspec.Struct, frozen=True):
 
 
 class StreamEnd(msgspec.Struct, frozen=True):
-    """The answer is complete."""
+    """The answer is complete. why: what its time went into, where requested."""
 
     message_num: int
+    why: WhyField = msgspec.UNSET
     event: Literal["stream_end"] = "stream_end"
 
 
@@ -153,12 +156,12 @@ class StreamEndpoint:
         """Return its place and handler."""
         return [web.get("/api/v1/stream", self._connect)]
 
-    @describes("A websocket: send a prompt as to POST /api/v1/generate, and read its continuation", success=101)
+    @describes("Complete a text over a websocket", success=101)
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         settings = self._context.settings
         socket = web.WebSocketResponse(heartbeat=settings.ping_s, max_msg_size=settings.max_body_bytes, autoping=False)
         if not socket.can_prepare(request).ok:
-            raise BadHttp(f"{request.path} is a websocket: ask to upgrade to one")
+            raise BadHttp(f"{request.path} is a websocket; send an upgrade request")
         await socket.prepare(request)
         with suppress(ConnectionError):
             try:
@@ -175,7 +178,7 @@ class StreamEndpoint:
         if body is None:
             return
         if body.n > 1:
-            raise InvalidRequest("n must be 1 here: there is one text", param="n")
+            raise InvalidRequest("n must be 1", param="n")
         number = 0
         async with (
             self._running.answering(request, "text", body) as live,
@@ -186,7 +189,7 @@ class StreamEndpoint:
                 if piece.text:
                     await self._send(request, socket, TextStream(number, piece.text))
                     number += 1
-        await self._send(request, socket, StreamEnd(number))
+        await self._send(request, socket, StreamEnd(number, live.why))
         await self._in_time(request, socket.close())
 
     async def _first(self, request: web.Request, socket: web.WebSocketResponse) -> TextgenBody | None:
@@ -200,6 +203,7 @@ class StreamEndpoint:
             return None
         if message.type in _ENDS:
             return None
+        call_of(request).arrived = asyncio.get_running_loop().time()
         raw = message.data if isinstance(message.data, bytes) else str(message.data).encode()
         release_bytes(request)
         reserve_bytes(request, len(raw))
@@ -256,7 +260,7 @@ async def _watch(request: web.Request, socket: web.WebSocketResponse, live: Live
         live.cancel(None)
         return
     live.cancel(
-        None if message.type in _ENDS else InvalidRequest("A connection takes one prompt; open another for the next")
+        None if message.type in _ENDS else InvalidRequest("One prompt per connection; open another for the next")
     )
 
 
@@ -270,7 +274,7 @@ async def _next_message(request: web.Request, socket: web.WebSocketResponse) -> 
             since, pings = clock(), 0
         pings += 1
         if pings > MAX_PINGS and request.transport is not None:
-            record_failure(request, BadHttp(f"More than {MAX_PINGS} pings came in a second"))
+            record_failure(request, BadHttp(f"More than {MAX_PINGS} pings in a second"))
             request.transport.abort()
             raise ConnectionResetError("the client floods its connection with pings")
         if message.type is WSMsgType.PING:

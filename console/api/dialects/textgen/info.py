@@ -19,7 +19,7 @@ from engine.errors import InvalidRequest
 _NO_MODEL = "None"
 """text-generation-webui's name of no model."""
 
-_ADMIN = "models are loaded and unloaded through /admin/load and /admin/unload, with a key that may do so"
+_ADMIN = "use /admin/load and /admin/unload, with a key of scope admin"
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -61,11 +61,11 @@ class InfoEndpoints:
             web.post("/api/v1/token-count", self._count),
         ]
 
-    @describes("The model's name", answer=Named)
+    @describes("Name of the model", answer=Named)
     async def _model(self, request: web.Request) -> web.Response:
         return json_response(Named(self._name()))
 
-    @describes("The models and their adapters; loading and unloading is refused", body=ModelBody, answer=Named)
+    @describes("List models and adapters (loading is refused)", body=ModelBody, answer=Named)
     async def _act(self, request: web.Request) -> web.Response:
         body = await read(request, ModelBody, absent=b"{}")
         models = answering_models(self._context.engine)

@@ -68,7 +68,7 @@ _SEEDS = 2**64
 
 
 _REFUSED: Mapping[str, Refusal] = {
-    "watermark": Refusal("answers carry no watermark", (False,)),
+    "watermark": Refusal("watermarks are not supported", (False,)),
 }
 
 _CLAMPED: Mapping[str, str] = {
@@ -83,6 +83,7 @@ class TgiParameters(Body):
     do_sample: without it, and without any setting that implies sampling, generation is greedy.
     max_new_tokens: by default as many as fit.  truncate: the prompt's last tokens to use.
     top_n_tokens: the likeliest tokens at each place to report.
+    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
     """
 
     refused = _REFUSED
@@ -107,6 +108,7 @@ class TgiParameters(Body):
     top_p: float | None = None
     truncate: Annotated[int | None, Field(ge=1)] = None
     typical_p: float | None = None
+    why: bool = False
 
     @property
     def samples(self) -> bool:
@@ -126,7 +128,7 @@ class TgiParameters(Body):
         if self.best_of > 1 and self.seed is not None:
             raise InvalidRequest("seed cannot be set where best_of is more than 1", param="seed")
         if self.best_of > 1 and stream:
-            raise InvalidRequest("best_of must be 1 in a stream: the best answer is known at the end", param="best_of")
+            raise InvalidRequest("best_of must be 1 in a stream", param="best_of")
         if self.decoder_input_details and stream:
             raise InvalidRequest("decoder_input_details is not supported in a stream", param="decoder_input_details")
 
@@ -147,6 +149,7 @@ class TgiParameters(Body):
                 "seed": _signed_seed(self.seed),
                 "stop": self.stop,
                 "include_stop_str_in_output": True,
+                "why": self.why,
             }
         )
 
@@ -169,7 +172,7 @@ class TgiBody(Body):
         encode = partial(_encode, text, truncate)
         ids = _last((await model.encode([text]))[0], truncate)
         if not ids:
-            raise InvalidRequest("inputs is empty; there is nothing to continue", param="inputs")
+            raise InvalidRequest("inputs is empty", param="inputs")
         return Prompt(compact_ids(ids), self.inputs, encode)
 
 

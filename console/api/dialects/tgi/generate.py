@@ -16,7 +16,7 @@ from aiohttp import web
 from console.api.context import ApiContext, new_id
 from console.api.dialects.tgi.body import TgiBody, TgiParameters
 from console.api.requests.body import read
-from console.api.requests.generation import GeneratedAnswer, Generation, respond
+from console.api.requests.generation import GeneratedAnswer, Generation, WhyField, respond
 from console.api.requests.logprobs import LOWEST
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import SamplingFields, sampling_params
@@ -78,10 +78,11 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer. details: where requested."""
+    """A whole answer. details, why: where requested."""
 
     generated_text: str
     details: Details | msgspec.UnsetType = msgspec.UNSET
+    why: WhyField = msgspec.UNSET
 
 
 class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +95,14 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of a stream. index: from 1.  generated_text, details: in the last, the latter where requested."""
+    """One token of a stream. index: from 1.  generated_text, details, why: in the last, the others where requested."""
 
     index: int
     token: Token
     top_tokens: list[Token] | msgspec.UnsetType = msgspec.UNSET
     generated_text: str | None = None
     details: StreamDetails | None = None
+    why: WhyField = msgspec.UNSET
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,16 +215,16 @@ class GenerateEndpoints:
             web.post("/generate_stream", self._generate_stream),
         ]
 
-    @describes("Continue a text, as TGI does", body=TgiBody, answer=Generated, example=_EXAMPLE)
+    @describes("Complete a text (TGI)", body=TgiBody, answer=Generated, example=_EXAMPLE)
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, await read(request, TgiBody))
 
-    @describes("Continue a text token by token, as TGI does", body=TgiBody, event=StreamEvent, example=_EXAMPLE)
+    @describes("Complete a text as a stream (TGI)", body=TgiBody, event=StreamEvent, example=_EXAMPLE)
     async def _generate_stream(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, await read(request, TgiBody))
 
     @describes(
-        "Continue a text, whole or token by token",
+        "Complete a text, whole or as a stream",
         body=TgiBody,
         answer=list[Generated],
         event=StreamEvent,
@@ -239,7 +241,7 @@ class GenerateEndpoints:
         call = await self._read(request, body, full_text=compatible, stream=False)
         async with self._generation(request, call) as generation:
             answers = await generation.answers()
-            shape = partial(_best_answer, call, answers)
+            shape = partial(_best_answer, call, answers, generation.why)
             response = await respond(answers, lambda: [shape()] if compatible else shape(), call.model)
             response.headers["x-prompt-tokens"] = str(generation.tokens.prompt)
             response.headers["x-generated-tokens"] = str(generation.tokens.output)
@@ -321,13 +323,14 @@ class _Events:
             event,
             generated_text="".join(self._shown),
             details=details if self._call.parameters.details else None,
+            why=self._generation.why,
         )
 
 
-def _best_answer(call: _Call, answers: list[GeneratedAnswer]) -> Generated:
+def _best_answer(call: _Call, answers: list[GeneratedAnswer], why: WhyField) -> Generated:
     """Return the answer, or the best of several: the one whose tokens are likeliest on average."""
     best = max(answers, key=lambda answer: answer.likelihood)
-    generated = Generated(generated_text=call.echo + best.text)
+    generated = Generated(generated_text=call.echo + best.text, why=why)
     if not call.parameters.has_details:
         return generated
     others = [_sequence(call, answer) for answer in answers if answer is not best]

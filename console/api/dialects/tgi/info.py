@@ -31,7 +31,7 @@ class InfoEndpoints:
         """Return their places and handlers."""
         return [web.get("/info", self._info), web.post("/tokenize", self._tokenize)]
 
-    @describes("The model and its limits, as TGI describes them", answer=Info)
+    @describes("Model and limits (TGI)", answer=Info)
     async def _info(self, request: web.Request) -> web.Response:
         status, config = self._context.engine.status, self._context.engine.config
         loaded = status.model or (await self._context.served_model(request, SamplingFields.from_document({}))).loaded
@@ -51,7 +51,7 @@ class InfoEndpoints:
         )
 
     @describes(
-        "The tokens of a text and their places in it, as TGI has them",
+        "Tokenize text, with offsets (TGI)",
         body=TgiBody,
         answer=list[SimpleToken],
         example={"inputs": "Once upon a time"},

@@ -41,7 +41,7 @@ class Chat {
     this.#conversations = await this.#kept.all();
     const last = this.#conversations.find((each) => each.id === this.#settings.open);
     this.#open(last ?? newConversation(this.#settings.system));
-    if (!this.#kept.lasting) this.toast.say("This browser keeps nothing: conversations last as long as this page.");
+    if (!this.#kept.lasting) this.toast.say("This browser blocks storage: conversations are lost when the page closes.");
     await this.#learnModels();
     document.body.dataset.ready = "true";
   }
@@ -156,7 +156,7 @@ class Chat {
     try {
       await this.#kept.put(conversation);
     } catch {
-      this.toast.say("This browser has no room to keep the conversation.");
+      this.toast.say("Browser storage is full: the conversation is not saved.");
     }
   }
 

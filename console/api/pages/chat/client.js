@@ -43,7 +43,7 @@ export async function* answer(body, key, signal) {
     const choice = choices?.[0];
     yield { text: choice?.delta?.content ?? "", finish: choice?.finish_reason ?? null, usage: usage ?? null };
   }
-  if (!ended) throw new ApiError("The connection ended before the answer did.", 0);
+  if (!ended) throw new ApiError("Connection lost before the answer was complete.", 0);
 }
 
 /** The data of each server-sent event in a stream of bytes. */

@@ -73,7 +73,7 @@ export function imported(text) {
     throw new Error("That file is not JSON.");
   }
   if (file?.format !== FORMAT || !Array.isArray(file.conversations)) {
-    throw new Error("That file holds no conversations exported from here.");
+    throw new Error("That file has no conversations exported from this page.");
   }
   return file.conversations.map(readConversation);
 }
@@ -85,7 +85,7 @@ function readConversation(given, place) {
   const turns = given.turns.map((turn) => {
     const known = turn?.parent === null || ids.has(turn?.parent);
     if (!known || !["user", "assistant"].includes(turn.role) || typeof turn.text !== "string") {
-      throw wrong("has a turn that is none");
+      throw wrong("has an invalid turn");
     }
     const id = newId();
     ids.set(turn.id, id);

@@ -34,7 +34,7 @@ export function copyButton(label, text) {
   const button = iconButton("copy", label, async () => {
     const copied = await copy(text());
     button.replaceChildren(icon(copied ? "check" : "cross"));
-    say(copied ? "Copied" : "Your browser does not let this page copy");
+    say(copied ? "Copied" : "The browser blocks copying");
     setTimeout(() => button.replaceChildren(icon("copy")), 1500);
   });
   return button;

@@ -23,7 +23,7 @@ export class Sidebar {
     const open = el("button", {
       type: "button", class: "open", "aria-current": isCurrent ? "true" : null, title, onclick: () => this.#actions.open(conversation),
     }, title);
-    if (isBusy) open.append(el("span", { class: "busy", role: "img", "aria-label": "being answered" }));
+    if (isBusy) open.append(el("span", { class: "busy", role: "img", "aria-label": "answer in progress" }));
     const item = el("li", {}, open,
       iconButton("edit", `Rename ${title}`, () => this.#rename(conversation, item)),
       iconButton("delete", `Delete ${title}`, () => this.#actions.remove(conversation)));

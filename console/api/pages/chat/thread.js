@@ -7,8 +7,8 @@ import { showMarkdown } from "./markdown.js";
 const THOUGHT = /^\s*<think>([^]*?)(<\/think>|$)/;
 const NOTES = {
   stopped: "Stopped",
-  length: "Ended at the token limit",
-  timeout: "Ran out of time",
+  length: "Cut off at max tokens",
+  timeout: "Timed out",
 };
 
 /** Shows one conversation. actions: {edit(turn, text), regenerate(turn), choose(turn)}. */
@@ -55,7 +55,7 @@ export class Thread {
       const again = el("button", { type: "button", onclick: () => this.#actions.regenerate(turn) }, icon("again"), "Try again");
       return [el("p", { class: "failure" }, icon("cross"), el("span", {}, turn.error), again)];
     }
-    const note = turn.finish ? NOTES[turn.finish] : "Cut off when the page was left";
+    const note = turn.finish ? NOTES[turn.finish] : "Interrupted: the page was closed";
     return note ? [el("p", { class: "note" }, note)] : [];
   }
 
@@ -63,7 +63,7 @@ export class Thread {
     const mine = turn.role === "user";
     const own = mine
       ? iconButton("edit", "Edit this message", () => this.#edit(turn, article))
-      : iconButton("again", "Answer again", () => this.#actions.regenerate(turn));
+      : iconButton("again", "Regenerate", () => this.#actions.regenerate(turn));
     const copying = copyButton(mine ? "Copy this message" : "Copy this answer", () => (mine ? turn.text : answerOf(turn.text)));
     const foot = el("footer", {}, ...this.#versions(conversation, turn), copying, own);
     if (turn.stats) foot.append(el("span", { class: "stats" }, statsLine(turn.stats)));
@@ -77,7 +77,7 @@ export class Thread {
     const step = (label, name, other) =>
       iconButton(name, label, () => this.#actions.choose(other), { disabled: !other });
     const where = el("span", { class: "version" }, `${at + 1}/${all.length}`);
-    return [step("Version before", "back", all[at - 1]), where, step("Next version", "forward", all[at + 1])];
+    return [step("Previous version", "back", all[at - 1]), where, step("Next version", "forward", all[at + 1])];
   }
 
   #edit(turn, article) {

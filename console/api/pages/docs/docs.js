@@ -47,9 +47,9 @@ class Reference {
   *#parts(method, path, operation) {
     yield el("p", { class: "said" }, access(operation));
     if (operation.parameters) {
-      yield el("h3", {}, "In the address");
+      yield el("h3", {}, "Path and query parameters");
       yield el("div", { class: "fields" }, el("table", {}, el("tbody", {}, ...operation.parameters.map((each) =>
-        el("tr", {}, el("td", {}, el("code", {}, each.name)), el("td", {}, each.description ?? "a part of the path"))))));
+        el("tr", {}, el("td", {}, el("code", {}, each.name)), el("td", {}, each.description ?? "path parameter"))))));
     }
     const asked = operation.requestBody?.content["application/json"];
     for (const schema of variants(asked?.schema)) {
@@ -57,7 +57,7 @@ class Reference {
       yield* this.#fields(this.#resolved(schema), 0);
     }
     if (method === "post" || asked) {
-      yield el("h3", {}, "Ask");
+      yield el("h3", {}, "Request");
       yield* examples(asked).map((example) => curl(method, path, example));
     }
     yield* this.#answers(operation.responses);
@@ -65,14 +65,14 @@ class Reference {
 
   *#answers(responses) {
     for (const [media, content] of Object.entries(responses["200"]?.content ?? {})) {
-      yield el("h3", {}, content["x-event"] ? `Each event of a stream (${media})` : `Answer (${media})`);
+      yield el("h3", {}, content["x-event"] ? `Stream event (${media})` : `Answer (${media})`);
       for (const schema of variants(content["x-event"] ?? content.schema)) {
         const found = this.#resolved(schema);
         if (found.properties) yield* this.#fields(found, 0);
         else yield el("p", {}, el("code", {}, this.#type(schema)));
       }
     }
-    yield el("h3", {}, "Where it is refused");
+    yield el("h3", {}, "Errors");
     for (const schema of variants(responses.default.content["application/json"].schema)) {
       yield* this.#fields(this.#resolved(schema), 0);
     }
@@ -93,7 +93,7 @@ class Reference {
         yield folded;
       }
     }
-    if (refused.length) yield el("details", {}, el("summary", {}, `${refused.length} that are known and not honoured`), refusals(refused));
+    if (refused.length) yield el("details", {}, el("summary", {}, `${refused.length} unsupported parameters`), refusals(refused));
   }
 
   #table(fields, needed) {
@@ -101,9 +101,9 @@ class Reference {
     const rows = inOrder.map(([name, field]) => {
       const initial = field.default ?? null;
       return el("tr", {},
-        el("td", {}, el("code", {}, name), needed.has(name) ? el("span", { class: "needed" }, " needed") : ""),
+        el("td", {}, el("code", {}, name), needed.has(name) ? el("span", { class: "needed" }, " required") : ""),
         el("td", {}, el("code", {}, this.#type(field))),
-        el("td", {}, [initial === null ? "" : `${JSON.stringify(initial)} where left out`, field.description ?? ""].filter(Boolean).join(". ")));
+        el("td", {}, [initial === null ? "" : `${JSON.stringify(initial)} by default`, field.description ?? ""].filter(Boolean).join(". ")));
     });
     return el("div", { class: "fields" }, el("table", {}, el("tbody", {}, ...rows)));
   }
@@ -139,13 +139,13 @@ const variants = (schema) => (schema ? (schema.anyOf ?? [schema]) : []);
 function access(operation) {
   if (operation.security?.length === 0) return "No key is needed.";
   const scope = operation["x-scope"];
-  return scope ? `Where the server asks for a key, it needs the scope ${scope}.` : "Where the server asks for a key, any will do.";
+  return scope ? `Needs a key with scope ${scope}, if the server requires keys.` : "Needs any key, if the server requires keys.";
 }
 
 function refusals(refused) {
   const rows = refused.map(([name, field]) => {
     const neutral = field.enum.filter((value) => value !== null).map((value) => JSON.stringify(value)).join(", ");
-    return el("tr", {}, el("td", {}, el("code", {}, name)), el("td", {}, field.description), el("td", {}, neutral ? `${neutral} is fine` : ""));
+    return el("tr", {}, el("td", {}, el("code", {}, name)), el("td", {}, field.description), el("td", {}, neutral ? `${neutral} has no effect` : ""));
   });
   return el("div", { class: "fields" }, el("table", {}, el("tbody", {}, ...rows)));
 }
@@ -160,7 +160,7 @@ function curl(method, path, example) {
   const address = new URL(`..${path}`, import.meta.url).href.replaceAll("%7B", "{").replaceAll("%7D", "}");
   const body = example === null ? "" : ` \\\n  -H "Content-Type: application/json" \\\n  -d '${JSON.stringify(example).replaceAll("'", "'\\''")}'`;
   const line = `curl ${method === "post" ? "" : `-X ${method.toUpperCase()} `}${address}${method === "post" && !body ? " -X POST" : ""}${body}`;
-  return el("div", { class: "curl" }, el("pre", { tabindex: "0", "aria-label": "An example" }, line), copyButton("Copy this line", () => line));
+  return el("div", { class: "curl" }, el("pre", { tabindex: "0", "aria-label": "An example" }, line), copyButton("Copy command", () => line));
 }
 
 function filter() {
@@ -187,7 +187,7 @@ async function start() {
     $("about").append(...found.info.description.trim().split("\n\n").map((part) => el("p", {}, part)));
     $("groups").append(...new Reference(found).groups());
   } catch (error) {
-    $("failure").textContent = `The description cannot be had: ${error.message}`;
+    $("failure").textContent = `Cannot load the API description: ${error.message}`;
     $("failure").hidden = false;
   }
   $("filter").addEventListener("input", filter);
