@@ -113,8 +113,8 @@ class RequestStream:
                     self._waiter = None
         self._news = False
         self._ended = self._finish is not None
-        if self._ended and self._on_read is not None:
-            self._on_read()
+        if self._ended:
+            self.read_to_end()
         delta = StreamDelta(
             text="".join(self._text),
             token_ids=self._token_ids,
@@ -146,6 +146,11 @@ class RequestStream:
     def finished(self) -> bool:
         """True if the request has ended, read to its end or not."""
         return self._finish is not None
+
+    def read_to_end(self) -> None:
+        """Note that its client has the end now; called again where it turns out that it has it only then."""
+        if self._on_read is not None:
+            self._on_read()
 
     def cancel(self) -> None:
         """End the request with finish "cancelled", unless it has ended; deltas so far can still be read."""
@@ -197,7 +202,7 @@ class RequestStream:
         on_read: Callable[[], object] | None = None,
         ledger: TimeLedger | None = None,
     ) -> None:
-        """Make the next delta the last. on_read: called when it is taken."""
+        """Make the next delta the last. on_read: called when its client has it."""
         self.row, self.stays, self._on_read, self.ledger = row, stays, on_read, ledger
         self._finish = finish
         self._error = error

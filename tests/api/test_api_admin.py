@@ -60,6 +60,7 @@ async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
             two = (await models(api))["two"]
             assert (two["max_prompts"], two["target_workers"]) == (7, 3)
             await api.post("/admin/adapters", model="two", name="poet", path="poet-v1", scale=0.5)
+            assert (two["step_tokens"], two["threads"], two["idle_unload_s"]) == (64, 2, 90)
             assert [adapter["name"] for adapter in (await models(api))["two"]["adapters"]] == ["poet"]
             assert (await api.post("/v1/completions", model="poet", prompt="x", max_tokens=1))["model"] == "poet"
             async with http.delete("/admin/adapters/poet", params={"model": "two"}) as response:
@@ -77,7 +78,7 @@ async def test_a_request_that_ended_says_what_its_time_went_into_and_nothing_of_
     found = await admin.get(f"/admin/requests/{answer['id']}")
     assert found["request"]["output_tokens"] == 5
     assert sum(found["why"]["causes"].values()) == pytest.approx(found["why"]["total_s"], rel=0.01)
-    assert found["why"]["total_s"] == pytest.approx(found["request"]["age_s"], rel=0.01, abs=0.01)
+    assert found["why"]["total_s"] >= 0.99 * found["request"]["age_s"]
     assert "secret" not in str(found)
     assert (await admin.get("/admin/requests/nobody", status=404))["error"]["code"] == "request_not_found"
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 import time
+from contextlib import suppress
 from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
@@ -28,6 +30,10 @@ READ_S = 0.002
 READERS = 8
 """Sizes of a read: first, minimum, maximum; and how long handling one should block the loop while up to READERS
 connections are read per iteration of it. More share the same total, down to an eighth each."""
+
+MAX_UNSENT_BYTES = 16_384
+"""Bytes of an answer that the kernel takes before it can send them. By default these are megabytes, so that a whole
+answer fits and a client that stops reading is not noticed. Bytes on their way do not count: transfers are as fast."""
 
 REQUEST_ID = "X-Request-Id"
 SERVER = "ericllm"
@@ -115,8 +121,9 @@ class _Connection(web.RequestHandler):
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start with small reads, and make room where there are too many connections."""
+        """Start with small reads, keep few unsent bytes, and make room where there are too many connections."""
         super().connection_made(transport)
+        _limit_unsent(cast(asyncio.Transport, transport))
         self._open_transport = cast(asyncio.Transport, transport)
         self._reads: Any = getattr(transport, "_ssl_protocol", transport)
         self._reads.max_size = FIRST_READ_BYTES
@@ -196,6 +203,13 @@ class _Connection(web.RequestHandler):
         return _error_answer(
             _protocol_error(exc, message) if status < 500 else InternalError("The server failed to answer")
         )
+
+
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    """Let writes wait as soon as the kernel takes no more, and let it take no more than MAX_UNSENT_BYTES ahead."""
+    transport.set_write_buffer_limits(high=0)
+    with suppress(OSError, AttributeError):  # a Unix socket has no such option, nor has every system
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def _with_json_errors(handle: Any) -> Any:

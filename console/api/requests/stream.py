@@ -78,6 +78,8 @@ class ChunkStream:
         chunk = self._framing.frame(document)
         self._wrote_at = self._loop.time()
         await self.response.write(chunk)
+        if self._request.protocol.writing_paused:  # aiohttp itself looks after every 64 KiB
+            await self._request.writer.drain()
         self._call.sent_bytes += len(chunk)
 
     def _keep_open(self, ping: bytes) -> None:

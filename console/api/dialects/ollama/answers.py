@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from console.api.http.errors import json_response
-from console.api.requests.generation import Generation
+from console.api.requests.generation import Generation, WhyField
 from console.api.requests.logprobs import ChatLogprob, chat_logprobs
 from console.api.requests.served_model import ServedModel
 from console.api.requests.stream import JSON_LINES, ChunkStream
@@ -121,13 +121,14 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerPart(Figures, frozen=True, kw_only=True):
-    """Fields of both endpoints' answers and of each line of a stream."""
+    """Fields of both endpoints' answers and of each line of a stream. why: with the end, where requested."""
 
     model: str
     created_at: str
     done: bool
     done_reason: DoneReason | UnsetType = UNSET
     logprobs: list[ChatLogprob] | UnsetType = UNSET
+    why: WhyField = UNSET
 
 
 class Generated(AnswerPart, frozen=True, kw_only=True):
@@ -263,7 +264,7 @@ class AnswerWriter:
         delta: StreamDelta,
     ) -> AnswerPart:
         [row] = generation.work.rows
-        figures = asdict(self._watch.figures(row))
+        figures = {**asdict(self._watch.figures(row)), "why": generation.why}
         reason = done_reason(delta.finish)
         return self._part(text, calls, self._ids, done=True, done_reason=reason, logprobs=logprobs or UNSET, **figures)
 

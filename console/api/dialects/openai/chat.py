@@ -231,7 +231,7 @@ class _Call:
     async def answer(self, generation: Generation) -> web.Response:
         """Return all choices in one response."""
         answers = await generation.answers()
-        usage = usage_of(generation, why=self._body.why)
+        usage = usage_of(generation)
         return await respond(answers, partial(self._completion, answers, usage), self._model)
 
     def _completion(self, answers: Sequence[GeneratedAnswer], usage: Usage) -> ChatCompletion:
@@ -262,7 +262,7 @@ class _Call:
                     end = ChatChunkChoice(i, ChatPiece(), finish_reason=reason, stop_reason=stopped)
                     await chunks.send(self._chunk([end], so_far()))
         if self._include_usage:
-            await chunks.send(self._chunk([], usage_of(generation, why=self._body.why)))
+            await chunks.send(self._chunk([], usage_of(generation)))
         await chunks.send_raw(DONE)
 
     def _choice(self, i: int, answer: GeneratedAnswer) -> ChatChoice:

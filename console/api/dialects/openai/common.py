@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from console.api.requests.chat_body import OpenAiFields
-from console.api.requests.generation import Generation, TimeSpent
+from console.api.requests.generation import Generation, WhyField
 from console.api.requests.logprobs import PromptLogprobs, prompt_logprobs
 from console.api.requests.served_model import ServedModel
 from engine.backends.base import unpack_logprobs
@@ -26,22 +26,22 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    why: TimeSpent | msgspec.UnsetType = msgspec.UNSET
+    why: WhyField = msgspec.UNSET
 
 
 UsageField = Usage | msgspec.UnsetType | None
 """Absent from chunks, or, where requested, null in all but the last, or in each the usage so far."""
 
 
-def usage_of(generation: Generation, *, why: bool = False) -> Usage:
-    """Return the tokens that the generation used so far. why: with what its time went into."""
+def usage_of(generation: Generation) -> Usage:
+    """Return the tokens that the generation used so far, and at its end what its time went into."""
     tokens = generation.tokens
     return Usage(
         prompt_tokens=tokens.prompt,
         completion_tokens=tokens.output,
         total_tokens=tokens.prompt + tokens.output,
         prompt_tokens_details=PromptDetails(tokens.cached),
-        why=generation.time_spent if why else msgspec.UNSET,
+        why=generation.why,
     )
 
 

@@ -1,0 +1,154 @@
+"""What the time of an answer went into, over HTTP: from the arrival of its request until its client has read the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from console.api.server import ApiSettings
+from engine.config import EngineConfig
+from tests.api.harness import PATIENCE_S, Served, serving, until
+from tests.fakes.backend import FakeBackend, Gate
+
+LONG_S = 10_000.0
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+
+class Clock:
+    """The loop's clock, which the test sets forward: what it measures is what the test made of it, but for moments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + self.ahead_s)
+        self.now = loop.time
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the loop that server, engine and client share."""
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+async def gated(tmp_path: Path, clock: Clock) -> AsyncIterator[Served]:
+    """A server without time limits, whose backend waits for its gate."""
+    settings = ApiSettings(port=0, body_timeout_s=LONG_S, write_timeout_s=LONG_S, ping_s=LONG_S)
+    config = EngineConfig(worker_host="thread", hang_s=0.0, timeout_s=0.0)
+    async with serving(tmp_path, FakeBackend(gate=Gate()), settings=settings, config=config) as api:
+        yield api
+
+
+def request_of(path: str, **body: Any) -> tuple[bytes, bytes]:
+    """The head and the body of a request on a connection of its own."""
+    sent = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(sent)}\r\n\r\n"
+    return head.encode(), sent
+
+
+async def connected(api: Served) -> socket.socket:
+    """A connection that is only read where the test reads it."""
+    address, client = urlsplit(api.url), socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, (address.hostname, address.port))
+    return client
+
+
+async def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    loop, pieces = asyncio.get_running_loop(), list[bytes]()
+    async with asyncio.timeout(PATIENCE_S):
+        while piece := await loop.sock_recv(client, 65_536):
+            pieces.append(piece)
+    client.close()
+    return b"".join(pieces)
+
+
+async def test_the_causes_of_an_answer_add_up_to_the_latency_that_its_client_measured(
+    gated: Served, clock: Clock
+) -> None:
+    client, loop, began = await connected(gated), asyncio.get_running_loop(), clock.now()
+    head, body = request_of("/v1/completions", prompt="x", max_tokens=4, why=True)
+    await loop.sock_sendall(client, head + body[:1])
+    await until(lambda: gated.server.report().under_way == 1)
+    clock.ahead_s += 200.0
+    await loop.sock_sendall(client, body[1:])
+    await gated.until_row(state="prefill")
+    clock.ahead_s += 100.0
+    assert gated.backend.gate is not None
+    gated.backend.gate.open()
+    answer = json.loads((await read_to_end(client)).partition(b"\r\n\r\n")[2])
+    latency_ms, why = (clock.now() - began) * 1000, answer["usage"]["why"]
+    assert sum(why["causes_ms"].values()) == pytest.approx(latency_ms, rel=0.01)
+    assert next(iter(why["causes_ms"])) == "prepare"
+    assert why["causes_ms"]["prepare"] == pytest.approx(200_000, rel=0.01)
+
+
+async def test_a_client_that_reads_a_stream_late_is_charged_for_that(gated: Served, clock: Clock) -> None:
+    assert gated.backend.gate is not None
+    gated.backend.gate.open()
+    client, began = await connected(gated), clock.now()
+    body = {**CHAT, "max_tokens": 4000, "logprobs": True, "stream": True, "why": True}
+    await asyncio.get_running_loop().sock_sendall(client, b"".join(request_of("/v1/chat/completions", **body)))
+    await gated.until_row(state="finished")
+    assert gated.server._runner is not None
+    server = gated.server._runner.server
+    assert server is not None
+    await until(lambda: any(connection.writing_paused for connection in server.connections))
+    clock.ahead_s += 300.0
+    events = [line for line in (await read_to_end(client)).splitlines() if line.startswith(b"data: {")]
+    latency_s, last = clock.now() - began, json.loads(events[-1].removeprefix(b"data: "))
+    await until(lambda: gated.server.report().under_way == 0)
+    why = gated.engine._tracker.detail(last["id"], 0, texts=False).why
+    assert why is not None
+    for causes_s in (
+        {cause: spent / 1000 for cause, spent in last["usage"]["why"]["causes_ms"].items()},
+        why.causes,
+    ):
+        assert sum(causes_s.values()) == pytest.approx(latency_s, rel=0.05)
+        assert causes_s["client"] == pytest.approx(300.0, rel=0.05)
+
+
+OLLAMA = {"options": {"num_predict": 4}, "why": True}
+TGI = {"inputs": "x", "parameters": {"max_new_tokens": 4, "why": True}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 4, "why": True}, "usage"),
+        ("/generate", {"prompt": "x", "max_tokens": 4, "why": True}, ""),
+        ("/v1/messages", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
+        ("/api/chat", {**CHAT, **OLLAMA}, ""),
+        ("/api/generate", {"prompt": "x", **OLLAMA}, ""),
+        ("/generate", TGI, ""),
+        ("/api/v1/generate", {"prompt": "x", "max_length": 4, "why": True}, ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_dialect_says_it_where_requested(
+    api: Served, path: str, body: dict[str, Any], place: str, stream: bool
+) -> None:
+    if stream and path.endswith("/v1/generate"):
+        path = "/api/extra/generate/stream"
+    elif stream and body is TGI:
+        path = "/generate_stream"
+    elif path.startswith(("/api/chat", "/api/generate")) or stream:
+        body = {**body, "stream": stream}
+    async with api.http.post(path, json=body) as response:
+        text = await response.text()
+        assert response.status == 200, text
+    lines = [line.partition("{")[1] + line.partition("{")[2] for line in text.splitlines() if "{" in line]
+    answers = [json.loads(line) for line in lines]
+    found = [why for each in answers if (why := (each.get(place) or {} if place else each).get("why"))]
+    assert len(found) == 1
+    assert sum(found[0]["causes_ms"].values()) == pytest.approx(found[0]["total_ms"], rel=0.01)
