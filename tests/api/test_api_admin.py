@@ -57,10 +57,11 @@ async def test_a_model_s_whole_life_over_http(tmp_path: Path) -> None:
             assert (await api.load(model="two", beside=True, max_model_len=64))["state"] == "ready"
             assert (await models(api))["two"]["status"]["model"]["max_model_len"] == 64
             await api.post("/admin/reconfigure", model="two", max_prompts=7, workers=3)
+            await api.post("/admin/reconfigure", model="two", step_tokens=64, threads=2, idle_unload=90)
             two = (await models(api))["two"]
             assert (two["max_prompts"], two["target_workers"]) == (7, 3)
-            await api.post("/admin/adapters", model="two", name="poet", path="poet-v1", scale=0.5)
             assert (two["step_tokens"], two["threads"], two["idle_unload_s"]) == (64, 2, 90)
+            await api.post("/admin/adapters", model="two", name="poet", path="poet-v1", scale=0.5)
             assert [adapter["name"] for adapter in (await models(api))["two"]["adapters"]] == ["poet"]
             assert (await api.post("/v1/completions", model="poet", prompt="x", max_tokens=1))["model"] == "poet"
             async with http.delete("/admin/adapters/poet", params={"model": "two"}) as response:
@@ -81,6 +82,17 @@ async def test_a_request_that_ended_says_what_its_time_went_into_and_nothing_of_
     assert found["why"]["total_s"] >= 0.99 * found["request"]["age_s"]
     assert "secret" not in str(found)
     assert (await admin.get("/admin/requests/nobody", status=404))["error"]["code"] == "request_not_found"
+
+
+async def test_the_id_of_an_answer_with_several_requests_gives_the_first_and_the_ids_of_the_others(
+    admin: Served,
+) -> None:
+    answer = await admin.post("/v1/completions", prompt="x", max_tokens=2, n=3)
+    found = await admin.get(f"/admin/requests/{answer['id']}")
+    assert found["request"]["id"] == f"{answer['id']}-0"
+    assert found["others"] == [f"{answer['id']}-{choice}" for choice in (1, 2)]
+    assert found["why"]["total_s"] > 0
+    assert (await admin.get(f"/admin/requests/{found['others'][0]}"))["others"] == []
 
 
 async def test_the_time_of_all_requests_is_summed_by_cause_and_by_worker(admin: Served) -> None:

@@ -33,6 +33,9 @@ class Pipe(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self.waiting.pop(0) if len(self.waiting) > 1 else self.waiting[0]
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
