@@ -191,11 +191,11 @@ def may_wait(offers: Sequence[Offer], chosen: Offer) -> bool:
 # Which workers are slower than their peers.
 
 SLOWER = 1.5
-"""Times as long as its peers' that the steps of a slow worker take: those of two equal ones differ by less."""
+"""A worker is slow whose steps take this many times as long as its peers': those of two equal ones differ by less."""
 SLOW_FOR_S = 10.0
-"""Seconds of work after which it is one."""
+"""Seconds of work for which they take so long before it counts."""
 _MORE_REQUESTS = 1.25
-"""A worker with so many times the requests of another is rightly slower."""
+"""Times the requests of a peer with which a worker may be slower."""
 
 
 class _SlowClock:
@@ -230,7 +230,7 @@ def _is_alone(worker: str, devices: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _processor(device: str) -> str:
-    """What computes for a device: a GPU itself, and for a simulated one the CPU of its machine."""
+    """Return the processor of a device: a GPU itself, and for a simulated one the CPU of its machine."""
     node, _, local = device.rpartition("/")
     return device if local.startswith("cuda") else f"{node}/cpu"
 
