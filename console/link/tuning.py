@@ -152,7 +152,7 @@ class TuningLink(Protocol):
         """
 
     async def stop_load(self) -> None:
-        """End it and its requests. Nothing happens where none runs."""
+        """Send nothing more; the last requests end by themselves. Nothing happens where none runs."""
 
     async def cancel(self) -> None:
         """End it and put everything back; returns when that is done. Nothing happens where none goes on."""

@@ -26,19 +26,34 @@ async def test_it_sends_from_two_clients_for_each_slot_behind_all_others_until_i
         report = tuning.report()
         assert (report.load_clients, report.sends_requests, report.under_way) == (6, True, False)
         assert 0 < report.load_left_s <= LONG_S
-        with pytest.raises(EngineBusy, match="a sample load is running"):
+        with pytest.raises(EngineBusy, match="A sample load is running. Stop it first."):
             await tuning.start_load()
         await tuning.stop_load()
-        await until(lambda: not engine._tracker.live)
         assert (tuning.report().load_clients, tuning.report().load_left_s) == (0, 0)
+        with pytest.raises(EngineBusy, match="It ends with its last requests"):
+            await tuning.start_load()
+        backends.open_gates()
+        await until(lambda: not engine._tracker.live)
+        assert engine.publish().totals.finished == {"length": 6}
 
 
-async def test_it_ends_by_itself(tmp_path: Path) -> None:
+async def test_it_ends_by_itself_and_cancels_none_of_its_requests(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
         tuning = Tuning(engine, None, lambda: False)
         await tuning.start_load(seconds=0.05)
         await until(lambda: not tuning.report().sends_requests)
         await until(lambda: not engine._tracker.live)
+        assert engine.publish().totals.finished.keys() == {"length"}
+
+
+async def test_autotune_does_not_wait_for_it(tmp_path: Path) -> None:
+    backends = Backends(FakeBackend(gate=Gate()))
+    async with serving(tmp_path, backends, max_prompts=3) as engine:
+        tuning = Tuning(engine, None, lambda: False)
+        await tuning.start_load(seconds=LONG_S)
+        await until(lambda: engine.publish().queued == 3)
+        await tuning.cancel()
+        assert engine.publish().totals.finished == {"cancelled": 6}
 
 
 async def test_it_leaves_half_of_the_queue_to_others(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ class LoadGenerator:
         self._draw = random.Random(seed)
         self._number = 0
         self._clients: list[asyncio.Task[None]] = []
+        self._finishing = False
         self._error: ErrorInfo | None = None
         self._meter = WindowMeter(slo, time.perf_counter(), time.perf_counter())
 
@@ -201,6 +202,11 @@ class LoadGenerator:
             client.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
         self._clients += [asyncio.create_task(self._ask_on()) for _ in range(count - len(self._clients))]
+
+    async def finish(self) -> None:
+        """Send nothing more; returns once the last requests have ended by themselves."""
+        self._finishing = True
+        await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def measure(self, seconds: float, settle_s: float) -> Sample:
         """A window of the setting that is in use: after `settle_s`, for `seconds`, longer where answers begin seldom.
@@ -228,9 +234,11 @@ class LoadGenerator:
         and a window would measure the wave that it happens to see.
         """
         share = 1.0 - self._draw.random()
-        while True:
+        while not self._finishing:
             try:
                 await self._engine.serving(self._model)
+                if self._finishing:
+                    break
                 async with self._engine.submit(self._request(share)) as stream:
                     await self._read(stream)
                 share = 1.0

@@ -209,7 +209,7 @@ class Tuning:
 
     async def stop_load(self) -> None:
         """See TuningLink.stop_load."""
-        await self._sample.stop()
+        self._sample.finish()
 
     async def start(self, order: TuneOrder, mix: Mix | None = None) -> None:
         """See TuningLink.start. mix: what requests are like, as the order or the session has them if None."""
