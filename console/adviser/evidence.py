@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from console.adviser.thresholds import WORKER_MARGIN
+from console.adviser.thresholds import CORES_BUSY, CORES_S, WORKER_MARGIN
 from console.text import device_label
 from console.tui.view import workers_of
 from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
@@ -81,7 +82,8 @@ class Room:
 
 def room_for_worker(evidence: Evidence) -> Room | None:
     """Where another worker certainly fits, the emptiest device first. None where nothing is known of what one takes, or
-    it lies on several devices; workers on CPUs share their cores, so another one adds nothing."""
+    it lies on several devices; workers on CPUs share their cores, so another one adds nothing, and so do those on
+    simulated devices where the cores are busy."""
     for worker in evidence.serving:
         shares = worker.used or worker.planned
         if len(shares) != 1 or shares[0].device.endswith("cpu"):
@@ -89,7 +91,18 @@ def room_for_worker(evidence: Evidence) -> Room | None:
         need = shares[0].total_bytes
         cards = [device for device in evidence.snapshot.devices if device.kind != "cpu"]
         emptiest = max(cards, key=lambda device: device.free_bytes, default=None)
-        if need and emptiest is not None and emptiest.free_bytes >= need * WORKER_MARGIN:
-            return Room(emptiest, need)
-        return None
+        if emptiest is None or (emptiest.kind == "simulated" and _cores_busy(evidence, emptiest.node)):
+            return None
+        return Room(emptiest, need) if need and emptiest.free_bytes >= need * WORKER_MARGIN else None
     return None
+
+
+def _cores_busy(evidence: Evidence, node: str) -> bool:
+    """Return whether the processor of a machine, which computes for its simulated devices, has no time for more."""
+    devices, history = evidence.snapshot.devices, evidence.last(CORES_S)
+    for index, device in enumerate(devices):
+        if device.kind == "cpu" and device.node == node:
+            past = [second.device_utilisation[index : index + 1] for second in history]
+            shares = [share for (share,) in filter(None, past) if share is not None]
+            return fmean(shares or [device.utilisation or 0.0]) >= CORES_BUSY
+    return False

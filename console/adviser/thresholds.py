@@ -45,6 +45,10 @@ workers."""
 WORKER_MARGIN = 1.05
 """Another worker fits for certain where this much of what one takes is free."""
 
+CORES_S, CORES_BUSY = 20, 0.7
+"""Seconds, and the share of the processor's time in them from which on another worker that computes on it would only
+take from the others."""
+
 LARGE_FREE_SHARE = 0.25
 """This share of a device free is worth loading again for when KV pages are full."""
 

@@ -237,7 +237,8 @@ class EricApp(StyledApp, inherit_bindings=False):
             return
         for alert in fresh:
             if not any(toast.message in alert.text for toast in self._notifications):  # a command's error says it
-                message = f"{alert.text}\n{alert.done}" if alert.done else alert.text
+                often = f" ({alert.count} times)" if alert.count > 1 else ""
+                message = f"{alert.text}{often}\n{alert.done}".rstrip()
                 self.notify(message, title=_ALERT, severity=alert.level, markup=False, timeout=10)
 
     # -- the model in view ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import pytest
 from console.link.frames import Frame
 from console.link.protocol import ApiStatus
 from console.link.recording.recorder import RecordingWriter
+from console.tui.alerts import TOAST_AGAIN_S, AlertWatch
 from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
 from console.tui.modes import MODES
 from console.tui.replay_app import ReplayApp
 from console.tui.screens.alerts.screen import AlertsScreen
+from console.tui.view import View
 from console.tui.widgets.status_line import status_line
 from engine.errors import ModelLoadFailed
 from engine.snapshot import Alert, Snapshot
@@ -94,7 +97,7 @@ async def test_without_alerts_the_list_says_what_would_be_in_it() -> None:
         await until(pilot, lambda: "No alerts." in screen_text(app))
 
 
-async def test_the_same_alert_has_one_toast_and_the_badge_comes_back_when_it_occurs_again() -> None:
+async def test_an_alert_that_occurs_again_has_its_badge_at_once_and_a_toast_half_a_minute_after_its_last() -> None:
     link = FakeLink()
     app = EricApp(link)
     async with app.run_test(size=(160, 40), notifications=True) as pilot:
@@ -107,8 +110,36 @@ async def test_the_same_alert_has_one_toast_and_the_badge_comes_back_when_it_occ
         link.show(after_the_kill(alert(count=2, last_at=scenes.NOW)))
         await until(pilot, lambda: "Logs▲" in rows(app)[1])
         assert len(toasts(app)) == 1
+        again = alert(count=3, last_at=scenes.NOW + TOAST_AGAIN_S)
+        link.show(scenes.changed(after_the_kill(again), at=scenes.NOW + TOAST_AGAIN_S))
+        await until(pilot, lambda: len(toasts(app)) == 2)
+        assert f"{KILLED} (3 times)" in toasts(app)[1]
         await pilot.press("A")
+        await until(pilot, lambda: "3 times since 14:02:06" in screen_text(app))
+
+
+async def test_a_key_clears_the_list_in_this_console_until_an_alert_occurs_again() -> None:
+    link = FakeLink(after_the_kill())
+    app = EricApp(link)
+    async with app.run_test(size=(100, 30), notifications=True) as pilot:
+        await pilot.press("A")
+        await until(pilot, lambda: "14:02:06  w1" in screen_text(app))
+        await pilot.press("c")
+        await until(pilot, lambda: "No alerts." in screen_text(app))
+        assert toasts(app) == ["Cleared 1 alert in this console. GET /admin/alerts has them."]
+        link.show(after_the_kill(alert(count=2, last_at=scenes.NOW)))
         await until(pilot, lambda: "2 times since 14:02:06" in screen_text(app))
+
+
+def test_each_alert_is_due_once_for_each_time_that_it_occurs_and_twice_in_half_a_minute_never() -> None:
+    watch, seconds = AlertWatch(), []
+    view = View.read(FakeLink(healthy()))
+    watch.follow(view)
+    for second in range(100):
+        count = 1 + (second >= 5) + (second >= 70)
+        moment = scenes.changed(after_the_kill(alert(count=count)), at=scenes.NOW + second)
+        seconds += [second for _ in watch.follow(dataclasses.replace(view, published=moment))]
+    assert seconds == [0, 30, 70]
 
 
 async def test_alerts_from_before_the_console_was_opened_have_a_badge_and_no_toast() -> None:

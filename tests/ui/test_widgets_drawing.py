@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.color import Color
 
 from console import text
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
-from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_columns
+from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_columns, number_lines
 from console.tui.widgets.glyphs import wants_ascii
 from console.tui.widgets.graph import Graph, merged_marks, next_zoom, span_of
 from console.tui.widgets.plot import (
@@ -204,6 +207,26 @@ def test_a_time_axis_names_the_age_of_columns() -> None:
         assert len(time_axis(width, 1)) == width
 
 
+@given(st.integers(3, 120), st.sets(st.integers(0, 119)))
+def test_no_sign_touches_a_word_of_the_axis(width: int, signs: set[int]) -> None:
+    axis = time_axis(width, 1, signs)
+    assert len(axis) == width
+    for word in re.finditer(r"\S+( s| min)?", axis):
+        assert re.fullmatch(r"now|−\d+ (s|min)", word[0])
+        if word[0] != "now":
+            assert not signs & set(range(word.start() - 1, word.end() + 1))
+
+
+def test_now_stays_readable_left_of_the_signs_that_would_cover_it() -> None:
+    assert time_axis(40, 1, {39}).endswith("   now  ")
+    assert time_axis(40, 1, {38, 36}).endswith(" now     ")
+    assert time_axis(40, 1, set(range(20, 40))).endswith("now")
+
+
+def test_a_label_of_the_axis_that_a_sign_touches_is_left_out() -> None:
+    assert time_axis(60, 1, {29}).split() == ["−45", "s", "−15", "s", "now"]
+
+
 def test_zooms_go_from_a_minute_to_an_hour_and_back() -> None:
     assert [next_zoom(zoom) for zoom in (60, 300, 600, 3600)] == [300, 600, 3600, 60]
     assert [seconds_per_column(zoom, 60, max(600, zoom)) for zoom in (60, 300, 600, 3600)] == [1, 5, 10, 60]
@@ -245,6 +268,34 @@ async def test_a_mark_never_hides_a_bar_and_stands_on_the_axis() -> None:
         height = graph.size.height
         assert graph.line(height - 2).plain.endswith("█ █┊█ █ █ ")
         assert graph.line(height - 1).plain[-4] == "✖"
+        small = app.screen.query_one("#kv", Graph)
+        assert "✖" in small.line(small.size.height - 1).plain
+        assert "w0 died" not in "".join(small.line(y).plain for y in range(small.size.height))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sign"),
+    [
+        (("knob", "failure", "load"), "✖"),
+        (("load", "swap", "knob"), "◇"),
+        (("knob", "load"), "▼"),
+        (("drain", "warning"), "•"),
+        (("drain",), "◒"),
+        (("unload",), "○"),
+        (("a kind of a newer engine", "knob"), "•"),
+    ],
+)
+async def test_of_several_marks_in_a_column_the_most_important_shows_also_in_the_smallest_terminal(
+    kinds: tuple[str, ...], sign: str
+) -> None:
+    seconds = tuple(Second(at=scenes.NOW - back, output_tokens=90) for back in range(70, -1, -1))
+    marks = tuple(Mark(at=scenes.NOW - 20, text=kind, kind=kind) for kind in kinds)
+    for size in ((80, 24), (140, 44)):
+        app = EricApp(FakeLink(scenes.busy(history=seconds, marks=marks)))
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            graph = app.screen.query_one("#tokens", Graph)
+            assert graph.line(graph.size.height - 1).plain[-21] == sign
 
 
 async def test_the_mouse_reads_the_values_of_one_moment_in_every_graph() -> None:
@@ -270,6 +321,20 @@ async def test_a_p95_over_its_slo_says_so_next_to_the_limit() -> None:
         await pilot.pause()
         assert "p95 310 ms > 200 ms" in screen_text(app)
         assert "p95 31 ms ≤ 50 ms" in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("slo_s", "colour"), [(0.1, "success"), (0.085, "warning"), (0.05, "error"), (None, "graph-ttft")]
+)
+async def test_the_headline_latencies_have_the_colour_of_their_slo(slo_s: float | None, colour: str) -> None:
+    app = EricApp(FakeLink(scenes.busy(insight=Insight(goodput=Goodput(slo_ttft_s=slo_s)))))
+    async with app.run_test(size=(160, 48)) as pilot:
+        await pilot.pause()
+        assert app.screen.query_one("#stat-ttft Digits").styles.color == Color.parse(app.theme_variables[colour])
+    (number,) = [span for span in number_lines(app.view.snapshot, 160).spans if str(span.style) == f"bold ${colour}"][
+        :1
+    ]
+    assert number_lines(app.view.snapshot, 160).plain[number.start : number.end] == "80 ms"
 
 
 def test_a_column_has_the_limit_of_most_of_its_seconds_and_gaps_stay_gaps() -> None:

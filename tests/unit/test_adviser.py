@@ -11,6 +11,7 @@ import pytest
 from console.adviser import Look, Open, Turn
 from console.adviser.evidence import Counts
 from engine.backends.base import BackendStats
+from engine.config import DeviceShare
 from engine.snapshot import Goodput, Insight, Percentiles, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.adviser import ended, found, healthy, steady
@@ -115,6 +116,17 @@ def test_free_memory_is_spoken_of_only_under_load() -> None:
     assert "GPU2 has 23.0 GiB free, and another worker takes 16.0 GiB, while 94%" in advice.sentence
     assert advice.action == Turn("workers", 1)
     assert found(healthy(devices=devices)) == {}
+
+
+@pytest.mark.parametrize(("busy", "said"), [(0.4, True), (0.95, False)])
+def test_no_worker_is_proposed_on_a_simulated_device_whose_processor_is_busy(busy: float, said: bool) -> None:
+    share = DeviceShare(device="sim:0", layers=32, weights_bytes=GIB, kv_bytes=GIB)
+    one = scenes.worker(0, active=8, devices=("sim:0",), used=(share,))
+    devices = (fleet_scenes.sim(0), fleet_scenes.sim(1), scenes.cpu(utilisation=0.1))
+    history = steady(running=15, queued=20, kv_usage=0.9, device_utilisation=(0.9, 0.0, busy))
+    advice = found(healthy(workers=(one,), devices=devices, queued=20, kv_usage=0.9, history=history))
+    assert (advice["queue"].action is not None) is said
+    assert ("memory_unused" in advice) is said
 
 
 def test_full_pages_beside_free_memory_ask_for_a_larger_cache() -> None:

@@ -72,13 +72,17 @@ ZOOMS = {60: "1 min", 300: "5 min", 600: "10 min", 3600: "1 h"}
 
 HISTORY_S = 600
 _SIGNS = {
-    "knob": ("┊", "$graph-mark"),
-    "worker": ("✖", "$worker-failed"),
     "failure": ("✖", "$worker-failed"),
-    "load": ("▼", "$worker-loading"),
+    "worker": ("✖", "$worker-failed"),
+    "warning": ("•", "$warning"),
     "swap": ("◇", "$worker-loading"),
+    "load": ("▼", "$worker-loading"),
+    "unload": ("○", "$worker-draining"),
+    "drain": ("◒", "$worker-draining"),
+    "knob": ("┊", "$graph-mark"),
 }
-_EVENT = ("•", "$warning")
+"""By kind, the most important first: of several in one column it is the one that shows."""
+_EVENT = _SIGNS["warning"]
 
 
 def next_zoom(seconds: int) -> int:
@@ -124,6 +128,11 @@ def mark_sign(mark: Mark) -> tuple[str, str]:
     return _SIGNS.get(mark.kind, _EVENT)
 
 
+def _importance(mark: Mark) -> int:
+    kinds = list(_SIGNS)
+    return -kinds.index(mark.kind if mark.kind in kinds else "warning")
+
+
 class Plot(Widget):
     """A widget that is drawn row by row."""
 
@@ -138,14 +147,25 @@ class Plot(Widget):
 
 class Graph(Plot):
     """One title row, the plot: `front` filled to the ground, `behind` (never below it) rising above it; and the time
-    axis, where there is room. Under the mouse, the title gives way to the values of that moment."""
+    axis, where there is room. Under the mouse, the title gives way to the values of that moment.
+
+    names_marks: write what each mark stands for into the plot, where there is room."""
 
     DEFAULT_CSS = """
     Graph { height: 1fr; width: 1fr; min-height: 2; }
     """
 
-    def __init__(self, scale: Scale, front: Curve, behind: Curve | None = None, *, id: str | None = None) -> None:
+    def __init__(
+        self,
+        scale: Scale,
+        front: Curve,
+        behind: Curve | None = None,
+        *,
+        names_marks: bool = True,
+        id: str | None = None,
+    ) -> None:
         super().__init__(id=id)
+        self._names_marks = names_marks
         self._scale, self._front, self._behind = scale, front, behind
         back = behind.style if behind else front.style
         self._inks: dict[Ink, str] = {
@@ -229,7 +249,7 @@ class Graph(Plot):
 
     def _replot(self) -> bool:
         width, rows = max(0, self.size.width - GUTTER), max(0, self.size.height - 1)
-        has_axis = rows > 2
+        has_axis = rows >= 2  # on it alone does a mark show beneath bars that fill the plot
         rows -= has_axis
         span = self._span
         step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
@@ -242,8 +262,9 @@ class Graph(Plot):
         marks: list[tuple[int, Mark]] = []
         if span.history and plot:
             newest = span.history[-1].at
-            marks = [(max(0, column_of(mark.at, newest, step)), mark) for mark in span.marks]
-            plot = [_mark(row, marks, named=row is plot[0]) for row in plot]
+            by_importance = sorted(span.marks, key=_importance)
+            marks = [(max(0, column_of(mark.at, newest, step)), mark) for mark in by_importance]
+            plot = [_mark(row, marks, named=self._names_marks and row is plot[0]) for row in plot]
         before = (self._plot, self._top_label, self._axis.markup)
         self._plot, self._top_label = plot, self._scale.label(top)
         self._axis = _axis_row(width, step, marks, self._cursor_column(width)) if has_axis else Content("")
@@ -286,11 +307,13 @@ def _mark(row: list[Cell], marks: Sequence[tuple[int, Mark]], *, named: bool) ->
 
 
 def _axis_row(width: int, step: int, marks: Sequence[tuple[int, Mark]], cursor: int) -> Content:
-    """The time axis, with the signs of marks and of the cursor on it."""
-    cells = [Cell(char, "$graph-axis") for char in " " * GUTTER + time_axis(width, step)]
-    signs = [(width - 1 - back, mark_sign(mark)) for back, mark in marks if back < width]
-    for column, (sign, style) in [*signs, (cursor, ("▲", "$foreground"))]:
-        if 0 <= column < width:
+    """The time axis, with the signs of marks and of the cursor on it, which cover no word."""
+    signs = {width - 1 - back: mark_sign(mark) for back, mark in marks if back < width}
+    if 0 <= cursor < width:
+        signs[cursor] = ("▲", "$foreground")
+    cells = [Cell(char, "$graph-axis") for char in " " * GUTTER + time_axis(width, step, signs)]
+    for column, (sign, style) in signs.items():
+        if cells[GUTTER + column].char == " ":
             cells[GUTTER + column] = Cell(sign, style)
     runs = groupby(cells, lambda cell: cell.ink)
     return Content.assemble(*(("".join(cell.char for cell in run), ink) for ink, run in runs))

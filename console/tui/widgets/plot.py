@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from textual.content import Content
@@ -90,6 +90,7 @@ def _missed_s(sample: Sample) -> float:
 
 _AXIS_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
 _MIN_LABEL_CELLS = 11
+_NOW, _MAX_SHIFT = "now", 12
 
 
 def seconds_per_column(span_s: int, width: int, history_s: int) -> int:
@@ -98,14 +99,23 @@ def seconds_per_column(span_s: int, width: int, history_s: int) -> int:
     return step if step * width <= history_s else max(1, span_s // max(1, width))
 
 
-def time_axis(width: int, seconds_per_column: int) -> str:
-    """The row below a graph: "−60 s", "−30 s" under the columns of that age, "now" under the last."""
-    axis = [" "] * max(0, width - 3) + list("now"[: max(0, width)])
+def time_axis(width: int, seconds_per_column: int, signs: Collection[int] = ()) -> str:
+    """The row below a graph: "−60 s", "−30 s" under the columns of that age, "now" under the last.
+
+    signs: columns with a sign. A label that one would touch is left out; "now" moves to the left of them.
+    """
+
+    def is_free(start: int, label: str) -> bool:
+        return start >= 0 and not any(start - 1 <= column <= start + len(label) for column in signs)
+
+    axis, last = [" "] * max(0, width), max(0, width - len(_NOW))
+    now = next((start for start in range(last, last - _MAX_SHIFT, -1) if is_free(start, _NOW)), last)
+    axis[now : now + len(_NOW)] = _NOW[: len(axis)]
     interval = next((step for step in _AXIS_STEPS_S if step >= _MIN_LABEL_CELLS * seconds_per_column), 3600)
     for age in range(interval, width * seconds_per_column, interval):
         label = f"−{age} s" if interval < 60 else f"−{age // 60} min"
         start = width - 1 - age // seconds_per_column - len(label) // 2
-        if start >= 0 and start + len(label) + 1 < width - 3:
+        if is_free(start, label) and start + len(label) + 1 < now:
             axis[start : start + len(label)] = label
     return "".join(axis)
 

@@ -10,6 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from console import text
 from console.text import local_time
 from console.tui.screens.base import Dialog
 from console.tui.view import View
@@ -24,6 +25,7 @@ class AlertsScreen(Dialog[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,A", "dismiss", "Close", id="alerts.close", tooltip="Close the alerts", key_display="esc"),
+        Binding("c", "clear", "Clear", id="alerts.clear", tooltip="Clear the list in this console"),
     ]
 
     def __init__(self) -> None:
@@ -43,16 +45,25 @@ class AlertsScreen(Dialog[None]):
     def show_view(self, view: View) -> None:
         """Draw the list again, where anything changed."""
         self.console.alerts.mark_seen(view)
-        shown = for_terminal(self.app, alert_list(view.published.alerts))
+        shown = for_terminal(self.app, alert_list(self.console.alerts.listed(view)))
         if not shown.is_same(self._shown):
             self._shown = shown
             self.query_one("#alert-list", Static).update(shown)
+
+    def action_clear(self) -> None:
+        """Take the alerts off the list of this console; the engine and other consoles keep them."""
+        view = self.console.view
+        cleared = len(self.console.alerts.listed(view))
+        self.console.alerts.clear(view)
+        self.show_view(view)
+        if cleared:
+            self.notify(f"Cleared {text.plural(cleared, 'alert')} in this console. GET /admin/alerts has them.")
 
 
 def alert_list(alerts: tuple[Alert, ...]) -> Content:
     """All alerts, the last to occur first."""
     if not alerts:
-        return Content.styled("No alerts. Crashes, failed loads and refused clients are listed here.", "$muted")
+        return Content.styled("No alerts. Crashes, failed loads, slow disks and refused clients appear here.", "$muted")
     newest_first = sorted(alerts, key=lambda alert: (alert.last_at, alert.id), reverse=True)
     return Content("\n\n").join(map(describe, newest_first))
 

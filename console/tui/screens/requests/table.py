@@ -56,6 +56,8 @@ def empty_text(view: View) -> str:
         return "Requests appear here once the model is loaded."
     if state not in ("ready", "draining", "idle"):
         return "Requests appear here once a model is loaded."
+    if snapshot.draining_since is not None:
+        return "Draining: new requests are refused." + ("" if standing.read_only else " Press D to accept them again.")
     if api.stopping:
         return "The API is stopping: new requests are refused."
     if api.running:

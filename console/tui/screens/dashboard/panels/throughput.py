@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal, Vertical
@@ -35,9 +35,20 @@ from console.tui.widgets.plot import Sample, columns, missed_columns, seconds_pe
 from engine.backends.base import StepLimit
 from engine.snapshot import Snapshot
 
+SloState = Literal["within", "near", "over"]
+_SLO_STYLES: Mapping[SloState, str] = MappingProxyType({"within": "$success", "near": "$warning", "over": "$error"})
+_NEAR = 0.9
+
+
+def slo_state(value_s: float | None, limit_s: float | None) -> SloState | None:
+    """Return how a latency stands to its SLO; None where one of them is not known."""
+    if value_s is None or limit_s is None:
+        return None
+    return "over" if value_s > limit_s else "near" if value_s > _NEAR * limit_s else "within"
+
 
 class Stat(Vertical):
-    """A caption, a big number and a line below. style: the CSS variable of its curve."""
+    """A caption, a big number and a line below."""
 
     DEFAULT_CSS = """
     Stat { height: 5; width: 1fr; }
@@ -55,8 +66,10 @@ class Stat(Vertical):
         yield Digits("-")
         yield Static(classes="detail")
 
-    def show(self, caption: str, value: str, detail: Content) -> None:
-        """value: digits and a decimal point, "-" for what is not known."""
+    def show(self, caption: str, value: str, detail: Content, slo: SloState | None = None) -> None:
+        """value: digits and a decimal point, "-" for what is not known.  slo: how the number stands to its SLO."""
+        for state in _SLO_STYLES:
+            self.set_class(state == slo, f"-{state}")
         if self._shown == (caption, value, detail.markup):
             return
         self._shown = (caption, value, detail.markup)
@@ -195,21 +208,29 @@ class ThroughputPanel(DashboardPanel):
                 Scale(text.seconds, least=0.01),
                 Curve(lambda at: at.ttft_p50, "$graph-ttft", "TTFT p50"),
                 Curve(lambda at: at.ttft_p95, "$graph-ttft-spread", "p95"),
+                names_marks=False,
                 id="ttft",
             )
             yield Graph(
                 Scale(text.seconds, least=0.01),
                 Curve(lambda at: at.itl_p50, "$graph-itl", "ITL p50"),
                 Curve(lambda at: at.itl_p95, "$graph-itl-spread", "p95"),
+                names_marks=False,
                 id="itl",
             )
             yield Graph(
                 Scale(text.count, least=4),
                 Curve(lambda at: at.running, "$graph-running", "running"),
                 Curve(lambda at: at.running + at.queued, "$graph-queued", "queued", lambda at: at.queued),
+                names_marks=False,
                 id="requests",
             )
-            yield Graph(Scale(text.percent, bound=1.0), Curve(lambda at: at.kv_usage, "$graph-kv", "KV"), id="kv")
+            yield Graph(
+                Scale(text.percent, bound=1.0),
+                Curve(lambda at: at.kv_usage, "$graph-kv", "KV"),
+                names_marks=False,
+                id="kv",
+            )
 
     def on_resize(self) -> None:
         """Titles are cut to the width."""
@@ -234,7 +255,6 @@ class ThroughputPanel(DashboardPanel):
         span = span_of(snapshot, self._zoom)
         self._ended = span.history[-1].at if span.history else 0.0
         self._show_time()
-        plain = Span(span.history, (), span.seconds)
         legend = limit_legend(span, lettered=is_lettered(self.app))
         strip, graph = self.query_one(LimitStrip), self.query_one("#tokens", Graph)
         strip.set_class(not legend, "-unknown")
@@ -242,7 +262,14 @@ class ThroughputPanel(DashboardPanel):
         caption = Content.styled("" if strip.display else "limit ", "$muted")
         graph.show(_tokens_title(span, legend, caption, graph.size.width), span)
         for name, title in _titles(snapshot).items():
-            self.query_one(f"#{name}", Graph).show(title, plain)
+            self.query_one(f"#{name}", Graph).show(title, span)
+
+    def _show_advice(self, why: Why) -> None:
+        """Name in the frame what takes the time of requests, where Session is not shown or has fewer than three rows."""
+        has_room = any(panel.display and panel.size.height > 2 for panel in self.screen.query("#session"))
+        advice = "" if has_room else advice_line(why)
+        title = Content.assemble(self.TITLE, (" · ", "$muted"), (advice, "$warning")) if advice else Content(self.TITLE)
+        set_title(self, for_terminal(self.app, title))
 
     def on_graph_pointed(self, event: Graph.Pointed) -> None:
         """Show the same moment in every graph."""
@@ -266,8 +293,12 @@ class ThroughputPanel(DashboardPanel):
         tokens.show(
             "out tok/s", f"{snapshot.output_tokens_per_s:.0f}", _pair("in", text.rate(snapshot.prompt_tokens_per_s))
         )
-        ttft.show(*_big_seconds("TTFT", snapshot.ttft.p50), _p95(snapshot.ttft.p95, slo.slo_ttft_s, "$foreground", ""))
-        itl.show(*_big_seconds("ITL", snapshot.itl.p50), _p95(snapshot.itl.p95, slo.slo_itl_s, "$foreground", ""))
+        for stat, caption, latency, limit_s in (
+            (ttft, "TTFT", snapshot.ttft, slo.slo_ttft_s),
+            (itl, "ITL", snapshot.itl, slo.slo_itl_s),
+        ):
+            p95 = _p95(latency.p95, limit_s, "$foreground", "")
+            stat.show(*_big_seconds(caption, latency.p50), p95, slo_state(latency.p50, limit_s))
         queue.show("running", str(snapshot.running), _pair("queued", str(snapshot.queued)))
 
 
@@ -282,9 +313,9 @@ def number_lines(snapshot: Snapshot, width: int) -> Content:
         _number("KV", text.percent(snapshot.kv_usage), "", "$graph-kv"),
     )
     second = (
-        _number("TTFT p50", text.seconds(snapshot.ttft.p50), "", "$graph-ttft"),
+        _latency("TTFT p50", snapshot.ttft.p50, slo.slo_ttft_s, "$graph-ttft"),
         _p95(snapshot.ttft.p95, slo.slo_ttft_s, "$graph-ttft"),
-        _number("ITL p50", text.seconds(snapshot.itl.p50), "", "$graph-itl"),
+        _latency("ITL p50", snapshot.itl.p50, slo.slo_itl_s, "$graph-itl"),
         _p95(snapshot.itl.p95, slo.slo_itl_s, "$graph-itl"),
         _number("prefix hits", hits, "", "$foreground"),
     )
@@ -335,16 +366,17 @@ def _tokens_title(span: Span, legend: list[Content], caption: Content, width: in
 
 def _p95(value_s: float | None, limit_s: float | None, style: str, name: str = "SLO ") -> Content:
     """A p95 next to its SLO, coloured by it, where there is one. name: before the limit."""
-    if value_s is None or limit_s is None:
-        return Content.assemble(("p95 ", "$muted"), (text.seconds(value_s), f"bold {style}"))
-    over, near = value_s > limit_s, value_s > 0.9 * limit_s
-    colour = "$error" if over else "$warning" if near else "$success"
-    sign = ">" if over else "≤"
-    return Content.assemble(
-        ("p95 ", "$muted"),
-        (text.seconds(value_s), f"bold {colour}"),
-        (f" {sign} {name}{text.seconds(limit_s)}", "$muted"),
-    )
+    number, state = _latency("p95", value_s, limit_s, style), slo_state(value_s, limit_s)
+    if state is None:
+        return number
+    sign = ">" if state == "over" else "≤"
+    return number.append(Content.styled(f" {sign} {name}{text.seconds(limit_s)}", "$muted"))
+
+
+def _latency(caption: str, value_s: float | None, limit_s: float | None, style: str) -> Content:
+    """A latency, coloured by its SLO where there is one, else by `style`."""
+    state = slo_state(value_s, limit_s)
+    return _number(caption, text.seconds(value_s), "", style if state is None else _SLO_STYLES[state])
 
 
 def _number(caption: str, value: str, unit: str, style: str) -> Content:
