@@ -16,7 +16,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     `retry_in_s`; refused, too, but needs an operator to act.
     model: the one that starting is about to load, "" where that is not known.
     reason: one sentence for lost and refused.  read_only: every command is refused.
-    silent_s: whole seconds since anything came of an instance that is live, 0 where that is as it should be.
+    silent_s: whole seconds since the last data of an instance, 0 while it comes as it should and before the first.
     """
 
     name: str = ""

@@ -218,7 +218,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             screens[-1].refresh_bindings()
         for screen in screens:
             if isinstance(screen, AppScreen) and screen.is_mounted:
-                screen.show_view(view)
+                screen.draw(view)
 
     def _follow(self, view: View) -> None:
         """Note what effects and advice are made of, whatever screen is seen."""
@@ -270,7 +270,7 @@ class EricApp(StyledApp, inherit_bindings=False):
     def _fatal_error(self) -> None:
         """A defect of the console: all of it goes to the log, one line to the person (Textual would print it all)."""
         log.exception("the console failed")
-        self.panic("The console failed and had to close. The log has the cause. Running requests were ended.")
+        self.panic("The console crashed. See the log for the cause. Running requests were terminated.")
 
     # -- commands to the engine --------------------------------------------------------------------------------------
 
@@ -327,14 +327,16 @@ class EricApp(StyledApp, inherit_bindings=False):
         if self.view.is_read_only or not (live or api.clients or api.connections or api.stopping):
             self._switch_api_off("cut")
         elif api.stopping:
-            title = f"The API goes off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
+            title = (
+                f"API is stopping: off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
+            )
             question = ConfirmScreen(title, "Cut them off now?", yes="Cut off", no="Keep waiting")
             self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
         elif live:
             stopping = FinishOrCutScreen(
                 f"{running}, {text.plural(api.clients, 'client')} in the last minute.",
                 "Finish: new requests are refused, and the API goes off when\nthe last running one has its answer.\n"
-                "Cut off: clients get an error in place of the rest.",
+                "Cut off: clients get an error instead of the rest.",
                 finish="Finish them first",
                 cut="Cut them off now",
                 no="Keep it on",
@@ -349,7 +351,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _switch_api_off(self, how: FinishOrCut) -> None:
         if how == "finish":
-            self.notify("The API takes no new requests and goes off after the last running one.")
+            self.notify("API is stopping: new requests refused, off when the last request finishes.")
             self.perform(self.link.stop_api(finish=True), done="The API is off")
         elif how == "cut":
             self.perform(self.link.stop_api(), done="The API is off")
@@ -360,11 +362,11 @@ class EricApp(StyledApp, inherit_bindings=False):
 
         snapshot, api = self.view.published, self.link.api_status()
         if snapshot.draining_since is not None:
-            self.perform(self.link.resume(), done="New requests are taken again")
+            self.perform(self.link.resume(), done="Accepting new requests again")
             return
 
         def drain() -> None:
-            self.perform(self.link.drain(), done="Draining: new requests are refused until D is pressed again")
+            self.perform(self.link.drain(), done="Draining: new requests are refused. D resumes.")
 
         unfinished = _unfinished(snapshot)
         if self.view.is_read_only or not (unfinished or api.running):
@@ -468,7 +470,7 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _quit(self, how: FinishOrCut | None) -> None:
         if how == "finish":
-            self.notify("The console quits after the last request. D on the Dashboard takes new ones again.")
+            self.notify("The console quits after the last request. D on the Dashboard accepts new ones again.")
             self.perform(self._drain_to_quit())
         elif how == "cut":
             self.exit()
@@ -489,6 +491,6 @@ class EricApp(StyledApp, inherit_bindings=False):
         try:
             path = Path(self.save_screenshot(path=str(Path.cwd()))).resolve()
         except OSError as error:
-            self.notify(f"The picture cannot be saved: {error.strerror}", severity="error", markup=False)
+            self.notify(f"The screenshot cannot be saved: {error.strerror}", severity="error", markup=False)
         else:
             self.notify(f"Saved {path}", markup=False)

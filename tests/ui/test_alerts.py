@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from console.link.frames import Frame
@@ -18,12 +19,12 @@ from console.tui.replay_app import ReplayApp
 from console.tui.screens.alerts.screen import AlertsScreen
 from console.tui.view import View
 from console.tui.widgets.status_line import status_line
-from engine.errors import ModelLoadFailed
-from engine.snapshot import Alert, Snapshot
+from engine.errors import EngineError, ModelLoadFailed
+from engine.snapshot import Alert, Percentiles, Snapshot
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote, replay_of
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import listed, rows, screen_text, until
 
 KILLED = "worker w1 was killed by SIGKILL (probably out of memory)"
 
@@ -183,20 +184,97 @@ async def test_a_recording_shows_its_alerts(tmp_path: Path) -> None:
         await until(pilot, lambda: "2/2" in rows(app)[0])
         clock.now += 12
         await until(pilot, lambda: "▲ 1/2 workers" in rows(app)[0])
-        assert [KILLED in each for each in toasts(app)] == [True]
+        await until(pilot, lambda: [KILLED in each for each in toasts(app)] == [True])
         await pilot.press("A")
         await until(pilot, lambda: "Check the kernel log" in screen_text(app))
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
+WIDTHS = [78, 98, 158, 218]
+"""Cells of the header in terminals of 80, 100, 160 and 220 columns."""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_the_status_line_says_what_is_wrong_in_every_width(width: int) -> None:
     snapshot = scenes.changed(after_the_kill(), queued=41, errors_per_min=2)
-    line = status_line(snapshot, ApiStatus(running=True), width, alerts=1)
+    line = status_line(snapshot, ApiStatus(running=True, port=8143), width, alerts=2)
     assert line.cell_length == width
-    assert "▲ 1/2" in line.plain
-    if width >= 80:
-        assert "queue 41" in line.plain and "✖ 2" in line.plain
-    assert "$warning" in {str(span.style) for span in line.spans}
+    for words in ("ready", "▲ 1/2", "queue 41", "✖ 2", "API", ":8143", "14:02:11"):
+        assert words in line.plain
+    assert "▲2" in line.plain or "▲ 2 alerts" in line.plain
+    assert "on, 0 " not in line.plain.replace("on, 0 clients", "")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_drain_says_how_long_it_lasts_in_every_width(width: int) -> None:
+    snapshot = scenes.changed(after_the_kill(), errors_per_min=2)
+    snapshot = scenes.changed(snapshot, draining_since=snapshot.at - 42)
+    assert "◒ draining 42 s" in status_line(snapshot, ApiStatus(running=True), width, alerts=2).plain
+
+
+SERVED = ApiStatus(running=True)
+HEALTHY = scenes.changed(scenes.cpu_idle(), requests=())
+SLOW = msgspec.structs.replace(
+    HEALTHY.insight, goodput=msgspec.structs.replace(HEALTHY.insight.goodput, slo_ttft_s=0.001)
+)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("snapshot", "api", "alerts", "colour"),
+    [
+        (HEALTHY, SERVED, 0, ""),
+        (HEALTHY, SERVED, 1, "$warning"),
+        (HEALTHY, ApiStatus(error=EngineError("port 8000 is taken").info), 0, "$error"),
+        (HEALTHY, ApiStatus(running=True, host="0.0.0.0", no_auth=True), 0, "$error"),
+        (scenes.changed(HEALTHY, errors_per_min=1), SERVED, 0, "$error"),
+        (scenes.changed(HEALTHY, draining_since=HEALTHY.at), SERVED, 0, "$warning"),
+        (scenes.changed(HEALTHY, insight=SLOW, ttft=Percentiles(p50=0.1, p95=0.3)), SERVED, 0, "$warning"),
+    ],
+    ids=["well", "alert", "API failed", "open API", "errors", "draining", "SLO missed"],
+)
+def test_the_models_name_and_state_have_the_colour_of_the_worst(
+    width: int, snapshot: Snapshot, api: ApiStatus, alerts: int, colour: str
+) -> None:
+    line = status_line(snapshot, api, width, alerts=alerts)
+    styles = {line.plain[span.start : span.end].strip(): str(span.style) for span in line.spans}
+    name, state = next(each for each in styles if "demo" in each), "● ready"
+    assert (styles[name], styles[state]) == (
+        f"bold {colour or '$foreground'}",
+        colour or "$worker-busy",
+    )
+
+
+SIZES = [(80, 24), (100, 30), (160, 48), (220, 60)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("start", "keys"),
+    [
+        ("dashboard", ["A"]),
+        ("dashboard", ["d"]),
+        ("dashboard", ["i"]),
+        ("dashboard", ["enter"]),
+        ("dashboard", ["question_mark"]),
+        ("models", ["e"]),
+        ("models", ["space", "down", "v"]),
+        ("chat", ["ctrl+s"]),
+    ],
+    ids=["alerts", "devices", "worker", "request", "help", "model", "comparison", "chat settings"],
+)
+async def test_every_page_and_dialog_has_the_header_in_its_first_row(
+    size: tuple[int, int], start: str, keys: list[str]
+) -> None:
+    link = FakeLink(healthy())
+    app = EricApp(link, start=start)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.current_mode == start and "ready" in rows(app)[0])
+        if start == "models":
+            await listed(pilot)
+        await pilot.press(*keys)
+        await pilot.pause()
+        link.show(scenes.changed(after_the_kill(), queued=41, errors_per_min=2))
+        await until(pilot, lambda: all(words in rows(app)[0] for words in ("▲ 1/2", "queue 41", "✖ 2", "14:02:11")))
 
 
 def test_a_worker_on_its_first_start_is_no_warning_and_none_ready_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -12,6 +13,7 @@ from console.link.frames import Frame
 from console.link.protocol import ApiStatus
 from console.link.readonly import ReadOnlyLink
 from console.link.remote.frame_reader import Connection
+from console.link.remote.http import Instance, OutOfReach, address_of
 from console.link.rpc import Call, as_link
 from console.link.status import LinkStatus
 from console.tui.app import EricApp
@@ -21,6 +23,7 @@ from console.tui.modes import MODES
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.help import HelpScreen
 from console.tui.screens.models.screen import HubBox
+from console.tui.widgets.status_line import status_line
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
@@ -159,6 +162,41 @@ def test_an_instance_that_goes_silent_is_said_to_be_after_two_seconds() -> None:
     assert found == [(0, False), (0, False), (0, False), (2, True), (3, True)]
     connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
     assert not connection.standing().stale
+
+
+def test_an_instance_that_went_silent_is_sent_no_command() -> None:
+    now = [100.0]
+    connection = Connection("gpu1:8000", 2.0, lambda: now[0])
+    connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    connection.check()
+    now[0] += 3.7
+    with pytest.raises(OutOfReach, match="No data from gpu1:8000 for 3 s: nothing was sent to it"):
+        connection.check()
+    connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    connection.check()
+
+
+async def test_the_age_of_the_data_is_known_after_the_connection_is_lost() -> None:
+    now = [100.0]
+
+    async def pause(seconds: float) -> None:
+        now[0] += 9.0
+        found.append(connection.standing())
+        raise asyncio.CancelledError
+
+    found: list[LinkStatus] = []
+    connection = Connection("127.0.0.1:1", 2.0, lambda: now[0], pause)
+    connection.receive(Frame(snapshot=scenes.busy(), api=ApiStatus()))
+    async with Instance(address_of("127.0.0.1:1")) as instance:
+        with pytest.raises(asyncio.CancelledError):
+            await connection.follow(instance)
+    assert (found[0].reach, found[0].silent_s) == ("lost", 9)
+
+
+@pytest.mark.parametrize("width", [58, 78, 98, 158])
+def test_the_header_says_how_old_the_data_of_a_lost_connection_is(width: int) -> None:
+    standing = LinkStatus(name="gpu1:8000", reach="lost", reason="it does not answer", retry_in_s=2.0, silent_s=12)
+    assert "✖ connection lost, data 12 s old" in status_line(scenes.busy(), ApiStatus(), width, standing).plain
 
 
 async def test_the_age_of_what_is_shown_takes_the_place_of_ready() -> None:

@@ -57,17 +57,17 @@ class Connection:
         self._pause = pause
         self._standing = LinkStatus(name=name, reach="connecting")
         self._retry_at: float | None = None
-        self._frame_at = 0.0
+        self._frame_at: float | None = None
         self._seen = 0
 
     def standing(self) -> LinkStatus:
         """How it is now."""
-        standing, retry_at = self._standing, self._retry_at
-        if retry_at is None:
-            silent_s = self._clock() - self._frame_at
-            is_silent = standing.reach == "live" and silent_s >= max(_SILENT_S, _LATE_FRAMES / self._hz)
-            return msgspec.structs.replace(standing, silent_s=int(silent_s)) if is_silent else standing
-        return msgspec.structs.replace(standing, retry_in_s=max(0.0, retry_at - self._clock()))
+        standing, retry_at, now = self._standing, self._retry_at, self._clock()
+        silent_s = 0.0 if self._frame_at is None else now - self._frame_at
+        if retry_at is not None:
+            return msgspec.structs.replace(standing, retry_in_s=max(0.0, retry_at - now), silent_s=int(silent_s))
+        is_silent = standing.reach == "live" and silent_s >= max(_SILENT_S, _LATE_FRAMES / self._hz)
+        return msgspec.structs.replace(standing, silent_s=int(silent_s)) if is_silent else standing
 
     def check(self) -> None:
         """Raise the reason why nothing can be asked for now."""
@@ -78,6 +78,8 @@ class Connection:
             raise NotAllowed(standing.reason)
         if standing.reach == "lost":
             raise OutOfReach(f"The connection to {standing.name} is lost; reconnecting")
+        if standing.silent_s:  # it would be done when the instance goes on, whenever that is
+            raise OutOfReach(f"No data from {standing.name} for {standing.silent_s} s: nothing was sent to it")
 
     async def follow(self, instance: Instance) -> None:
         """Watch until cancelled; what breaks off is begun again, later each time."""
@@ -91,7 +93,7 @@ class Connection:
                 reason = error
             except Exception:  # a defect must not end the one task that reconnects
                 log.exception("following %s failed", self._standing.name)
-                reason = OutOfReach(f"What {self._standing.name} sends cannot be read; the log has the cause")
+                reason = OutOfReach(f"Data from {self._standing.name} cannot be read; see the log")
             self._lost(reason, retry_s)
             await self._pause(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
@@ -124,7 +126,7 @@ class Connection:
             allowed: _Allowed = from_plain(await instance.get("/admin/hello"), _Allowed)
             read_only = not any(name in CALLS and CALLS[name].changes for name in allowed.calls)
         except (EngineError, ValueError) as error:
-            log.debug("%s does not say what is allowed: %s", self._standing.name, error)
+            log.debug("%s: cannot read the permissions of the key: %s", self._standing.name, error)
         self._standing = msgspec.structs.replace(self._standing, read_only=read_only)
 
     def receive(self, frame: Frame) -> None:
@@ -149,8 +151,8 @@ class Connection:
             self.log.add(entry)
 
     def _not_understood(self, error: Exception) -> OutOfReach:
-        log.warning("%s sent a message that cannot be read: %s", self._standing.name, quote_value(str(error), 200))
-        return OutOfReach(f"{self._standing.name} is of another version than this console")
+        log.warning("%s sent an unreadable message: %s", self._standing.name, quote_value(str(error), 200))
+        return OutOfReach(f"{self._standing.name} has a different version than this console")
 
     def _lost(self, reason: EngineError, retry_s: float) -> None:
         reach = "refused" if isinstance(reason, NotAllowed) else "lost"

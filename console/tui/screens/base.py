@@ -36,7 +36,11 @@ class ConsoleRow(Widget):
 
 
 class AppScreen(Screen[T]):
-    """A screen of ours: it knows the app by its own type, and which keys give orders."""
+    """A screen of ours. It has the header in its first row, knows the app by its own type, and which keys give orders."""
+
+    def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(name, id, classes)
+        self._header = StatusLine()
 
     @property
     def console(self) -> EricApp:
@@ -52,9 +56,17 @@ class AppScreen(Screen[T]):
     def before_key(self, event: events.Key) -> None:
         """Move the focus, where a key is for another widget; called before the key goes to the one with the focus."""
 
+    def draw(self, view: View) -> None:
+        """Draw `view` and the header."""
+        with self.app.batch_update():
+            self.show_view(view)
+            if self._header.is_attached:
+                alerts = self.console.alerts.unseen(view)
+                self._header.show(view.snapshot, view.api, view.link_status, alerts=alerts)
+
     def redraw(self) -> None:
         """Draw the app's current view again, after a change on this side."""
-        self.show_view(self.console.view)
+        self.draw(self.console.view)
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
@@ -75,7 +87,7 @@ class AppScreen(Screen[T]):
         from console.tui.screens.dialogs import ConfirmScreen
 
         if row is None:
-            self.notify("Choose a request with the arrow keys first.", severity="warning")
+            self.notify("Select a request first.", severity="warning")
         elif row.state == "finished":
             self.notify(f"{row.id} has already ended.", markup=False)
         elif self.console.view.is_read_only:
@@ -94,7 +106,7 @@ class AppScreen(Screen[T]):
 
 
 class Dialog(ModalScreen[T], AppScreen[T]):
-    """A question, a form or a page over a screen. The last row of the terminal has its keys, and no others.
+    """A question, a form or a page over a screen, below the header. The last row has its keys, and no others.
 
     One with a field declares `accept_key` and `action_accept`: Enter accepts from a field; on a button it presses that,
     in a text it is a new line.
@@ -102,9 +114,10 @@ class Dialog(ModalScreen[T], AppScreen[T]):
 
     BINDINGS: ClassVar[list[BindingType]] = [HELP]
 
-    def on_mount(self) -> None:
-        """Show the keys."""
-        self.mount(KeyRow())
+    async def on_mount(self) -> None:
+        """Show the header and the keys."""
+        await self.mount(self._header, KeyRow())
+        self.draw(self.console.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether Enter accepts where the focus is."""
@@ -135,7 +148,7 @@ class ConsoleScreen(AppScreen[None]):
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
-        yield StatusLine()
+        yield self._header
         yield TabRow(self.MODE)
         yield from self.compose_body()
         yield from self.console.extra_rows()
@@ -162,15 +175,13 @@ class ConsoleScreen(AppScreen[None]):
     def show_view(self, view: View) -> None:
         """Draw the frame around the body, and the body."""
         self._drawn = view
-        with self.app.batch_update():
-            if self.MODE == "logs":
-                self.console.alerts.mark_seen(view)
-            alerts = self.console.alerts.unseen(view)
-            self.query_one(StatusLine).show(view.snapshot, view.api, view.link_status, alerts=alerts)
-            for row in self.query(ConsoleRow):
-                row.show()
-            self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=alerts > 0)
-            self.update_body(view)
+        if self.MODE == "logs":
+            self.console.alerts.mark_seen(view)
+        for row in self.query(ConsoleRow):
+            row.show()
+        has_alerts = self.console.alerts.unseen(view) > 0
+        self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=has_alerts)
+        self.update_body(view)
 
     def on_mount(self) -> None:
         """Never a first frame without numbers."""

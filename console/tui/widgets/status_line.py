@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -22,7 +23,9 @@ HERE = LinkStatus()
 _MUTED = "$muted"
 _DOT = Content.styled(" · ", "$graph-axis")
 _BAR_CELLS = 10
-_BREVITIES = 5
+_BREVITIES = 6
+_NARROW = 4
+"""From this form on there is no brand, and the model's name is all that gets shorter."""
 _FULL_QUEUE = 0.8
 """Share of the queue's places that are taken, from which on it is nearly full."""
 
@@ -71,41 +74,61 @@ def status_line(
     """The whole line in `width` cells."""
     clock = Content.styled(local_time(snapshot.at), _MUTED)
     room = width - clock.cell_length - 2
-    forms = (_left(snapshot, api, standing, brevity, room, alerts) for brevity in range(_BREVITIES))
+    view = _View(snapshot, api, standing, alerts)
+    forms = (_joined(_parts(view, brevity, room)) for brevity in range(_BREVITIES))
     left = next((form for form in forms if form.cell_length <= room), None)
     if left is None:
-        left = _left(snapshot, api, standing, _BREVITIES - 1, room, alerts).truncate(room, ellipsis=True)
+        left = _reduced(_parts(view, _BREVITIES - 1, room), room)
     return Content.assemble(left, " " * (width - left.cell_length - clock.cell_length), clock)
 
 
-def _left(snapshot: Snapshot, api: ApiStatus, standing: LinkStatus, brevity: int, room: int, alerts: int) -> Content:
-    colour = "$primary" if standing.stale else _worst(snapshot)
-    parts = [Content.styled("EricLLM", f"bold {colour}")] if brevity < _BREVITIES - 1 else []
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the line. drop: in the narrowest form those with the highest number go first; 0 never goes."""
+
+    content: Content
+    drop: int = 0
+
+
+def _joined(parts: Sequence[_Part]) -> Content:
+    return _DOT.join([part.content for part in parts])
+
+
+def _reduced(parts: Sequence[_Part], room: int) -> Content:
+    """The parts that there is room for: what is well goes before what is not."""
+    kept = list(parts)
+    while _joined(kept).cell_length > room and (spare := max(kept, key=lambda part: part.drop)).drop:
+        kept.remove(spare)
+    return _joined(kept).truncate(room, ellipsis=True)
+
+
+def _parts(view: _View, brevity: int, room: int) -> list[_Part]:
+    snapshot, api, standing = view.snapshot, view.api, view.standing
+    colour = "$primary" if standing.stale else _worst(view)
+    parts = [_Part(Content.styled("EricLLM", f"bold {colour}"))] if brevity < _NARROW else []
     if standing.stale:
-        return _DOT.join([*(parts if brevity < 2 else ()), *_out_of_reach(standing, brevity)])
-    parts += _where(standing, brevity)
-    name = _model(snapshot, brevity)
+        return [*(parts if brevity < 2 else ()), *map(_Part, _out_of_reach(standing, brevity))]
+    parts += [_Part(each, drop=2) for each in _where(standing, brevity)]
+    alarm = "" if colour == "$primary" else colour
+    name = _model(snapshot, brevity, alarm)
     if name is not None:
-        parts.append(name)
+        parts.append(_Part(name, drop=3))
     if standing.reach == "starting":
-        return _DOT.join([*parts, Content.styled(f"◌ starting {standing.model}".rstrip(), "$worker-loading")])
-    remarks = [*_remarks(snapshot, brevity), *_health(snapshot, brevity, alerts)]
-    parts.append(_state(snapshot, brevity, room - sum(part.cell_length + 3 for part in (*parts, *remarks))))
+        return [*parts, _Part(Content.styled(f"◌ starting {standing.model}".rstrip(), "$worker-loading"))]
     status = snapshot.status
-    if status.state in ("ready", "draining"):
-        parts.append(_shape(snapshot, brevity))
-    served: list[Content] = []
+    serves = status.state in ("ready", "draining")
+    tail = [*([_shape(snapshot, brevity)] if serves else ()), *_health(view, brevity), *_remarks(snapshot, brevity)]
     if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
-        served.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
-    narrowest = brevity == _BREVITIES - 1  # its end is cut, and an open API is worse news than a queue
-    return _DOT.join([*parts, *(served + remarks if narrowest else remarks + served)])
+        tail.append(_api(api, brevity if serves else max(brevity, 3), named=standing.name.endswith(f":{api.port}")))
+    taken = sum(part.content.cell_length + 3 for part in (*parts, *tail))
+    return [*parts, _Part(_state(snapshot, brevity, room - taken, alarm if serves else "")), *tail]
 
 
 def _where(standing: LinkStatus, brevity: int) -> list[Content]:
     """Whose engine it is, where that is not this program's, and whether commands are taken."""
     where: list[Content] = []
     if standing.name:
-        where.append(Content.styled(text.clip(standing.name, (40, 32, 24, 21, 18)[brevity]), "$accent"))
+        where.append(Content.styled(text.clip(standing.name, (40, 32, 24, 21, 18, 12)[brevity]), "$accent"))
     if standing.reach == "recording":
         where.append(Content.styled("◆ recording", "$warning"))
     elif standing.read_only:
@@ -114,9 +137,9 @@ def _where(standing: LinkStatus, brevity: int) -> list[Content]:
 
 
 def _out_of_reach(standing: LinkStatus, brevity: int) -> list[Content]:
-    """Whose engine it was, and why what is shown of it is old."""
+    """Whose engine it was, why what is shown of it is old, and how old."""
     name = Content.styled(text.clip(standing.name, 40), "$accent")
-    if standing.silent_s:
+    if standing.reach == "live":
         return [name, Content.styled(f"◌ no data for {standing.silent_s} s", "$warning")][brevity > 2 :]
     if standing.reach == "connecting":
         return [name, Content.styled("◌ connecting", "$worker-loading")][brevity > 2 :]
@@ -126,27 +149,33 @@ def _out_of_reach(standing: LinkStatus, brevity: int) -> list[Content]:
         again = "" if standing.retry_in_s is None else f", trying again in {math.ceil(standing.retry_in_s)} s"
         reason = f": {standing.reason}" if brevity == 0 else ""
     head = "✖ refused" if standing.reach == "refused" else "✖ connection lost" if again else "✖ cannot be read"
-    sentence = (head + again + reason, head + again + reason, head + again + reason, head, head)[brevity]
+    if standing.silent_s:
+        head += f", data {_whole_seconds(standing.silent_s)} old"
+    sentence = head + again + reason if brevity < 3 else head
     return [name, Content.styled(sentence, "$worker-failed")][brevity > 3 :]
 
 
-def _model(snapshot: Snapshot, brevity: int) -> Content | None:
+def _model(snapshot: Snapshot, brevity: int, alarm: str) -> Content | None:
+    """alarm: the colour of what is wrong, "" where all is well; the narrowest form has no other place for it."""
     status = snapshot.status
     if status.spec is None:
         return None
-    name = Content.styled(text.clip(status.spec.name, (48, 36, 24, 18, 15)[brevity]), "bold $foreground")
+    name = Content.styled(
+        text.clip(status.spec.name, (48, 36, 24, 18, 15, 8)[brevity]), f"bold {alarm or '$foreground'}"
+    )
     if status.model is None or brevity > 2:
         return name
     return Content.assemble(name, (f" {text.dtype(status.model.dtype)}", _MUTED))
 
 
-def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
+def _state(snapshot: Snapshot, brevity: int, room: int, alarm: str) -> Content:
+    """alarm: a colour in place of the state's own."""
     status = snapshot.status
     state = model_state(status.state)
     if status.error is not None and status.state == "failed":
         return Content.styled(text.clip(f"{state.glyph} failed: {status.error.message}", room), state.style)
     if status.progress is None or status.state != "loading":
-        return state.content
+        return Content.styled(f"{state.glyph} {state.word}", alarm or state.style)
     words = (f" {text.progress(status.progress)}", state.style) if brevity < 3 else ""
     if status.progress.total <= 0:
         return Content.assemble(state.content, words)
@@ -161,26 +190,25 @@ def _state(snapshot: Snapshot, brevity: int, room: int) -> Content:
     )
 
 
-def _remarks(snapshot: Snapshot, brevity: int) -> list[Content]:
+def _remarks(snapshot: Snapshot, brevity: int) -> list[_Part]:
     """That new requests are refused, there are more models than this one, and devices are simulated."""
-    remarks: list[Content] = []
+    remarks: list[_Part] = []
     if snapshot.draining_since is not None:
-        remarks.append(_draining(snapshot, snapshot.draining_since, brevity))
+        remarks.append(_Part(_draining(snapshot, snapshot.draining_since, brevity)))
     if (more := len(snapshot.models) - 1) > 0:
         words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
-        remarks.append(Content.styled(words, "$accent").stylize(Style.from_meta({"@click": "app.next_model"})))
+        link = Style.from_meta({"@click": "app.next_model"})
+        remarks.append(_Part(Content.styled(words, "$accent").stylize(link), drop=6))
     if has_simulated_devices(snapshot):
-        remarks.append(Content.styled("simulated", "$warning"))
+        remarks.append(_Part(Content.styled("simulated", "$warning"), drop=8))
     return remarks
 
 
 def _draining(snapshot: Snapshot, since: float, brevity: int) -> Content:
     """For how long new requests have been refused, and what is left of the old ones."""
     unfinished, lasts = snapshot.running + snapshot.queued, _whole_seconds(snapshot.at - since)
-    if brevity > 2:
-        return Content.styled(f"◒ draining {unfinished}" if unfinished else "◒ drained", "$warning")
-    words = f"◒ draining {lasts}, {unfinished} left" if unfinished else f"◒ drained {lasts}"
-    return Content.styled(words, "$warning")
+    left = f", {unfinished} left" if brevity < _NARROW else ""
+    return Content.styled(f"◒ draining {lasts}{left}" if unfinished else f"◒ drained {lasts}", "$warning")
 
 
 def _whole_seconds(elapsed_s: float) -> str:
@@ -193,7 +221,7 @@ def _ready_workers(snapshot: Snapshot) -> int:
     return min(snapshot.target_workers, sum(worker.state == "ready" for worker in workers_of(snapshot)))
 
 
-def _shape(snapshot: Snapshot, brevity: int) -> Content:
+def _shape(snapshot: Snapshot, brevity: int) -> _Part:
     """Ready workers of those that are wanted; a sign and a colour where one is missing or still comes."""
     wanted, ready, prompts = snapshot.target_workers, _ready_workers(snapshot), snapshot.max_prompts
     noun = "worker" if wanted == 1 else "workers"
@@ -201,10 +229,10 @@ def _shape(snapshot: Snapshot, brevity: int) -> Content:
         glyph, style = ("◌", "$worker-loading") if _only_grows(snapshot) else ("▲", "$warning")
         if not ready:
             glyph, style = "✖", "$error"
-        return Content.styled(f"{glyph} {ready}/{wanted}" + (f" {noun}" if brevity < 3 else ""), style)
+        return _Part(Content.styled(f"{glyph} {ready}/{wanted}" + (f" {noun}" if brevity < 3 else ""), style))
     if brevity > 0:
-        return Content.styled(f"{ready}/{wanted}×{prompts}", "$foreground")
-    return Content.styled(f"{ready}/{wanted} {noun} × {text.plural(prompts, 'prompt')}", "$foreground")
+        return _Part(Content.styled(f"{ready}/{wanted}×{prompts}", "$foreground"), drop=5)
+    return _Part(Content.styled(f"{ready}/{wanted} {noun} × {text.plural(prompts, 'prompt')}", "$foreground"))
 
 
 def _only_grows(snapshot: Snapshot) -> bool:
@@ -216,52 +244,70 @@ def _only_grows(snapshot: Snapshot) -> bool:
     )
 
 
-def _health(snapshot: Snapshot, brevity: int, alerts: int) -> list[Content]:
-    """The queue, requests that failed in the last minute, and alerts that were not seen; nothing where all is well."""
-    found: list[Content] = []
+def _health(view: _View, brevity: int) -> list[_Part]:
+    """The queue, errors of the last minute, alerts not seen and a missed SLO; nothing where all is well."""
+    snapshot, narrow = view.snapshot, brevity > 2
+    found: list[_Part] = []
     if snapshot.queued:
-        found.append(Content.styled(f"queue {snapshot.queued}", "$warning" if _queue_is_full(snapshot) else ""))
+        style = "$warning" if _queue_is_full(snapshot) else ""
+        found.append(_Part(Content.styled(f"queue {snapshot.queued}", style)))
     if errors := snapshot.errors_per_min:
-        words = f"✖ {errors}" if brevity > 2 else f"✖ {text.plural(errors, 'error')}" + ("" if brevity else " in 1 min")
-        found.append(Content.styled(words, "$error"))
-    if alerts and brevity < 3:
-        words = f"▲ {text.plural(alerts, 'alert')}"
-        found.append(Content.styled(words, "$warning").stylize(Style.from_meta({"@click": "app.alerts"})))
+        words = f"✖ {errors} err" if narrow else f"✖ {text.plural(errors, 'error')}" + ("" if brevity else "/min")
+        found.append(_Part(Content.styled(words, "$error")))
+    if view.alerts:
+        words = f"▲{view.alerts}" if narrow else f"▲ {text.plural(view.alerts, 'alert')}"
+        link = Style.from_meta({"@click": "app.alerts"})
+        found.append(_Part(Content.styled(words, "$warning").stylize(link)))
+    if _misses_slo(snapshot):
+        found.append(_Part(Content.styled("▲ SLO" if narrow else "▲ SLO missed", "$warning"), drop=4))
     return found
+
+
+def _misses_slo(snapshot: Snapshot) -> bool:
+    """True if the p95 of TTFT or ITL is over its limit, as the Dashboard colours it."""
+    limits = snapshot.insight.goodput
+    pairs = ((snapshot.ttft.p95, limits.slo_ttft_s), (snapshot.itl.p95, limits.slo_itl_s))
+    return any(value is not None and limit is not None and value > limit for value, limit in pairs)
 
 
 def _queue_is_full(snapshot: Snapshot) -> bool:
     return snapshot.max_queue > 0 and snapshot.queued >= _FULL_QUEUE * snapshot.max_queue
 
 
-def _worst(snapshot: Snapshot) -> str:
+def _worst(view: _View) -> str:
     """The colour of the worst of the states that the line shows."""
+    snapshot, api = view.snapshot, view.api
     serving = snapshot.status.state in ("ready", "draining")
     ready, wanted = _ready_workers(snapshot), snapshot.target_workers
     if snapshot.errors_per_min or snapshot.status.state == "failed" or (serving and not ready):
         return "$error"
-    if snapshot.draining_since is not None:
+    if view.standing.reach != "recording" and (api.error is not None or (api.running and api.is_open)):
+        return "$error"
+    if snapshot.draining_since is not None or view.alerts or _misses_slo(snapshot):
         return "$warning"
     if _queue_is_full(snapshot) or (serving and ready < wanted and not _only_grows(snapshot)):
         return "$warning"
     return "$primary"
 
 
-def _api(api: ApiStatus, brevity: int, *, named: bool) -> Content:
+def _api(api: ApiStatus, brevity: int, *, named: bool) -> _Part:
     """named: the address stands on the line already."""
     if api.error is not None:
-        return Content.styled("✖ API failed", "$worker-failed")
+        return _Part(Content.styled("✖ API failed", "$worker-failed"))
     if not api.running:
-        return Content.styled("○ API off", _MUTED)
+        return _Part(Content.styled("○ API off", _MUTED), drop=7)
     address = f":{api.port}" if brevity > 1 else api.url.partition("://")[2]
-    if brevity > 3 and api.is_open:
-        return Content.styled("✖ API, no key", "$error")
-    if brevity > 3:
-        return Content.styled("API on" if named else f"API {address}", "$foreground")
-    if api.stopping:
-        return Content.styled("◒ API stopping" if named else f"◒ API {address} stopping", "$warning")
-    clients = f", {api.clients}" if brevity > 1 else f", {text.plural(api.clients, 'client')}"
-    head = "API on" if named else f"API {address} on"
+    narrow = brevity >= _NARROW
+    where = "API" if named or narrow else f"API {address}"
     if api.is_open:
-        return Content.assemble((f"✖ {head} without a key", "$error"), (clients, _MUTED))
-    return Content.assemble((head, "$foreground"), (clients, _MUTED))
+        key = ", no key" if narrow else " on without a key"
+        return _Part(Content.assemble((f"✖ {where}{key}", "$error"), (_clients(api, brevity), _MUTED)))
+    if api.stopping:
+        return _Part(Content.styled(f"◒ {where} stopping", "$warning"))
+    if narrow:
+        return _Part(Content.styled("API on" if named else f"API {address}", "$foreground"), drop=7)
+    return _Part(Content.assemble((f"{where} on", "$foreground"), (_clients(api, brevity), _MUTED)))
+
+
+def _clients(api: ApiStatus, brevity: int) -> str:
+    return f", {text.plural(api.clients, 'client')}" if brevity < 3 else ""

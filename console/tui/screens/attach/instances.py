@@ -51,7 +51,7 @@ class InstanceReading:
     @property
     def state(self) -> State:
         """State of the connection where that is not well, else of the model."""
-        if self.link_status.silent_s:
+        if self.link_status.reach == "live" and self.link_status.silent_s:
             return State("◌", f"no data for {self.link_status.silent_s} s", "$worker-failed")
         return _REACH.get(self.link_status.reach) or model_state(self.snapshot.status.state)
 
@@ -99,7 +99,7 @@ def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:
             return Content(" " * _GAP).join(pieces)
     here = next((number for number, reading in enumerate(readings) if reading.in_view), 0)
     pieces = [_piece(here, readings[here], 21)] if readings else []
-    more = Content.styled(f"and {text.plural(len(readings) - 1, 'other')}, I goes on", "$muted")
+    more = Content.styled(f"and {text.plural(len(readings) - 1, 'other')}; I: next", "$muted")
     return Content(" " * _GAP).join([*pieces, more])
 
 
