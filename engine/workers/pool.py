@@ -36,6 +36,14 @@ class _Death:
     requeued: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Stall:
+    """A worker that makes no step. alert: its id; lasts_s: until now."""
+
+    alert: int
+    lasts_s: float
+
+
 class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
@@ -52,7 +60,7 @@ class Pool:
         self._leaving: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._deaths: dict[str, _Death] = {}
-        self._stalls: dict[str, int] = {}
+        self._stalls: dict[str, _Stall] = {}
         self._slow_disk: int | None = None
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
 
@@ -300,17 +308,19 @@ class Pool:
         """Replace workers that are hung, and add an alert of each that stalls; to be called every `health.CHECK_S`."""
         for replica in list(self):
             replica.check(now)
-            stalled_s = replica.stalled_s(now)
-            if stalled_s is None:
-                self._end_stall(replica, "It went on." if replica.active else "Its requests have ended.")
-            elif replica.id not in self._stalls:
-                self._alert_stall(replica, stalled_s)
+            stalled_s, stall = replica.stalled_s(now), self._stalls.get(replica.id)
+            if stalled_s is not None:
+                alert = stall.alert if stall is not None else self._alert_stall(replica, stalled_s)
+                self._stalls[replica.id] = _Stall(alert, stalled_s)
+            elif stall is not None:
+                went_on = f"It went on after {stall.lasts_s:.0f} s."
+                self._end_stall(replica, went_on if replica.active else "Its requests have ended.")
 
-    def _alert_stall(self, replica: Replica, stalled_s: float) -> None:
+    def _alert_stall(self, replica: Replica, stalled_s: float) -> int:
         count, hang_s = len(replica.active), self._deployment.config.hang_s
         sentence = f"{replica.id} made no step for {stalled_s:.0f} s with {count} request{'' if count == 1 else 's'}"
         _log.warning("%s", sentence, extra={"source": replica.id})
-        self._stalls[replica.id] = self._models.alerts.add(
+        return self._models.alerts.add(
             "stalled",
             replica.id,
             sentence,
@@ -320,8 +330,8 @@ class Pool:
         ).id
 
     def _end_stall(self, replica: Replica, done: str) -> None:
-        if (alert := self._stalls.pop(replica.id, None)) is not None:
-            self._models.alerts.add_done(alert, done)
+        if (stall := self._stalls.pop(replica.id, None)) is not None:
+            self._models.alerts.add_done(stall.alert, done)
 
     def _alert_slow_disk(self) -> None:
         """Add an alert of a load that a slow disk holds up, once for all of its workers, and say when it goes on."""

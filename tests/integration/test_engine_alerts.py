@@ -131,7 +131,7 @@ async def test_a_stall_is_an_alert_until_the_worker_goes_on(tmp_path: Path, monk
         assert alert.text == "w0 made no step for 15 s with 1 request"
         assert alert.done == "It is replaced after 60 s without a report."
         stalled_s = None
-        await until(lambda: engine.publish().alerts[0].done == "It went on.")
+        await until(lambda: engine.publish().alerts[0].done == "It went on after 15 s.")
         gate.open()
         await read(stream)
         assert engine.publish().alerts[0].count == 1
