@@ -36,7 +36,7 @@ class ConsoleRow(Widget):
 
 
 class AppScreen(Screen[T]):
-    """A screen of ours. It has the header in its first row, knows the app by its own type, and which keys give orders."""
+    """A screen of ours: the header is its first row. It knows the app by its own type, and which keys give orders."""
 
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(name, id, classes)
@@ -114,10 +114,10 @@ class Dialog(ModalScreen[T], AppScreen[T]):
 
     BINDINGS: ClassVar[list[BindingType]] = [HELP]
 
-    async def on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Show the header and the keys."""
-        await self.mount(self._header, KeyRow())
-        self.draw(self.console.view)
+        self.mount(self._header, KeyRow())
+        self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether Enter accepts where the focus is."""
