@@ -171,7 +171,7 @@ async def test_advice_is_on_tune_too_and_the_same_key_takes_it() -> None:
 
 
 async def test_advice_about_a_worker_opens_it() -> None:
-    slow = tuple(scenes.worker(index, active=6, tokens_per_s=rate) for index, rate in enumerate((300.0, 60.0)))
+    slow = scenes.worker(0), scenes.worker(1, slowness=5.0)
     link = FakeLink(scenes.busy(workers=slow))
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -179,7 +179,7 @@ async def test_advice_about_a_worker_opens_it() -> None:
             link.show(scenes.busy(workers=slow, at=scenes.NOW + second, uptime_s=8120.0 + second))
             app.refresh_screen()
         await pilot.pause()
-        assert "look at w1" in screen_text(app)
+        assert "open w1" in screen_text(app)
         await pilot.press("t")
         await pilot.pause()
         assert isinstance(app.screen, WorkerScreen)

@@ -9,10 +9,15 @@ import pytest
 
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
+from console.tui.screens.dashboard.panels.session import SessionPanel
+from console.tui.screens.dashboard.panels.throughput import limit_legend
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.row_actions import curl_body
+from console.tui.widgets.graph import Span
 from console.tui.widgets.table import Table
+from engine.backends.base import StepLimit
 from engine.errors import ErrorInfo
+from engine.requests.causes import Cause, describe_all
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink
@@ -363,8 +368,30 @@ def test_a_curl_command_has_the_parameters_that_are_kept_and_a_placeholder_for_t
 async def test_the_session_says_what_the_time_of_requests_went_into_and_which_knob_changes_it() -> None:
     seen = await _seen(scenes.busy(), (100, 30))
     assert "time      ....." in seen
-    assert "Requests waited 48 s (62%) for a slot: raise" in seen
+    assert "Requests waited 48.2 s (62%) for a slot: raise" in seen
     assert "max prompts (now 8)." in seen
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (80, 50), (140, 24), (160, 48)])
+@pytest.mark.parametrize("scene", [scenes.busy, scenes.eight_gpus])
+@pytest.mark.parametrize(
+    ("cause", "change"),
+    [
+        ("slot", "raise max prompts (now 8)"),
+        ("pages", "raise KV cache tokens"),
+        ("prompts", "lower step tokens (now 64)"),
+    ],
+)
+async def test_the_knob_that_would_shorten_requests_is_read_at_every_size(
+    size: tuple[int, int], scene: Callable[[], Snapshot], cause: Cause, change: str
+) -> None:
+    why = describe_all({cause: 48.2, "decode": 20.0}, {"max_prompts": 8, "step_tokens": 64})
+    app = EricApp(FakeLink(scenes.changed(scene(), why=why)))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        session = app.screen.query_one(SessionPanel)
+        has_room = session.display and session.size.height > 2
+        assert change in (" ".join(session.render().plain.split()) if has_room else screen_text(app))
 
 
 async def test_no_bar_of_time_is_shown_while_there_were_no_requests() -> None:
@@ -376,6 +403,17 @@ async def test_no_bar_of_time_is_shown_while_there_were_no_requests() -> None:
 )
 async def test_what_limits_throughput_is_said_at_every_size(size: tuple[int, int], words: str) -> None:
     assert words in await _seen(scenes.busy(), size)
+
+
+def test_the_limit_now_is_named_first_and_no_work_last() -> None:
+    limits: list[StepLimit] = ["none"] * 40 + ["kv_pages"] * 15 + ["max_prompts"] * 5
+    history = scenes.history(seconds=60)
+    span = Span(tuple(msgspec.structs.replace(at, limit=limit) for at, limit in zip(history, limits, strict=True)))
+    assert [each.plain.split(maxsplit=1)[1].strip() for each in limit_legend(span)] == [
+        "max prompts",
+        "KV pages",
+        "no work",
+    ]
 
 
 async def test_keys_read_the_values_of_a_moment_in_every_graph() -> None:

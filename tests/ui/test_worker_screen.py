@@ -351,4 +351,5 @@ async def test_a_worker_says_what_the_time_of_its_requests_went_into() -> None:
         seen = await _opened(pilot, 0)
     assert "Why requests take as long  their time on it by cause, last minute" in seen
     assert "▒ sharing steps with other prompts     30.0 s   50%" in seen
-    assert "Requests shared steps with others' prompts for 30 s (50%): lower step tokens (now 512)." in seen
+    assert "Requests shared steps with the prompts of other requests for 30.0 s (50%): lower" in seen
+    assert "(now 512)." in seen

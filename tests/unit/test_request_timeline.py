@@ -70,7 +70,7 @@ def test_a_move_after_a_death_is_told() -> None:
         ("decode", "w1", False),
     ]
     said = "\n".join(line.plain for line in phase_list(request_scenes.moved()))
-    assert "✖ w0 was lost; the request went back to the queue" in said
+    assert "✖ w0 crashed; request requeued" in said
     assert "812 tokens, 256 of them cached" in said
 
 
@@ -153,7 +153,7 @@ def test_the_causes_of_its_time_fill_one_bar_and_are_listed_with_their_shares() 
         ["━", "own", "decode", "3.00", "s", "30%"],
         ["─", "own", "prefill", "1.00", "s", "10%"],
     ]
-    assert " ".join(lines[4:]) == "Waited 6 s (60%) for a slot: raise max prompts (now 4)."
+    assert " ".join(lines[4:]) == "Waited 6.00 s (60%) for a slot: raise max prompts (now 4)."
 
 
 def test_every_cause_has_words_of_its_own() -> None:

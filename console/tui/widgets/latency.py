@@ -14,7 +14,7 @@ from textual.content import Content
 from console import text
 from console.tui.widgets.glyphs import is_ascii, is_lettered
 from console.tui.widgets.plot import BarSegment, stack
-from engine.requests.causes import Cause, Why
+from engine.requests.causes import OWN_WORK, Cause, Why
 from engine.snapshot import Snapshot, Spread
 
 
@@ -29,13 +29,14 @@ class _Look(NamedTuple):
 
 _CAUSES: Mapping[Cause, _Look] = MappingProxyType(
     {
+        "prepare": _Look("preparing the prompt", "░", "R", "$request-queued"),
         "slot": _Look("waiting for a slot", ".", "S", "$request-queued"),
         "pages": _Look("waiting for KV pages", "░", "K", "$warning"),
         "step_tokens": _Look("waiting for step tokens", "░", "T", "$warning"),
         "prompts": _Look("sharing steps with other prompts", "▒", "P", "$accent"),
         "preempted": _Look("preempted", "▓", "X", "$request-failed"),
         "slow_worker": _Look("slower worker than its peers", "▓", "W", "$request-failed"),
-        "client": _Look("client reading the end", "░", "C", "$accent"),
+        "client": _Look("client reading the answer", "░", "C", "$accent"),
         "grammar": _Look("grammar compile", "▒", "G", "$warning"),
         "load": _Look("model load", "▒", "L", "$worker-loading"),
         "swap": _Look("model swap", "▒", "M", "$worker-loading"),
@@ -78,6 +79,15 @@ def cause_list(why: Why, *, lettered: bool = False) -> Iterator[Content]:
 def advice_lines(why: Why, width: int) -> list[Content]:
     """The sentence on what to change."""
     return [Content.styled(line, "$warning") for line in textwrap.wrap(why.sentence, max(20, width))]
+
+
+def advice_line(why: Why) -> str:
+    """The sentence in a few words, first what to change, then the cause by its share; "" where there is none."""
+    cause = next((each for each in why.causes if each not in OWN_WORK), None)
+    if cause is None or not why.sentence:
+        return ""
+    change = why.sentence.partition(": ")[2].removesuffix(".")
+    return f"{change}: {text.percent(why.causes[cause] / why.total_s)} {_CAUSES[cause].words}"
 
 
 def cause_lines(why: Why, width: int, *, lettered: bool = False) -> list[Content]:

@@ -18,7 +18,7 @@ from engine.snapshot import Session, Snapshot, Totals
 _NAME_CELLS = 10
 
 _LEADING_ROWS = 2
-"""Facts before what the time of requests went into."""
+"""Facts before what the time of requests went into, as far as that fits below them."""
 
 
 class SessionPanel(DashboardPanel):
@@ -50,7 +50,9 @@ class SessionPanel(DashboardPanel):
             Content.assemble((f"{name:<{_NAME_CELLS}}", "$muted"), value)
             for name, value in session_facts(view.snapshot)
         ]
-        lines[_LEADING_ROWS:_LEADING_ROWS] = self._time(view.snapshot.why)
+        time = self._time(view.snapshot.why)
+        before_time = max(0, min(_LEADING_ROWS, self.size.height - len(time)))
+        lines[before_time:before_time] = time
         for more in (self._causes(view.snapshot.why), list(self._latency(view.snapshot))):
             if len(lines) + len(more) <= self.size.height:
                 lines += more
@@ -61,8 +63,11 @@ class SessionPanel(DashboardPanel):
         """The time of requests as a bar, and what to change; nothing while there were none."""
         if not why.causes:
             return []
+        advice = advice_lines(why, self.size.width)
+        if len(advice) >= self.size.height > 0:
+            return advice
         bar = cause_bar(why, max(0, self.size.width - _NAME_CELLS), lettered=is_lettered(self.app))
-        return [_named("time", bar), *advice_lines(why, self.size.width)]
+        return [_named("time", bar), *advice]
 
     def _causes(self, why: Why) -> list[Content]:
         """The causes of the time of requests, beneath an empty row."""

@@ -30,9 +30,11 @@ from console.tui.widgets.graph import (
     next_zoom,
     span_of,
 )
-from console.tui.widgets.panel import set_subtitle
+from console.tui.widgets.latency import advice_line
+from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.plot import Sample, columns, missed_columns, seconds_per_column
 from engine.backends.base import StepLimit
+from engine.requests.causes import Why
 from engine.snapshot import Snapshot
 
 SloState = Literal["within", "near", "over"]
@@ -157,13 +159,13 @@ def _limit_sign(limit: StepLimit, lettered: bool) -> tuple[str, str]:
 
 
 def limit_legend(span: Span, *, lettered: bool = False) -> list[Content]:
-    """Each limit of the span in words with its sign, the most frequent first; nothing where none is known."""
+    """Each limit of the span in words with its sign: the one now, then the most frequent, and no work last; nothing
+    where none is known."""
     since = span.history[-1].at - span.seconds if span.history else 0.0
-    found = Counter(sample.limit for sample in span.history if sample.at > since and sample.limit is not None)
-    return [
-        Content.assemble(_limit_sign(limit, lettered), (f" {_LIMITS[limit].words}  ", "$muted"))
-        for limit, _ in found.most_common()
-    ]
+    known = [sample.limit for sample in span.history if sample.at > since and sample.limit is not None]
+    frequent = (limit for limit, _ in Counter(known).most_common())
+    order = sorted(frequent, key=lambda limit: (limit == "none", limit != known[-1]))
+    return [Content.assemble(_limit_sign(limit, lettered), (f" {_LIMITS[limit].words}  ", "$muted")) for limit in order]
 
 
 class ThroughputPanel(DashboardPanel):
@@ -252,6 +254,7 @@ class ThroughputPanel(DashboardPanel):
         if not numbers.is_same(self._line):
             self._line = numbers
             self.query_one("#line", Static).update(numbers, layout=False)
+        self._show_advice(snapshot.why)
         span = span_of(snapshot, self._zoom)
         self._ended = span.history[-1].at if span.history else 0.0
         self._show_time()
