@@ -37,6 +37,7 @@ _PHASES = {
     "kv_cache": "KV cache",
     "warm_up": "warming up",
 }
+_EMPTY_DECIMALS = re.compile(r"\.0+(?!\d)|(?<=\.\d)0+(?!\d)")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -67,6 +68,11 @@ def in_unit(size_bytes: float, unit: str) -> str:
 seconds = format_seconds
 
 
+def bound(label: str) -> str:
+    """The label of a round bound without empty decimals: "8 s" for "8.00 s", "2k" for "2.0k"."""
+    return _EMPTY_DECIMALS.sub("", label)
+
+
 def count(value: float) -> str:
     """ "612", "1.9k", "2.1M"."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -95,6 +101,11 @@ def share(fraction: float) -> str:
 def plural(number: int, noun: str) -> str:
     """ "1 worker", "2 workers"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def bits_per_weight(bits: float | None) -> str:
+    """ "5.0", "–" for what is not known."""
+    return f"{bits:.1f}" if bits else "–"
 
 
 def dtype(name: str) -> str:

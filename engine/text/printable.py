@@ -68,9 +68,11 @@ def format_number(number: float) -> str:
 
 
 def format_seconds(value_s: float | None) -> str:
-    """ "14 ms", "1.24 s", "2:05", "–" for what is not known."""
+    """ "14 ms", "1.24 s", "2:05", "<0.1 ms", "–" for what is not known."""
     if value_s is None:
         return "–"
+    if 0 < value_s < 0.00005:
+        return "<0.1 ms"
     if 0 < value_s < 0.0095:
         return f"{value_s * 1000:.1f} ms"
     if value_s < 0.9995:

@@ -51,8 +51,10 @@ async def listed(pilot: Pilot[None]) -> ModelTable:
 def selected(pilot: Pilot[None]) -> str:
     """What is said of the selected model, and of a load of it."""
     screen = pilot.app.screen
-    brief = [line.content for line in screen.query("#brief").results(Static) if line.display]
-    return "\n".join(map(str, (*brief, screen.query_one(ModelDetails).content, screen.query_one(FitPreview).content)))
+    brief = screen.query_one("#brief", Static)
+    return "\n".join(
+        map(str, (brief.content, screen.query_one(ModelDetails).content, screen.query_one(FitPreview).content))
+    )
 
 
 def cells(table: ModelTable, name: str) -> list[str]:

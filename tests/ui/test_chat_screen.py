@@ -67,7 +67,7 @@ async def test_an_answer_streams_in_with_its_speed_beneath() -> None:
         await pilot.pause()
         assert [question.content_text for question in pilot.app.screen.query(Question)] == ["How fast?"]
         note = foot(pilot)
-        assert "45.0 tok/s · TTFT 80 ms · 3 tokens" in note
+        assert "45 tok/s · TTFT 80 ms · 3 tokens" in note
         assert pilot.app.screen.query_one(Prose).source == "It is *fast*."
 
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from console.tui.app import EricApp
-from console.tui.screens.models.panel import FitPreview, ModelDetails
 from console.tui.screens.models.table import ModelTable
 from engine.models.catalog import MAX_COUNT, ModelEntry
 from engine.models.discover import discover
@@ -16,7 +15,7 @@ from tests.fakes import scenes
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.link import MODELS, FakeLink
 from tests.fakes.model_folders import write_model
-from tests.ui.seen import cells, screen_text, until
+from tests.ui.seen import cells, screen_text, selected, until
 
 pytestmark = pytest.mark.long
 
@@ -35,8 +34,8 @@ async def test_every_hostile_folder_is_a_row_whose_reason_is_told(
         await until(pilot, lambda: len(table.rows) == len(FOLDERS))
         for entry in found:
             table.select(entry.name)
-            await until(pilot, lambda name=entry.name: name in str(app.screen.query_one(ModelDetails).content))
-            await until(pilot, lambda why=entry.problem: why[:30] in str(app.screen.query_one(FitPreview).content))
+            await until(pilot, lambda name=entry.name: name in selected(pilot))
+            await until(pilot, lambda why=entry.problem: why[:30] in selected(pilot))
     assert app.return_code in (None, 0)
 
 

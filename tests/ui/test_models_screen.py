@@ -8,14 +8,13 @@ import pytest
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.session import session_facts
 from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
-from console.tui.screens.models.panel import FitPreview
 from console.tui.screens.models.table import ModelTable, model_kind, parameters
 from engine.backends.base import LoadProgress
 from engine.errors import InsufficientMemory
 from engine.snapshot import ModelStatus, Totals
 from tests.fakes import scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import cells, listed, screen_text, until
+from tests.ui.seen import cells, listed, screen_text, selected, until
 
 
 async def test_every_model_found_is_listed_with_what_it_is() -> None:
@@ -50,7 +49,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried() -> None
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await pilot.press("down", "down", "enter")
-        await until(pilot, lambda: "pickles" in str(pilot.app.screen.query_one(FitPreview).content))
+        await until(pilot, lambda: "pickles" in selected(pilot))
         assert "load" not in link.names()
 
 

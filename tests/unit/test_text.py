@@ -26,3 +26,18 @@ def test_a_client_is_named_by_key_address_and_program() -> None:
     assert text.client_name("10.0.0.17", "shop", "curl/8.5.0") == "shop@10.0.0.17 curl/8.5.0"
     assert text.client_name("10.0.0.17", program="curl/8.5.0") == "10.0.0.17 curl/8.5.0"
     assert text.client_name("console") == "console"
+
+
+@pytest.mark.parametrize(
+    ("value_s", "shown"),
+    [(0.0, "0 ms"), (0.00001, "<0.1 ms"), (0.00006, "0.1 ms"), (0.5, "500 ms"), (8.0, "8.00 s"), (125.0, "2:05")],
+)
+def test_a_time_never_rounds_to_nothing(value_s: float, shown: str) -> None:
+    assert text.seconds(value_s) == shown
+
+
+def test_a_bound_of_an_axis_has_no_empty_decimals() -> None:
+    labels = ("8.00 s", "2.50 s", "500 ms", "10.0 s", "2.0k", "1.5k", "30", "1:40", "100%")
+    assert [text.bound(label) for label in labels] == [
+        "8 s", "2.5 s", "500 ms", "10 s", "2k", "1.5k", "30", "1:40", "100%",
+    ]  # fmt: skip

@@ -14,6 +14,7 @@ from textual.strip import Strip
 from textual.visual import Visual
 from textual.widget import Widget
 
+from console import text
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.plot import (
     Cell,
@@ -28,7 +29,7 @@ from console.tui.widgets.plot import (
     time_axis,
 )
 from console.tuning.effects import changes
-from console.tuning.knobs import knob_text
+from console.tuning.knobs import knob_text, knob_title
 from engine.snapshot import Mark, Snapshot
 
 GUTTER = 7
@@ -114,7 +115,7 @@ def merged_marks(marks: Sequence[Mark]) -> list[Mark]:
     turned = [
         Mark(
             at=change.at,
-            text=f"{change.knob.replace('_', ' ')} "
+            text=f"{knob_title(change.knob)} "
             f"{knob_text(change.knob, change.before)} → {knob_text(change.knob, change.after)}",
         )
         for change in changes(marks)
@@ -266,7 +267,7 @@ class Graph(Plot):
             marks = [(max(0, column_of(mark.at, newest, step)), mark) for mark in by_importance]
             plot = [_mark(row, marks, named=self._names_marks and row is plot[0]) for row in plot]
         before = (self._plot, self._top_label, self._axis.markup)
-        self._plot, self._top_label = plot, self._scale.label(top)
+        self._plot, self._top_label = plot, text.bound(self._scale.label(top))
         self._axis = _axis_row(width, step, marks, self._cursor_column(width)) if has_axis else Content("")
         return before != (self._plot, self._top_label, self._axis.markup)
 
@@ -297,11 +298,11 @@ def _mark(row: list[Cell], marks: Sequence[tuple[int, Mark]], *, named: bool) ->
         if row[column] == (" ", ""):
             marked[column] = Cell("┊", mark_sign(mark)[1])
     for column, mark in reversed(seen) if named else ():
-        text = mark.text
-        for start in (column + 1, column - len(text)):
-            label = range(start, start + len(text))
+        words = mark.text
+        for start in (column + 1, column - len(words)):
+            label = range(start, start + len(words))
             if label.start >= 0 and label.stop <= width and all(marked[at] == (" ", "") for at in label):
-                marked[label.start : label.stop] = [Cell(char, mark_sign(mark)[1]) for char in text]
+                marked[label.start : label.stop] = [Cell(char, mark_sign(mark)[1]) for char in words]
                 break
     return marked
 
@@ -372,9 +373,9 @@ class Scatter(Plot):
             return for_terminal(self.app, line.truncate(self.size.width, ellipsis=True))
         top, right = bounds(points)
         if y > rows:
-            axis = f"{self._label(right):>{self.size.width}}"
+            axis = f"{text.bound(self._label(right)):>{self.size.width}}"
             return for_terminal(self.app, Content.styled(axis, "$graph-axis"))
-        label = f"{top:.0f}" if y == 1 else "0" if y == rows else ""
+        label = text.bound(text.count(top)) if y == 1 else "0" if y == rows else ""
         runs = groupby(place(points, width, rows)[y - 1], lambda cell: cell.style)
         cells = [("".join(cell.char for cell in run), style) for style, run in runs]
         return for_terminal(self.app, Content.assemble((f"{label:>{GUTTER - 1}}▕", "$graph-axis"), *cells))

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 import msgspec
 
+from console import text
 from console.bench.text import table
 from console.link.tuning import Tried, TuningReport
 from console.tuning.autotune.space import KnobName, Setting
 
 HEADINGS: dict[KnobName, str] = {
     "workers": "workers",
-    "max_prompts": "prompts",
+    "max_prompts": "max prompts",
     "step_tokens": "step tokens",
     "threads": "threads",
     "cache_bits": "cache bits",
-    "draft_tokens": "guesses",
+    "draft_tokens": "draft tokens",
 }
 MAX_REASONS = 5
+_VERDICTS = {"kept": "met", "unsure": "unsure", "broken": "missed"}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,32 +48,32 @@ def sentences(outcome: Outcome) -> str:
 def _found(outcome: Outcome) -> str:
     best = outcome.best
     if best is None:
-        return "" if outcome.early else "no setting could be measured"
+        return "" if outcome.early else "no settings could be measured"
     rate = f"{'best so far: ' if outcome.early else ''}{best.tokens_per_s:,.0f} tok/s"
     if not outcome.asked:
         return rate
-    sure = "keeps" if best.verdict == "kept" else "breaks" if best.verdict == "broken" else ""
-    does = sure or ("seems to keep" if best.keeps else "seems to break")
-    least = "" if best.keeps else ", by the least of all that were tried"
-    return f"{rate}; it {does} what is asked of latency{least}"
+    does = "meets" if best.keeps else "misses"
+    sure = "" if best.verdict in ("kept", "broken") else "probably "
+    least = "" if best.keeps else ", closest of all runs"
+    return f"{rate}; {sure}{does} the latency SLO{least}"
 
 
 def _use(outcome: Outcome) -> list[str]:
     best, unkept = outcome.best, outcome.unkept
     if outcome.applied:
-        return [f"it is in use, but not from the next start on: {unkept}" if unkept else _FROM_NOW_ON]
+        return [f"applied, but not saved: {unkept}" if unkept else _FROM_NOW_ON]
     clauses = []
     if outcome.unapplied:
-        clauses.append(f"the engine could not be put there: {outcome.unapplied}")
+        clauses.append(f"the settings could not be applied: {outcome.unapplied}")
     elif outcome.apply and best is not None and not best.keeps:
-        clauses.append("so it is not applied")
+        clauses.append("not applied")
     back = outcome.not_put_back
-    clauses.append(f"the engine could not be put back to where it was: {back}" if back else _AS_BEFORE)
-    return [*clauses, *([f"what was found is not kept: {unkept}"] if unkept else [])]
+    clauses.append(f"the previous settings could not be restored: {back}" if back else _AS_BEFORE)
+    return [*clauses, *([f"the result could not be saved: {unkept}"] if unkept else [])]
 
 
-_FROM_NOW_ON = "it is in use, and will be from now on"
-_AS_BEFORE = "the engine is as it was before"
+_FROM_NOW_ON = "applied and saved as the default for this model"
+_AS_BEFORE = "settings restored"
 
 
 def remarks_of(report: TuningReport) -> list[str]:
@@ -81,7 +83,7 @@ def remarks_of(report: TuningReport) -> list[str]:
         reasons.setdefault(each.reason, []).append(_words(each.setting, report.knobs))
     failed = [_failed(reason, settings) for reason, settings in reasons.items()]
     more = len(failed) - MAX_REASONS
-    hidden = [f"{more} more reasons why settings could not be measured"] if more > 0 else []
+    hidden = [f"{more} more reasons for failed runs"] if more > 0 else []
     return [*report.notes, *failed[:MAX_REASONS], *hidden]
 
 
@@ -98,17 +100,17 @@ def heading_of(report: TuningReport) -> str:
         for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))
         if limit is not None
     ]
-    slo = f"p{report.percentile:g} of {' and of '.join(asked)}" if asked else "whatever the latency"
+    slo = f"p{report.percentile:g} of {' and of '.join(asked)}" if asked else "no latency SLO"
     turned = ", ".join(HEADINGS[knob] for knob in report.knobs)
-    return f"{report.model}: {report.size:,} settings of {turned}\nMost tok/s, {slo}; {report.mix}"
+    return f"{report.model}: {report.size:,} settings of {turned}\nGoal: highest tok/s, {slo}; {report.mix}"
 
 
 def progress_of(report: TuningReport) -> str:
     """Where it is, in a line."""
     left_s = max(0.0, report.budget_s - report.elapsed_s)
-    nothing = "putting the engine back" if report.state == "restoring" else "beginning"
+    nothing = "restoring settings" if report.state == "restoring" else "starting"
     now = f"trying {setting_words(report)}" if report.now is not None else nothing
-    return f"{report.stage}: {report.windows} windows, {left_s:.0f} s left at most, {now}"
+    return f"{report.stage}: {report.windows} runs, max {left_s:.0f} s left, {now}"
 
 
 def setting_words(report: TuningReport) -> str:
@@ -128,7 +130,7 @@ def table_of(report: TuningReport, rows: int | None = None, columns: int | None 
     if columns is not None and max(map(len, text.splitlines())) >= columns:
         text = _table(shown, report, wide=False)
     hidden = len(report.tried) - len(shown)
-    return f"{text}\n{hidden} more that nothing speaks for" if hidden else text
+    return f"{text}\n{hidden} more, dominated" if hidden else text
 
 
 def _table(shown: Sequence[Tried], report: TuningReport, *, wide: bool) -> str:
@@ -136,7 +138,7 @@ def _table(shown: Sequence[Tried], report: TuningReport, *, wide: bool) -> str:
     within = ["95% within"] if wide else []
     knobs = [HEADINGS[knob] for knob in report.knobs]
     latencies = [f"TTFT {percentile}", *within, f"ITL {percentile}", *within]
-    header = ["", "tok/s", "95% within", *latencies, "good/s", *knobs, "windows", "SLO"]
+    header = ["", "tok/s", "95% within", *latencies, "goodput/s", *knobs, "runs", "SLO"]
     return table(header, [_row(each, report.knobs, wide=wide) for each in shown])
 
 
@@ -162,7 +164,7 @@ def _row(each: Tried, knobs: Sequence[KnobName], *, wide: bool) -> list[str]:
         f"{each.goodput_per_s:.1f}",
         *(str(each.setting.value(knob)) for knob in knobs),
         str(each.windows),
-        each.verdict,
+        _VERDICTS[each.verdict],
     ]
 
 
@@ -177,10 +179,4 @@ def _between(low: float | None, high: float | None) -> str:
 def _ms(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
-    return (
-        f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{seconds * 1000:.0f} ms"
-        if seconds >= 0.1
-        else f"{seconds * 1000:.1f} ms"
-    )
+    return text.seconds(seconds)

@@ -16,6 +16,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
+from console import text
 from console.chats import Turn, TurnNote
 from console.tui.screens.chat.prose import Prose
 from console.tui.widgets.glyphs import for_terminal
@@ -36,9 +37,9 @@ def note_line(note: TurnNote) -> str:
     """The numbers of an answer in one line: '41.2 tok/s · TTFT 84 ms · 57 tokens', and how it ended if not plainly."""
     parts = []
     if note.tokens_per_s is not None:
-        parts.append(f"{note.tokens_per_s:.1f} tok/s")
+        parts.append(f"{text.rate(note.tokens_per_s)} tok/s")
     if note.ttft_s is not None:
-        parts.append(f"TTFT {note.ttft_s * 1000:.0f} ms" if note.ttft_s < 10 else f"TTFT {note.ttft_s:.1f} s")
+        parts.append(f"TTFT {text.seconds(note.ttft_s)}")
     if note.output_tokens:
         parts.append(f"{note.output_tokens} token{'' if note.output_tokens == 1 else 's'}")
     if note.finish in _FINISH:

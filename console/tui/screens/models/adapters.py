@@ -20,7 +20,7 @@ from console.tui.widgets.table import Column, Row, Table, cell
 from engine.snapshot import AdapterReading, ModelReading
 
 _COLUMNS = (Column("adapter", 12, grow=20), Column("state", 20, grow=60), Column("size", 9, "right"))
-_NONE = "No adapters yet. Type the folder of one below; requests then name it as their model."
+_NONE = "No adapters yet. Enter a folder below; requests select an adapter by its name as model."
 
 
 class AdaptersScreen(Dialog[None]):
@@ -42,7 +42,7 @@ class AdaptersScreen(Dialog[None]):
         """The adapters above a box for one more."""
         with Vertical(classes="dialog adapters"):
             yield Table(_COLUMNS, empty=_NONE, id="adapter-table")
-            yield Input(placeholder="A folder, or name=folder. Enter attaches it.", id="adapter", compact=True)
+            yield Input(placeholder="Folder, or name=folder · Enter attach", id="adapter", compact=True)
 
     def on_mount(self) -> None:
         """Never empty."""
@@ -70,24 +70,24 @@ class AdaptersScreen(Dialog[None]):
         if name and folder and (model := self._reading(self.console.view)) is not None:
             event.input.value = ""
             command = self.console.link.attach(name.strip(), folder.strip(), model.name)
-            self.console.perform(command, done=f"{name.strip()} is attached")
+            self.console.perform(command, done=f"{name.strip()} attached")
 
     def action_detach(self) -> None:
         """Let go of the adapter under the cursor."""
         chosen, model = self.query_one(Table).cursor_key, self._reading(self.console.view)
         if chosen is None or model is None:
-            self.notify("Choose an adapter with the arrow keys first.", severity="warning")
+            self.notify("Select an adapter first.", severity="warning")
             return
 
         def detach() -> None:
-            self.console.perform(self.console.link.detach(chosen, model.name), done=f"{chosen} is detached")
+            self.console.perform(self.console.link.detach(chosen, model.name), done=f"{chosen} detached")
 
-        if self.console.view.is_read_only or not model.running + model.queued:
+        if not model.running + model.queued:
             detach()
             return
         question = ConfirmScreen(
             f"Detach {chosen}? {text.plural(model.running + model.queued, 'request')} of {model.name} not finished.",
-            "Those that use it finish with it; new requests for it get a 404.",
+            "Requests that use it finish; new ones for it get a 404.",
             yes="Detach",
             no="Keep",
         )

@@ -58,7 +58,7 @@ def compare(left: Side, right: Side) -> tuple[Line, ...]:
 def _files(left: ModelEntry, right: ModelEntry) -> Iterator[Line]:
     yield _words("architecture", family(left), family(right))
     yield _words("quantised", quantization(left), quantization(right))
-    yield _numbers("bits per weight", left.bits_per_weight or 0, right.bits_per_weight or 0, lambda bits: f"{bits:.2f}")
+    yield _numbers("bits per weight", left.bits_per_weight or 0, right.bits_per_weight or 0, text.bits_per_weight)
     yield _numbers("parameters", left.parameters, right.parameters, text.count)
     yield _numbers("weights", left.weights_bytes, right.weights_bytes, text.size)
     yield _numbers("context", left.context_tokens, right.context_tokens, lambda tokens: f"{tokens:,.0f}")
@@ -96,7 +96,7 @@ def _device(name: str, left: DeviceEstimate | None, right: DeviceEstimate | None
     used = [None if each is None else each.weights_bytes + each.kv_bytes + each.working_bytes for each in (left, right)]
     if not any(used) and not any(each is not None and each.short_bytes for each in (left, right)):
         return
-    yield _both(f"{name} takes", *used)
+    yield _both(f"{name} needs", *used)
     after = [_NOT_KNOWN if each is None else _left(each) for each in (left, right)]
     yield _words(f"{name} left", *after, is_known=_NOT_KNOWN not in after)
 
@@ -146,7 +146,7 @@ class CompareScreen(Dialog[None]):
 
     AUTO_FOCUS = "Table"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "only", "Differences", id="compare.only", tooltip="Show only what differs, then all again"),
+        Binding("d", "only", "Differences", id="compare.only", tooltip="Show only differences, then all"),
         Binding(
             "escape,v,q", "dismiss", "Close", id="compare.close", tooltip="Close the comparison", key_display="esc"
         ),

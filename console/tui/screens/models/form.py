@@ -7,17 +7,18 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.geometry import Region
 from textual.message import Message
+from textual.widget import Widget
 from textual.widgets import Static
 
 from console.settings.rows import as_text
-from console.text import clip
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.models.load_form import Field, LoadForm
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import for_terminal
 
-_TITLE, _VALUE = 12, 9
+_VALUE = 9
 
 
 class LoadFormView(Static, can_focus=True):
@@ -40,9 +41,9 @@ class LoadFormView(Static, can_focus=True):
         Binding(
             "backspace,delete",
             "clear",
-            "As set",
+            "Default",
             id="load.clear",
-            tooltip="Reset the value to the knobs and settings",
+            tooltip="Use the default value",
         ),
         *(
             Binding(
@@ -58,7 +59,7 @@ class LoadFormView(Static, can_focus=True):
             for digit in range(10)
         ),
         Binding("t", "type", "Type", id="load.type", tooltip="Type the value: a list, a folder, a number"),
-        Binding("m", "more", "More", id="load.more_options", tooltip="Show all load options, or the basic ones"),
+        Binding("m", "more", "Options", id="load.more_options", tooltip="Show all load options, or the basic ones"),
         ConsoleBinding(
             "enter",
             "screen.load_model(False)",
@@ -71,10 +72,10 @@ class LoadFormView(Static, can_focus=True):
         ConsoleBinding(
             "b",
             "screen.load_model(True)",
-            "Beside",
+            "Add",
             id="models.beside",
             mutates=True,
-            tooltip="Load it in addition, with these values",
+            tooltip="Load in addition, with these values",
         ),
     ]
     DEFAULT_CSS = """
@@ -198,23 +199,31 @@ class LoadFormView(Static, can_focus=True):
         form = self._form
         if form is None:
             return
+        width = max(len(field.title) for field in form.fields) + 1
         lines = [
-            _line(form, field, row, chosen=self.has_focus and row == self._row) for row, field in enumerate(form.fields)
+            _line(form, field, row, width, chosen=self.has_focus and row == self._row)
+            for row, field in enumerate(form.fields)
         ]
         self.update(for_terminal(self.app, Content("\n").join(lines)))
+        if self.has_focus:
+            self.call_after_refresh(self._scroll_to_row)
+
+    def _scroll_to_row(self) -> None:
+        """Keep the chosen line in sight."""
+        if isinstance(self.parent, Widget):  # not closed meanwhile
+            row = Region(0, self.virtual_region.y + self._row, 1, 1)
+            self.parent.scroll_to_region(row, animate=False, force=True)
 
 
-def _line(form: LoadForm, field: Field, row: int, *, chosen: bool) -> Content:
+def _line(form: LoadForm, field: Field, row: int, width: int, *, chosen: bool) -> Content:
     value = form.value_text(field.name)
     style = "bold $foreground" if form.is_own(field.name) else "$foreground"
     out_of_range = form.out_of_range(field.name)
     return Content.assemble(
         ("▸ " if chosen else "  ", "$primary"),
-        (f"{clip(field.title, _TITLE - 1):<{_TITLE}}", "bold $primary" if chosen else "$muted"),
+        (f"{field.title:<{width}}", "bold $primary" if chosen else "$muted"),
         clickable(" − ", f"step_row({row}, -1)", "bold $primary"),
         (f"{value:>{_VALUE}}", "bold $error" if out_of_range else style),
         clickable(" + ", f"step_row({row}, 1)", "bold $primary"),
-        (f"  {out_of_range}", "$error")
-        if out_of_range
-        else (f"  {form.origin(field.name)}", "$primary" if form.is_own(field.name) else "$muted"),
+        (f"  {out_of_range}", "$error") if out_of_range else (f"  {form.origin(field.name)}", "$primary"),
     )

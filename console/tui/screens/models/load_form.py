@@ -76,7 +76,7 @@ def _field(name: str, setting: FieldInfo, flag: Flag) -> Field:
         choices,
         flag.backends,
         int in (value_type(setting), *get_args(value_type(setting))),
-        bool(flag.knob),
+        flag.knob,
     )
 
 
@@ -125,14 +125,8 @@ class LoadForm:
         return (shown if len(shown) <= _MAX_VALUE_CELLS else f"…{shown[1 - _MAX_VALUE_CELLS :]}") or "–"
 
     def origin(self, name: str) -> str:
-        """Return where a value comes from, in a word or two."""
-        if self.is_own(name):
-            return "set here"
-        if self._field(name).is_knob:
-            return "current"
-        if name == "max_model_len" and self.defaults.max_model_len is None:
-            return "model default"
-        return "from settings"
+        """Return what a value that is set here replaces; "" for any other value."""
+        return f"set here, default {self.without(name).value_text(name)}" if self.is_own(name) else ""
 
     def with_step(self, name: str, by: int) -> LoadForm:
         """Return the form with the next value up or down; the last one stays, and so does what can only be typed."""

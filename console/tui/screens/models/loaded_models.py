@@ -84,12 +84,8 @@ def _download(fetching: Fetching, pace: Pace | None) -> list[Content]:
     asking = fetching.progress.total <= 0
     return [
         Content.assemble(("◔ downloading", "$worker-loading"), (f"  {fetching.model}", "bold $foreground")),
-        *(
-            [Content.styled("Asking the hub for the files …", "$muted")]
-            if asking
-            else current_phase(fetching.progress, pace)
-        ),
-        Content.assemble(_CANCEL, ("; the part downloaded is kept", "$muted")),
+        *([Content.styled("Fetching the file list…", "$muted")] if asking else current_phase(fetching.progress, pace)),
+        Content.assemble(_CANCEL, ("; the downloaded part is kept", "$muted")),
     ]
 
 
@@ -185,7 +181,7 @@ def _worker(worker: WorkerReading, pace: Pace | None) -> Content:
 def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Content]:
     yield _row("requests", Content(f"{model.running} running, {model.queued} queued"))
     if model.status.state == "idle":
-        yield _row("idle", Content("the next request loads it again"))
+        yield _row("idle", Content("the next request reloads it"))
     elif model.idle_unload_s > 0:
         yield _row("idle", Content(f"unloads after {_span(model.idle_unload_s)} without requests"))
     workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
@@ -224,10 +220,10 @@ def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tup
     where = places_name(places) if len(set(places)) > 1 else f"on {devices_name(places[0])}"
     yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, {where}"
     if model.attention:
-        yield "attention", f"{model.attention}: {model.attention_reason}"
-    yield "weights", f"{text.size(model.weights_bytes)} a worker"
-    yield "KV pages", f"{text.size(model.kv_bytes)} for {model.kv_tokens:,} tokens"
-    yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} a page"
+        yield "attention", f"{model.attention} ({model.attention_reason})"
+    yield "weights", f"{text.size(model.weights_bytes)} per worker"
+    yield "KV cache", f"{text.size(model.kv_bytes)} for {model.kv_tokens:,} tokens"
+    yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} per page"
     loaded = next((worker.load_s for worker in workers if worker.load_s), None)
     if loaded is not None:
         yield "loaded", f"in {text.seconds(loaded)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from textual import work
 from textual.app import ComposeResult
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
@@ -54,14 +54,19 @@ _PARTS = (
 
 def verdict(found: Estimate) -> Content:
     """The sentence, with its glyph and colour."""
-    glyph, style = ("✓", "$success") if found.can_load else ("✖", "$error")
-    return Content.styled(f"{glyph} {found.verdict}", style)
+    if found.can_load:
+        return Content.styled(f"✓ {found.verdict}", "$success")
+    short = sorted((device for device in found.devices if device.short_bytes), key=lambda device: -device.short_bytes)
+    if found.problem or not short:
+        return Content.styled(f"✖ {found.verdict}", "$error")
+    others = f" and {text.plural(len(short) - 1, 'more device')}" if len(short) > 1 else ""
+    where = f"{missing_memory(short[0])} short on {device_label(short[0])}{others}"
+    return Content.styled(f"✖ Does not fit: {where}", "$error")
 
 
 def fit_lines(found: Estimate, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
-    """Verdict, devices, where each worker would go, and what the numbers rest on. width: devices have bars where it
-    leaves room."""
-    yield verdict(found)
+    """Devices, where each worker would go, and what the numbers rest on. width: devices have bars where it leaves
+    room."""
     yield from _table(found, width, ascii_only)
     if found.placements:
         places = places_name([share.device for share in each.shares] for each in found.placements)
@@ -123,7 +128,7 @@ Fit = Estimate | str | None
 
 
 class ModelDetails(Static):
-    """A few lines about one model."""
+    """Kind, size, context and folder of one model; on a medium screen the table has all but the last."""
 
     DEFAULT_CSS = """
     ModelDetails { height: auto; }
@@ -145,14 +150,11 @@ class ModelDetails(Static):
     def _draw(self) -> None:
         if self._entry is None:
             return
-        lines = list(_about(self._entry))
-        if self.screen.has_class("-medium"):  # where the table above has room for the rest
-            lines = [Content.assemble(lines[0], ("  " + _folder(self._entry), "$muted"))]
-        self.update(for_terminal(self.app, Content("\n").join(lines)))
+        self.update(for_terminal(self.app, Content("\n").join(_about(self._entry))))
 
 
 class FitPreview(Static):
-    """Verdict and devices."""
+    """Devices and their memory with the selected model."""
 
     DEFAULT_CSS = """
     FitPreview { height: auto; }
@@ -175,41 +177,38 @@ class FitPreview(Static):
         if self._shown is None:
             return
         entry, fit, stale = self._shown
-        lines = list(_fit(entry, fit, self.content_size.width, ascii_only=is_ascii(self.app)))
-        if stale and isinstance(fit, Estimate):
-            lines = [_WAITING, Content.styled(Content("\n").join(lines[1:]).plain, "$muted")]
-        elif isinstance(fit, Estimate) and self._is_in_brief():
-            del lines[0]
-        self.update(for_terminal(self.app, Content("\n").join(lines)))
-
-    def _is_in_brief(self) -> bool:
-        """True if the line above the form has the verdict, and both are seen."""
-        assert self.parent is not None
-        return self.display and any(brief.display for brief in self.parent.query("#brief"))
+        if not isinstance(fit, Estimate) or entry.problem:
+            self.update("")
+            return
+        lines = Content("\n").join(fit_lines(fit, self.content_size.width, ascii_only=is_ascii(self.app)))
+        self.update(for_terminal(self.app, Content.styled(lines.plain, "$muted") if stale else lines))
 
 
 _WAITING = Content.styled("◌ Estimating…", "$muted")
 
 
-def brief(entry: ModelEntry, fit: Fit) -> Content:
-    """The name, and whether it fits, for one line."""
+def brief(entry: ModelEntry, fit: Fit, *, stale: bool) -> Content:
+    """The name, and whether it fits. stale: a new estimate is computed."""
     name = Content.styled(f"{text.clip(entry.name, 24)}  ", "bold $primary")
-    if isinstance(fit, Estimate) and not entry.problem:
-        return name + verdict(fit)
-    return name + next(_fit(entry, fit))
+    if entry.unfinished:
+        return name + Content.styled(f"◔ Download stopped at {text.size(entry.kept_bytes)}.", "$warning")
+    if entry.problem:
+        return name + Content.styled(f"✖ {entry.problem}", "$error")
+    if isinstance(fit, str):
+        return name + Content.styled(f"✖ {fit}", "$error")
+    return name + (_WAITING if stale or fit is None else verdict(fit))
 
 
 def _about(entry: ModelEntry) -> Iterator[Content]:
     bits = entry.bits_per_weight
-    each = f", {bits:.2f} bits per weight" if bits is not None else ""
-    context = f"{entry.context_tokens:,} tokens" if entry.context_tokens else "not said"
+    each = f", {text.bits_per_weight(bits)} bits per weight" if bits is not None and not entry.problem else ""
     rows = [("kind", f"{family(entry)}, {quantization(entry)}{each}")]
-    if entry.weights_bytes or not entry.problem:
-        rows.append(("size", f"{parameters(entry)} parameters, {text.size(entry.weights_bytes)} of weights"))
-    if entry.context_tokens or not entry.problem:
-        rows.append(("context", f"{context} · chat template: {entry.chat_template or 'none'}"))
+    if entry.weights_bytes:
+        rows.append(("size", f"{parameters(entry)} parameters, {text.size(entry.weights_bytes)} weights"))
+    if entry.context_tokens:
+        context = f"{entry.context_tokens:,} tokens · chat template: {entry.chat_template or 'none'}"
+        rows.append(("context", context))
     rows.append(("folder", _folder(entry)))
-    yield Content.styled(entry.name, "bold $primary")
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in rows)
 
 
@@ -218,19 +217,6 @@ def _folder(entry: ModelEntry) -> str:
     if entry.origin == HUB_CACHE:
         return f"{HUB_CACHE}, commit {entry.path.name[:8]}"
     return str(entry.path) if entry.origin in str(entry.path) else f"{entry.path} ({entry.origin})"
-
-
-def _fit(entry: ModelEntry, fit: Fit, width: int = 0, *, ascii_only: bool = False) -> Iterator[Content]:
-    if entry.unfinished:
-        yield Content.styled(f"◔ Download stopped at {text.size(entry.kept_bytes)}.", "$warning")
-    elif entry.problem:
-        yield Content.styled(f"✖ {entry.problem}", "$error")
-    elif fit is None:
-        yield _WAITING
-    elif isinstance(fit, str):
-        yield Content.styled(f"✖ {fit}", "$error")
-    else:
-        yield from fit_lines(fit, width, ascii_only=ascii_only)
 
 
 # What the engine holds of the models found, and what the keys would do with the selected one.
@@ -259,10 +245,9 @@ def is_broken(entry: ModelEntry) -> bool:
 
 
 def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = False) -> Content:
-    """Return what the keys do with the selected model; each can be clicked. read_only: nothing is loaded from here."""
-    marks = (clickable("space marks", "screen.mark"), clickable("v compares", "screen.compare"))
+    """Return how to load the selected model; each can be clicked. read_only: nothing is loaded from here."""
     if read_only or is_broken(entry):
-        return Content(", ").join(marks)
+        return Content("")
     there = active_models(snapshot)
     load = "Enter resumes its download" if entry.unfinished else "Enter loads it"
     words = [clickable(load, "screen.load_model(False)")]
@@ -271,15 +256,10 @@ def selection_hint(snapshot: Snapshot, entry: ModelEntry, *, read_only: bool = F
         spec = model.status.spec if model is not None else there[0].spec
         replaced = spec.name if spec is not None else "the model"
         words = [
-            clickable(f"{load} in place of {replaced}", "screen.load_model(False)"),
-            clickable("b in addition", "screen.load_model(True)"),
+            clickable(f"{load}, replacing {replaced}", "screen.load_model(False)"),
+            clickable("b load in addition", "screen.load_model(True)"),
         ]
-    more = (
-        clickable("e sets values", "screen.edit"),
-        clickable("R resets", "screen.forget"),
-        *marks,
-    )
-    return Content("\n").join((Content(", ").join(words), Content(", ").join(more)))
+    return Content(", ").join(words)
 
 
 SETTLE_S = 0.2
@@ -301,7 +281,8 @@ class ModelPanel(Vertical):
     ModelPanel { height: auto; min-height: 8; }
     ModelPanel LoadFormView { margin: 1 0; }
     ModelPanel LoadFormView.-broken { display: none; }
-    ModelPanel #brief { display: none; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+    ModelPanel #brief { height: auto; max-height: 3; }
+    ModelPanel #model-body { height: auto; max-height: 60vh; scrollbar-size-vertical: 1; }
     ModelPanel #hint {
         height: auto;
         link-style: none; link-color: $primary; link-background: transparent;
@@ -327,12 +308,15 @@ class ModelPanel(Vertical):
         self._stale = False
 
     def compose(self) -> ComposeResult:
-        """Everything; the one-line form is shown where there is no room."""
+        """Verdict and keys stay in sight while what is between them scrolls."""
         yield Static("", id="brief", markup=False)
-        yield ModelDetails()
-        yield LoadFormView()
-        yield FitPreview()
-        yield Static("", id="hint", markup=False)
+        with VerticalScroll(id="model-body", can_focus=False):
+            yield ModelDetails()
+            yield LoadFormView()
+            yield FitPreview()
+        hint = Static("", id="hint", markup=False)
+        hint.display = False
+        yield hint
 
     @property
     def models(self) -> ModelsLink:
@@ -351,7 +335,9 @@ class ModelPanel(Vertical):
         """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for again."""
         if not hint.is_same(self._hint):
             self._hint = hint
-            self.query_one("#hint", Static).update(for_terminal(self.app, hint))
+            line = self.query_one("#hint", Static)
+            line.display = bool(hint)
+            line.update(for_terminal(self.app, hint))
         if (entry, moment) == (self._entry, self._moment):
             return
         if entry != self._entry:
@@ -407,4 +393,6 @@ class ModelPanel(Vertical):
     def _describe(self) -> None:
         if self._entry is not None:
             self.query_one(FitPreview).show(self._entry, self._fit, stale=self._stale)
-            self.query_one("#brief", Static).update(for_terminal(self.app, brief(self._entry, self._fit)))
+            self.query_one("#brief", Static).update(
+                for_terminal(self.app, brief(self._entry, self._fit, stale=self._stale))
+            )

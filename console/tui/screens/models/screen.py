@@ -36,7 +36,6 @@ from console.tui.screens.models.panel import (
 )
 from console.tui.screens.models.table import ModelTable
 from console.tui.view import View
-from console.tui.widgets.clickable import clickable
 from console.tui.widgets.table import Table
 from engine.config import MAX_TIMEOUT_S
 from engine.errors import EngineError, LoadCancelled
@@ -110,7 +109,7 @@ class LoadScreen(Dialog[How | None]):
             "Reset",
             id="models.forget",
             mutates=True,
-            tooltip="Forget the values that this model was loaded with",
+            tooltip="Reset the form to the default settings",
         ),
         Binding("escape", "dismiss", "Close", id="load.close", tooltip="Back to the models"),
     ]
@@ -122,20 +121,12 @@ class LoadScreen(Dialog[How | None]):
 
     def compose(self) -> ComposeResult:
         """The panel alone."""
-        with VerticalScroll(classes="dialog load", can_focus=False):
+        with Vertical(classes="dialog load"):
             yield ModelPanel(self._edits)
 
     def on_mount(self) -> None:
         """Filled at once."""
-        hint = Content(", ").join(
-            (
-                clickable("Enter loads it", "screen.load_model(False)"),
-                clickable("b beside", "screen.load_model(True)"),
-                clickable("R resets", "screen.forget"),
-                clickable("esc closes", "screen.dismiss"),
-            )
-        )
-        self.query_one(ModelPanel).show(self._entry, hint, None)
+        self.query_one(ModelPanel).show(self._entry, Content(""), None)
 
     def on_load_form_view_typing(self, event: LoadFormView.Typing) -> None:
         """Ask for the value."""
@@ -163,14 +154,14 @@ class ModelsScreen(ConsoleScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "edit", "Settings", id="models.edit", tooltip="Change the load settings of the selected model"),
         Binding("slash", "search", "Search", id="models.search", tooltip="Search the models", key_display="/"),
-        Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models"),
+        Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models", show=False),
         ConsoleBinding(
             "c",
             "cancel_load",
             "Cancel",
             id="models.cancel",
             mutates=True,
-            tooltip="Cancel the load or download under way",
+            tooltip="Cancel the running load or download",
         ),
         ConsoleBinding(
             "u",
@@ -178,7 +169,7 @@ class ModelsScreen(ConsoleScreen):
             "Unload",
             id="models.unload",
             mutates=True,
-            tooltip="Let requests end, then unload the selected model, else the one in view",
+            tooltip="Drain and unload the selected (or current) model",
         ),
         ConsoleBinding(
             "R",
@@ -186,15 +177,17 @@ class ModelsScreen(ConsoleScreen):
             "Reset",
             id="models.forget",
             mutates=True,
-            tooltip="Forget what the selected model was loaded with",
+            tooltip="Reset the form to the default settings",
             show=False,
         ),
-        Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Look for models again", show=False),
-        Binding("o", "other", "Other", id="models.other", tooltip="Load a folder or a hub id by name"),
+        Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Rescan the model folders", show=False),
+        ConsoleBinding(
+            "o", "other", "Other", id="models.other", mutates=True, tooltip="Load a folder or hub id by name"
+        ),
         Binding(
             "d", "adapters", "Adapters", id="models.adapters", tooltip="Attach or detach LoRA adapters", show=False
         ),
-        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave the box, end the search", show=False),
+        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave the box, clear the search", show=False),
     ]
 
     def __init__(self) -> None:
@@ -211,7 +204,7 @@ class ModelsScreen(ConsoleScreen):
         with Horizontal(id="models"):
             with Vertical(id="found"):
                 yield ModelTable()
-                yield Input(placeholder="Name, architecture or quantisation · Enter keep · esc clear", id="search")
+                yield Input(placeholder="Name, architecture, quantisation or 7B · Enter keep · esc clear", id="search")
                 yield HubBox()
             with VerticalScroll(id="about"):
                 yield ModelPanel(self._edits)
@@ -250,7 +243,7 @@ class ModelsScreen(ConsoleScreen):
             self.refresh_bindings()
 
     def action_rescan(self) -> None:
-        """Look for models again, and at what the devices have free."""
+        """Rescan the model folders, and at what the devices have free."""
         self.run_worker(self._scan(), group="scan", exclusive=True, exit_on_error=False)
 
     async def _scan(self) -> None:
@@ -293,15 +286,12 @@ class ModelsScreen(ConsoleScreen):
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
-        if is_broken(entry):
-            self._say_what_is_wrong(entry)
-        elif self.has_class("-narrow"):
+        if is_broken(entry):  # the panel says why
+            return
+        if self.has_class("-narrow"):
             self.app.push_screen(LoadScreen(entry, self._edits), self._edited)
         else:
             self.query_one(LoadFormView).focus()
-
-    def _say_what_is_wrong(self, entry: ModelEntry) -> None:
-        self.notify(f"{entry.name}: {entry.problem}", severity="error", markup=False)
 
     def _edited(self, how: How | None) -> None:
         """Back from the form's page."""
@@ -368,10 +358,7 @@ class ModelsScreen(ConsoleScreen):
     def action_load_model(self, beside: bool) -> None:
         """Load the selected one as its form says, unless it is known that this cannot work."""
         entry = self.query_one(ModelTable).selected
-        if entry is None:
-            return
-        if is_broken(entry):
-            self._say_what_is_wrong(entry)
+        if entry is None or is_broken(entry):
             return
 
         def load() -> None:
@@ -390,14 +377,13 @@ class ModelsScreen(ConsoleScreen):
     def _confirm_replacing(self, replaced: ModelReading | None, name: str, go: Callable[[], None]) -> None:
         """Ask before another model takes the place of one with unfinished requests."""
         unfinished = 0 if replaced is None else num_live_requests(replaced, self.console.view.published)
-        if replaced is None or not unfinished or self.console.view.is_read_only:
+        if replaced is None or not unfinished:
             go()
             return
         question = ConfirmScreen(
             f"Replace {replaced.name}? {text.plural(unfinished, 'request')} of it "
             f"{'is' if unfinished == 1 else 'are'} not finished.",
-            f"Running ones finish first; waiting ones are answered by {name}.\n"
-            "b in the list loads in addition, where both fit.",
+            f"Running ones finish first, queued ones move to {name}.\nb in the list loads in addition, if both fit.",
             yes="Replace",
             no="Cancel",
         )
@@ -424,7 +410,7 @@ class ModelsScreen(ConsoleScreen):
         self.action_leave()
         if event.fetch_only:
             work = self._then_scan(self.link.models.download(event.name))
-            self.perform(self._report_end(work, f"{event.name} is on this machine"))
+            self.perform(self._report_end(work, f"{event.name} downloaded"))
             return
 
         def load() -> None:
@@ -466,7 +452,7 @@ class ModelsScreen(ConsoleScreen):
         view, entry = self.console.view, self.query_one(ModelTable).selected
         snapshot = view.snapshot
         if not active_models(snapshot) and snapshot.status.state == "unloaded":
-            self.notify("No model is loaded.", severity="warning")
+            self.notify("No model loaded.", severity="warning")
             return
         selected = next((model for model in snapshot.models if entry and is_loaded_from(model.status, entry)), None)
         model = selected or view.model
@@ -479,8 +465,8 @@ class ModelsScreen(ConsoleScreen):
         drains = model is not None and model.status.state == "draining"
         question = FinishOrCutScreen(
             f"{text.plural(unfinished, 'request')} of {shown} {'is' if unfinished == 1 else 'are'} not finished.",
-            "Finish: it takes no new requests, and is unloaded after the last one.\n"
-            "Cut off: clients get an error in place of the rest.",
+            "Finish: new requests are refused; unloaded after the last one.\n"
+            "Cut off: clients get an error instead of the rest.",
             finish="Finish them first",
             cut="Cut them off now",
             no="Keep waiting" if drains else "Keep it",
@@ -495,12 +481,12 @@ class ModelsScreen(ConsoleScreen):
     def _unload(self, model: ModelReading | None, shown: str, *, drain_seconds: float = DRAIN_S) -> None:
         several = model is not None and len(self.console.view.published.models) > 1
         name = model.name if several and model is not None else ""
-        self.perform(self.link.unload(name, drain_seconds=drain_seconds), done=f"{shown} is unloaded")
+        self.perform(self.link.unload(name, drain_seconds=drain_seconds), done=f"{shown} unloaded")
 
     def action_adapters(self) -> None:
         """The adapters of the model in view."""
         model = self.console.view.model
         if model is None or model.status.state not in ("ready", "idle"):
-            self.notify("Load a model first: adapters are attached to one that serves.", severity="warning")
+            self.notify("Load a model first", severity="warning")
         else:
             self.app.push_screen(AdaptersScreen(model.key))

@@ -24,11 +24,11 @@ _COLUMNS = (
     Column("Weights", 8, "right", drop=2),
     Column("Context", 7, "right", drop=6),
     Column("Template", 9, drop=7),
-    Column("From", 10, grow=24, drop=8),
+    Column("Source", 10, grow=24, drop=8),
 )
-_LOOKING = "Looking for models …"
-_NONE = "No models yet: o takes a folder or a hub id; --models-dir names a folder to look in."
-_NO_MATCH = "No model matches. esc shows all."
+_LOOKING = "Looking for models…"
+_NONE = "No models found. o: load a folder or hub id. --models-dir adds a folder to search."
+_NO_MATCH = "No model matches. Esc shows all."
 
 
 class ModelTable(Table):
@@ -42,15 +42,15 @@ class ModelTable(Table):
             id="models.load",
             mutates=True,
             primary=True,
-            tooltip="Load the selected model in place of the first",
+            tooltip="Load the selected model, replacing the first",
         ),
         ConsoleBinding(
             "b",
             "screen.load_model(True)",
-            "Beside",
+            "Add",
             id="models.beside",
             mutates=True,
-            tooltip="Load the selected model in addition to what is loaded",
+            tooltip="Load the selected model in addition",
         ),
         Binding(
             "space",
@@ -58,6 +58,7 @@ class ModelTable(Table):
             "Mark",
             id="models.mark",
             tooltip="Mark the selected model for a comparison",
+            show=False,
         ),
     ]
     DEFAULT_CSS = """
@@ -85,7 +86,7 @@ class ModelTable(Table):
             self._draw()
 
     def search(self, word: str) -> None:
-        """Show only models that have every word of it in name, architecture or quantisation."""
+        """Show only models that have every word of it in what `matches` searches."""
         self._word = word
         self._draw()
 
@@ -116,16 +117,16 @@ class ModelTable(Table):
 
     def _row(self, entry: ModelEntry) -> Row:
         style = "$muted" if entry.problem else ""
-        bits = entry.bits_per_weight
+        weights = entry.kept_bytes if entry.unfinished else entry.weights_bytes
         columns = (
             text.clip(entry.name, 42),
             family(entry),
             quantization(entry),
-            f"{bits:.1f}" if bits is not None else "–",
+            text.bits_per_weight(None if entry.problem else entry.bits_per_weight),
             parameters(entry),
-            text.size(entry.kept_bytes if entry.unfinished else entry.weights_bytes),
+            text.size(weights) if weights else "–",
             text.count(entry.context_tokens) if entry.context_tokens else "–",
-            entry.chat_template or "none",
+            entry.chat_template or ("–" if entry.problem else "none"),
             text.clip(entry.origin, 34),
         )
         return Row(entry.name, (self._mark(entry), *(cell(column, style) for column in columns)))
@@ -143,8 +144,9 @@ class ModelTable(Table):
 
 
 def matches(entry: ModelEntry, words: str) -> bool:
-    """Return whether every word is in the model's name, architecture or quantisation."""
-    hay = f"{entry.name} {entry.architecture} {entry.quantisation} {entry.dtype} {quantization(entry)}".lower()
+    """Return whether every word is in the model's name, architecture, quantisation or number of parameters."""
+    kind = f"{entry.architecture} {entry.quantisation} {entry.dtype} {quantization(entry)}"
+    hay = f"{entry.name} {kind} {parameters(entry)}".lower()
     return all(word in hay for word in words.lower().split())
 
 

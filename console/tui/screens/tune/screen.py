@@ -31,8 +31,8 @@ from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter
 from console.tui.widgets.panel import set_subtitle, set_title
 from console.tui.widgets.table import Table
 from console.tuning.effects import Effect, ObservedSetting, ObservedSettings
-from console.tuning.knobs import knob_text, next_idle_unload
-from engine.snapshot import ModelReading, Snapshot
+from console.tuning.knobs import KNOB_NAMES, KnobName, knob_text, knob_title, knob_value
+from engine.snapshot import Snapshot
 
 # The knobs of the model in view: their values, what holds them back, and how they are turned. All can be clicked.
 
@@ -45,7 +45,7 @@ class KnobPanel(Widget):
 
     DEFAULT_CSS = """
     KnobPanel {
-        height: 3; width: 1fr;
+        height: 5; width: 1fr;
         link-style: none; link-color: $primary; link-background: transparent;
         link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
     }
@@ -55,36 +55,37 @@ class KnobPanel(Widget):
         super().__init__(id=id)
         self._shown = Content("")
 
-    def show(self, snapshot: Snapshot, model: ModelReading | None) -> None:
-        """The knobs now; model: the one in view."""
-        lines = knob_lines(snapshot, model)
+    def show(self, snapshot: Snapshot) -> None:
+        """The knobs of the model in view."""
+        lines = knob_lines(snapshot)
         if not lines.is_same(self._shown):
             self._shown = lines
             self.refresh()
 
     def render(self) -> Content:
-        """Three lines."""
+        """A line for each."""
         return for_terminal(self.app, self._shown)
 
 
-def knob_lines(snapshot: Snapshot, model: ModelReading | None) -> Content:
-    """Workers, max prompts and idle unload: value, keys, and how things stand."""
-    idle_s = model.idle_unload_s if model is not None else 0.0
+def knob_lines(snapshot: Snapshot) -> Content:
+    """Every knob: value, keys, and how things stand."""
     return Content("\n").join(
         (
-            _knob("workers", str(snapshot.target_workers), "app.step('workers', {})", "[ ]", _workers(snapshot)),
-            _knob("max prompts", str(snapshot.max_prompts), "app.step('max_prompts', {})", "- +", _prompts(snapshot)),
-            _knob("idle unload", knob_text("idle_unload", idle_s), "screen.idle({})", ", .", _idle(idle_s)),
+            _knob(snapshot, "num_workers", "[ ]", _workers(snapshot)),
+            _knob(snapshot, "max_prompts", "- +", _prompts(snapshot)),
+            _knob(snapshot, "idle_unload_s", ", .", _idle(snapshot.idle_unload_s)),
+            _knob(snapshot, "step_tokens", "{ }", "per step, prefill and decode together"),
+            _knob(snapshot, "threads", "< >", "CPU threads per worker"),
         )
     )
 
 
-def _knob(name: str, value: str, action: str, keys: str, label: str) -> Content:
+def _knob(snapshot: Snapshot, knob: KnobName, keys: str, label: str) -> Content:
     return Content.assemble(
-        (f"{name:<{_NAME}}", "$muted"),
-        _link(" − ", action.format(-1)),
-        (f"{value:^{_VALUE}}", "bold"),
-        _link(" + ", action.format(1)),
+        (f"{knob_title(knob):<{_NAME}}", "$muted"),
+        _link(" − ", f"app.step('{knob}', -1)"),
+        (f"{knob_text(knob, knob_value(snapshot, knob)):^{_VALUE}}", "bold"),
+        _link(" + ", f"app.step('{knob}', 1)"),
         (f"  {keys}  ", "$primary"),
         (label, "$muted"),
     )
@@ -98,23 +99,24 @@ def _workers(snapshot: Snapshot) -> str:
     found = workers_of(snapshot)
     ready = sum(worker.state == "ready" for worker in found)
     coming = sum(worker.state in ("starting", "loading", "restarting") for worker in found)
-    return f"{ready} ready" + (f", {coming} on the way" if coming else "")
+    return f"{ready} ready" + (f", {coming} starting" if coming else "")
 
 
 def _prompts(snapshot: Snapshot) -> str:
     found = [worker for worker in workers_of(snapshot) if worker.state == "ready"]
     limit = prompts_limit(snapshot)
-    allowed = f"; memory allows {limit}" if limit else ""
+    allowed = f"; limited to {limit} by memory" if limit else ""
     if not found:
         return f"per worker{allowed}"
     used, slots = sum(worker.active for worker in found), len(found) * (limit or snapshot.max_prompts)
-    return f"per worker · {used} of {text.plural(slots, 'slot')} in use{allowed}"
+    over = f", {used - slots} more finish" if used > slots else ""  # right after it was lowered
+    return f"per worker · {min(used, slots)} of {text.plural(slots, 'slot')} in use{over}{allowed}"
 
 
 def _idle(seconds: float) -> str:
     if not seconds:
         return "stays loaded when idle"
-    return "idle, then the model is unloaded"
+    return "idle time before unload"
 
 
 # The views beneath the knobs, and the row that names them.
@@ -149,6 +151,8 @@ class ViewRow(Static):
 
 
 IDLE = Binding.Group("Idle unload", compact=True)
+STEP_TOKENS = Binding.Group("Step tokens", compact=True)
+THREADS = Binding.Group("Threads", compact=True)
 _ZOOM = 300
 NO_POINTS = "Needs 10 s of load."
 
@@ -169,7 +173,7 @@ class TuneScreen(AdvisedScreen):
         ),
         ConsoleBinding(
             "comma",
-            "idle(-1)",
+            "app.step('idle_unload_s', -1)",
             "Idle unload −",
             id="idle.shorter",
             mutates=True,
@@ -179,7 +183,7 @@ class TuneScreen(AdvisedScreen):
         ),
         ConsoleBinding(
             "full_stop",
-            "idle(1)",
+            "app.step('idle_unload_s', 1)",
             "Idle unload +",
             id="idle.longer",
             mutates=True,
@@ -188,23 +192,67 @@ class TuneScreen(AdvisedScreen):
             group=IDLE,
         ),
         ConsoleBinding(
+            "left_curly_bracket",
+            "app.step('step_tokens', -1)",
+            "Step tokens −",
+            id="tokens.fewer",
+            mutates=True,
+            tooltip="Halve the tokens per step: shorter gaps between tokens",
+            key_display="{",
+            group=STEP_TOKENS,
+            show=False,
+        ),
+        ConsoleBinding(
+            "right_curly_bracket",
+            "app.step('step_tokens', 1)",
+            "Step tokens +",
+            id="tokens.more",
+            mutates=True,
+            tooltip="Double the tokens per step: faster prefill",
+            key_display="}",
+            group=STEP_TOKENS,
+            show=False,
+        ),
+        ConsoleBinding(
+            "less_than_sign",
+            "app.step('threads', -1)",
+            "Threads −",
+            id="threads.fewer",
+            mutates=True,
+            tooltip="Use one CPU thread less per worker; 0: cores divided by workers",
+            key_display="<",
+            group=THREADS,
+            show=False,
+        ),
+        ConsoleBinding(
+            "greater_than_sign",
+            "app.step('threads', 1)",
+            "Threads +",
+            id="threads.more",
+            mutates=True,
+            tooltip="Use one CPU thread more per worker",
+            key_display=">",
+            group=THREADS,
+            show=False,
+        ),
+        ConsoleBinding(
             "f",
             "find",
-            "Find best",
+            "Autotune",
             id="tune.find",
             mutates=True,
             primary=True,
-            tooltip="Find the best settings by measurement, or cancel that",
+            tooltip="Start or cancel autotune",
         ),
         Binding(
             "b",
             "show('benchmarks')",
             "Bench",
             id="tune.bench",
-            tooltip="Benchmarks: measure the serving model; show earlier results",
+            tooltip="Benchmarks: run one, show results",
         ),
         ConsoleBinding(
-            "w", "use_best", "Use best", id="tune.use", mutates=True, tooltip="Use the best settings found, from now on"
+            "w", "use_best", "Apply best", id="tune.use", mutates=True, tooltip="Apply and save the best settings"
         ),
         Binding(
             "v", "next_view", "View", id="tune.view", tooltip="Show changes, autotune, the workload, or benchmarks"
@@ -213,16 +261,16 @@ class TuneScreen(AdvisedScreen):
         ConsoleBinding(
             "s",
             "load",
-            "Load 30 s",
+            "Sample load",
             id="tune.load",
             mutates=True,
-            tooltip="Send sample requests for 30 s, to see the effect of a change; again, to stop",
+            tooltip="Start or stop a sample load of 30 s",
         ),
-        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput against TTFT or against ITL"),
+        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput vs. TTFT or ITL"),
         *KNOBS,
         API_SWITCH,
         *READOUT,
-        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
+        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Change the time range of the graphs"),
     ]
 
     def __init__(self) -> None:
@@ -266,7 +314,7 @@ class TuneScreen(AdvisedScreen):
         """Hand the snapshot on, to the view that is seen."""
         snapshot = view.snapshot
         self.query_one(AdvicePanel).show(view)
-        self.query_one(KnobPanel).show(snapshot, view.model)
+        self.query_one(KnobPanel).show(snapshot)
         before, self._report = self._report, self.link.tuning.report()
         bench = self.link.benches.report()
         if self._report.under_way and not before.under_way:
@@ -292,9 +340,8 @@ class TuneScreen(AdvisedScreen):
             self.query_one("#tune-views", ContentSwitcher).current = name
             self.redraw()
         view = self.query_one(f"#{name}")
-        inside = view if view.can_focus else next(iter(view.query("Table").results(Table)), None)
-        if inside is not None:
-            inside.focus(scroll_visible=False)
+        tables = (table for table in view.query(Table) if all(node.display for node in table.ancestors_with_self))
+        (view if view.can_focus else next(tables, view)).focus(scroll_visible=False)
 
     def action_next_view(self) -> None:
         """Show the next view."""
@@ -376,14 +423,14 @@ class TuneScreen(AdvisedScreen):
             self.notify("No model loaded. Press 2 to load one.", severity="warning")
         else:
             command = self.link.tuning.start_load(self.console.view.model_name)
-            self.perform(command, done="Sample load for 30 s. Turn a knob with [ ] or - + after 10 s of it.")
+            self.perform(command, done="Sample load running for 30 s. After 10 s, change a setting with [ ] or - +.")
 
     def action_use_best(self) -> None:
         """Turn the knobs to it, and start with it from now on."""
         if self._report.best is None or self._report.under_way:
-            self.notify("No best settings yet. Press f to find them.")
+            self.notify("No best settings yet. Press f to run autotune.")
             return
-        self.perform(self.link.tuning.use_best(), done="The best settings are in use, and saved")
+        self.perform(self.link.tuning.use_best(), done="Best settings applied and saved")
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
@@ -394,32 +441,21 @@ class TuneScreen(AdvisedScreen):
             self.notify("No changes yet.")
             return
         change, models = effect.change, self.console.view.published.models
-        name = change.knob.replace("_", " ")
-        back = knob_text(change.knob, change.before)
-        if self._value(change.knob, change.model) == change.before:
+        knob = next((each for each in KNOB_NAMES if each == change.knob), None)
+        if knob is None:  # recorded by another version
+            return
+        name = knob_title(knob)
+        back = knob_text(knob, change.before)
+        if self._value(knob, change.model) == change.before:
             self.notify(f"{name} is already {back}.", markup=False)
             return
-        self.console.turn(change.knob, change.before, change.model if len(models) > 1 else "")
-        self.notify(f"{name} goes back to {back}.", markup=False)
+        self.console.turn(knob, change.before, change.model if len(models) > 1 else "")
+        self.notify(f"{name} reset to {back}.", markup=False)
 
-    def _value(self, knob: str, name: str) -> float | None:
+    def _value(self, knob: KnobName, name: str) -> float:
         """A knob's value now, of the model of that name."""
         view = self.console.view
-        model = next((model for model in view.published.models if model.name == name), view.model)
-        if knob == "idle_unload":
-            return model.idle_unload_s if model is not None else None
-        target = view.snapshot if model is None else model
-        return target.target_workers if knob == "workers" else target.max_prompts
-
-    def action_idle(self, by: int) -> None:
-        """Sooner or later, or never."""
-        view = self.console.view
-        if (model := view.model) is None:
-            self.notify("No model loaded. Press 2 to load one.", severity="warning")
-            return
-        target = next_idle_unload(model.idle_unload_s, by)
-        if target != model.idle_unload_s:
-            self.console.turn("idle_unload", target, view.model_name)
+        return knob_value(next((model for model in view.published.models if model.name == name), view.snapshot), knob)
 
 
 def _sample_text(report: TuningReport) -> str:

@@ -104,12 +104,15 @@ def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "energy", energy
     if model is not None:
         yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
-        yield "context", f"{model.max_model_len:,} tokens · {model.kv_tokens:,} in KV pages of {model.page_tokens}"
+        yield (
+            "context",
+            f"{model.max_model_len:,} tokens · KV cache {model.kv_tokens:,} in pages of {model.page_tokens}",
+        )
         attention = f" · {model.attention} attention" if model.attention else ""
         yield "backend", f"{model.backend} · {model.dtype} · {text.size(model.weights_bytes)} weights{attention}"
     if totals.draft_tokens:
         accepted = text.percent(totals.draft_accepted / totals.draft_tokens)
-        yield "drafts", f"{totals.draft_tokens:,} tokens drafted · {accepted} accepted"
+        yield "drafts", f"{totals.draft_tokens:,} draft tokens · {accepted} accepted"
 
 
 def _requests(snapshot: Snapshot) -> Iterator[str]:
@@ -129,12 +132,13 @@ def _errors(totals: Totals) -> Iterator[str]:
         (totals.finished.get("timeout", 0), "timed out"),
         (totals.finished.get("cancelled", 0), "cancelled"),
         (totals.rejected, "rejected"),
-        (totals.requeued, "moved"),
+        (totals.requeued, "requeued"),
         (totals.preemptions, "preempted"),
-        (totals.worker_restarts, "workers restarted"),
     ):
         if number:
             yield f"{number:,} {word}"
+    if totals.worker_restarts:
+        yield f"{text.plural(totals.worker_restarts, 'worker')} restarted"
 
 
 def _busy(session: Session) -> str:
