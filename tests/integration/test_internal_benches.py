@@ -18,6 +18,7 @@ from tools.internal_benches.bare_backend import BareLoop
 from tools.internal_benches.engine_overhead import OverheadReport, WaitingReport, overhead_text
 from tools.internal_benches.http_server import ServerOptions, ServerProcess
 from tools.internal_benches.rounds import PROMPT_TOKENS, Rounds, Spread, request_numbers
+from tools.internal_benches.time_accounting import accounting_text, measure_accounting
 from tools.internal_benches.workers import measure_workers, workers_text
 
 SMALL = ("--rounds", "1", "--concurrent", "2", "--waiting", "400", "--threads", "1")
@@ -49,6 +50,17 @@ def test_overhead_reports_both_ways_and_the_memory_of_a_waiting_request(
     assert (memory["waiting"], memory["prompt_tokens"]) == (400, PROMPT_TOKENS)
     assert 0 < memory["traced_bytes"] < 8 * 1024
     assert "round 1 of 1" in said.err
+
+
+@pytest.mark.slow
+async def test_accounting_reports_the_engine_with_it_and_without(tiny: Path) -> None:
+    report = await measure_accounting(Rounds.on(str(tiny), threads=1, count=1), 2, lambda text: None)
+    for side in (report.with_accounting, report.without):
+        assert min(side.tokens_per_s.median, side.worker_cpu_us.median, side.engine_cpu_us.median) > 0
+    assert report.overhead.median == pytest.approx(
+        1 - report.with_accounting.tokens_per_s.median / report.without.tokens_per_s.median
+    )
+    assert "without" in accounting_text(report)
 
 
 @pytest.mark.slow

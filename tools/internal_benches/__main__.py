@@ -1,4 +1,4 @@
-"""The command line: `python -m tools.internal_benches overhead|workers|screen|http`."""
+"""The command line: `python -m tools.internal_benches overhead|accounting|workers|screen|http`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tools.internal_benches.api_overhead import HttpReport, http_text, measure_h
 from tools.internal_benches.console_latency import ScreenReport, measure_screen, screen_text
 from tools.internal_benches.engine_overhead import OverheadReport, measure_overhead, overhead_text
 from tools.internal_benches.rounds import Rounds
+from tools.internal_benches.time_accounting import AccountingReport, accounting_text, measure_accounting
 from tools.internal_benches.workers import WorkersReport, measure_workers, workers_text
 
 BENCHES = {
     "overhead": "the engine against a bare loop over the backend, and the memory of a waiting request",
+    "accounting": "the engine with the accounting of request time against the engine without it",
     "workers": "two workers with half the threads each against one with all, and the memory of 1, 2 and 4 workers",
     "screen": "response times of the console while clients stream",
     "http": "throughput of the API on one core with a backend that costs nothing, and the latency it adds",
@@ -46,11 +48,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
 async def _measure(
     arguments: argparse.Namespace, show: Show
-) -> tuple[OverheadReport | WorkersReport | ScreenReport | HttpReport, str]:
+) -> tuple[OverheadReport | AccountingReport | WorkersReport | ScreenReport | HttpReport, str]:
     match arguments.bench:
         case "overhead":
             overhead = await measure_overhead(_rounds(arguments), arguments.concurrent, arguments.waiting, show)
             return overhead, overhead_text(overhead)
+        case "accounting":
+            accounting = await measure_accounting(_rounds(arguments), arguments.concurrent, show)
+            return accounting, accounting_text(accounting)
         case "workers":
             workers = await measure_workers(_rounds(arguments), show)
             return workers, workers_text(workers)
@@ -73,11 +78,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         bench = benches.add_parser(name, help=measures, description=f"Measure {measures}.")
         bench.add_argument("--model", default="demo", help="a folder, or a name as --model takes it (default demo)")
         bench.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
-        if name in ("overhead", "workers"):
+        if name in ("overhead", "accounting", "workers"):
             bench.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
         if name != "screen":
             bench.add_argument("--rounds", type=_positive, default=9, help="rounds of each variant (default 9)")
-        if name in ("overhead", "screen"):
+        if name in ("overhead", "accounting", "screen"):
             bench.add_argument("--concurrent", type=_positive, default=32, help="concurrent requests (default 32)")
         if name == "overhead":
             bench.add_argument("--waiting", type=_positive, default=10_000, help="queued requests (default 10000)")

@@ -191,7 +191,7 @@ class LoadGenerator:
         self._draw = random.Random(seed)
         self._number = 0
         self._clients: list[asyncio.Task[None]] = []
-        self._finishing = False
+        self._finishing = asyncio.Event()
         self._error: ErrorInfo | None = None
         self._meter = WindowMeter(slo, time.perf_counter(), time.perf_counter())
 
@@ -205,7 +205,7 @@ class LoadGenerator:
 
     async def finish(self) -> None:
         """Send nothing more; returns once the last requests have ended by themselves."""
-        self._finishing = True
+        self._finishing.set()
         await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def measure(self, seconds: float, settle_s: float) -> Sample:
@@ -234,10 +234,10 @@ class LoadGenerator:
         and a window would measure the wave that it happens to see.
         """
         share = 1.0 - self._draw.random()
-        while not self._finishing:
+        while not self._finishing.is_set():
             try:
                 await self._engine.serving(self._model)
-                if self._finishing:
+                if self._finishing.is_set():
                     break
                 async with self._engine.submit(self._request(share)) as stream:
                     await self._read(stream)
