@@ -304,4 +304,4 @@ class ApiServer:
 
     def _warn_where_open(self) -> None:
         if (status := self.status()).is_open:
-            log.warning("--no-auth: every client that reaches %s can use the API without a key", status.url)
+            log.warning("--no-auth: anyone who can connect to %s can use the API without a key", status.url)

@@ -48,7 +48,7 @@ MAX_TRACE_BYTES = 64 << 20
 def plan_of_order(order: BenchOrder) -> Plan:
     """The plan of an order. Raises InvalidRequest, its param the setting."""
     if order.bench not in PLANS:
-        raise InvalidRequest(f"there is no bench {order.bench}; there are {', '.join(PLANS)}", param="bench")
+        raise InvalidRequest(f"there is no bench {order.bench}; available: {', '.join(PLANS)}", param="bench")
     plan = PLANS[order.bench]
     if refused := plan.no_serving if order.server is None else plan.no_server:
         raise InvalidRequest(f"{refused}.", param="bench")
@@ -169,8 +169,10 @@ def _prompt_tokens(mix: Mix) -> int:
 def _with_note(result: BenchResult, others: int) -> BenchResult:
     if others <= 0:
         return result
-    asked = "1 request of others was" if others == 1 else f"{others:,} requests of others were"
-    return msgspec.structs.replace(result, notes=(*result.notes, f"{asked} taken meanwhile, which is in the numbers."))
+    asked = "1 other request ran" if others == 1 else f"{others:,} other requests ran"
+    return msgspec.structs.replace(
+        result, notes=(*result.notes, f"{asked} during the bench and are included in the results.")
+    )
 
 
 class Benches:
@@ -233,13 +235,13 @@ class Benches:
 
     def _refuse_if_busy(self) -> None:
         if self._report.under_way:
-            raise EngineBusy(f"bench {self._report.bench} goes on already; cancel that first", state="bench")
+            raise EngineBusy(f"Bench {self._report.bench} is already running. Cancel it first.", state="bench")
         if self._tuning():
-            raise EngineBusy("settings are being tried to find the best; cancel that first", state="tuning")
+            raise EngineBusy("Autotune is running. Cancel it first.", state="tuning")
 
     async def _run_to_completion(self, job: Job) -> None:
         state: BenchState = "failed"
-        outcome, number = "It failed; see the log.", 0
+        outcome, number = "Failed; see the log.", 0
         try:
             result = await job(self._set_progress, lambda: self._stopping)
             state, outcome, number = await self._ended(result)
@@ -258,7 +260,7 @@ class Benches:
             return "cancelled", "Cancelled before the first row was measured.", 0
         try:
             number = await asyncio.to_thread(self._keep, result)
-            saved = f"kept as number {number}" if number else "not remembered, as there is no state folder"
+            saved = f"saved as #{number}" if number else "not saved: there is no state folder"
         except EngineError as error:
             number, saved = 0, error.message
         if result.complete:
@@ -291,7 +293,7 @@ class Benches:
     @property
     def _history(self) -> BenchHistory:
         if self._folder is None:
-            raise InvalidRequest("there is no state folder, so nothing is remembered", param="number")
+            raise InvalidRequest("there is no state folder, so nothing is saved", param="number")
         return BenchHistory(self._folder)
 
     def _listed(self) -> Sequence[BenchEntry]:

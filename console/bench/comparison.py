@@ -80,12 +80,12 @@ def compare(before: BenchResult, after: BenchResult, tie: float = TIE) -> Compar
     that have no row in common."""
     if before.name != after.name:
         raise InvalidRequest(
-            f"one is a result of 'bench {before.name}', the other of 'bench {after.name}'; only like can be compared",
+            f"results of different benches cannot be compared: {before.name}, {after.name}",
             param="file",
         )
     rows = [(row, found) for row in before.rows if (found := _like(row, after)) is not None]
     if not rows:
-        raise InvalidRequest("the two results have no row in common, so nothing in them can be compared", param="file")
+        raise InvalidRequest("no common rows to compare", param="file")
     columns = tuple(column for column in before.columns if after.column(column.name) is not None)
     differences = tuple(_differences(before, after))
     work, limits = (tuple(each for each in differences if each.what in names) for names in (WORK, LIMITS))
@@ -140,11 +140,11 @@ def _change(row: Row, found: Row, column: Column, tie: float, *, judged: bool) -
 
 def _notes(work: Sequence[Difference], limits: Sequence[Difference], *, single: bool) -> Iterator[str]:
     if work:
-        yield f"What was asked is not the same, so no number is better or worse: {_listed(work)}."
+        yield f"Different workloads, so no number is better or worse: {_listed(work)}."
     elif limits:
-        yield f"The SLO is not the same, so goodput is not better or worse: {_listed(limits)}."
+        yield f"Different SLOs, so goodput is not better or worse: {_listed(limits)}."
     if single:
-        yield "One repeat has no spread to judge a difference by: measure both with --repeats 5."
+        yield "One repeat has no spread: measure both with --repeats 5."
 
 
 def _listed(differences: Sequence[Difference]) -> str:
@@ -252,7 +252,11 @@ class Trend:
     @property
     def about(self) -> str:
         """The title of its plot after the number."""
-        others = f", {self.left_out} result{'s' * (self.left_out != 1)} of other work left out" if self.left_out else ""
+        others = (
+            f", {self.left_out} result{'s' * (self.left_out != 1)} with other workloads left out"
+            if self.left_out
+            else ""
+        )
         return f" of {self.row}, over time{others}"
 
 

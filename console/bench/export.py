@@ -114,11 +114,11 @@ def _column(result: BenchResult, name: str) -> Column:
         shown = [each for each in with_numbers if each.shown]
         if shown:
             return shown[0]
-        raise InvalidRequest("the result has no number to draw", param="column")
+        raise InvalidRequest("the result has no numbers to draw", param="column")
     chosen = next((each for each in with_numbers if each.name == name), None)
     if chosen is None:
         names = ", ".join(each.name for each in with_numbers)
-        raise InvalidRequest(f"the result has no numbers named {name}; it has {names}", param="column")
+        raise InvalidRequest(f"the result has no numbers named {name}; available: {names}", param="column")
     return chosen
 
 

@@ -87,7 +87,7 @@ class BenchHistory:
         """The result of that number. Raises InvalidRequest where there is none."""
         rows = self._read("SELECT content FROM result WHERE id = ?", number) if abs(number) <= _MOST else []
         if not rows:
-            raise InvalidRequest(f"the history has no result {number}; 'ericllm bench history' lists them", param="id")
+            raise InvalidRequest(f"no result {number} in the history (see 'ericllm bench history')", param="id")
         return decode_result(zlib.decompress(rows[0][0]), f"result {number} of the history")
 
     def remove(self, number: int) -> None:
@@ -115,7 +115,7 @@ class BenchHistory:
                 db.execute(f"PRAGMA user_version = {VERSION}")
                 yield db
         except (OSError, sqlite3.Error) as error:
-            raise BenchHistoryError(f"the history of benches, {self._file}, cannot be {what}: {error}") from None
+            raise BenchHistoryError(f"the bench history {self._file} cannot be {what}: {error}") from None
 
 
 def _from_row(row: tuple[Any, ...]) -> Kept:

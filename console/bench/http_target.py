@@ -109,11 +109,11 @@ class HttpTarget:
                 async for chunk in chunks:
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TargetFailed(f"{self._url} cannot be asked: {connect_error_reason(error)}", param="url") from error
+            raise TargetFailed(f"{self._url} cannot be reached: {connect_error_reason(error)}", param="url") from error
         except HttpProcessingError as error:
-            raise TargetFailed(f"{self._endpoint} answered a line without an end", param="dialect") from error
+            raise TargetFailed(f"{self._endpoint} sent an endless line", param="dialect") from error
         except UNREADABLE as error:
-            raise TargetFailed(f"{self._endpoint} answered what cannot be read: {error}", param="dialect") from error
+            raise TargetFailed(f"{self._endpoint} sent an unreadable answer: {error}", param="dialect") from error
 
     async def greet(self) -> None:
         """Ask for one token, to find out whether it answers at all: one that takes its time may be loading a model.
@@ -143,7 +143,7 @@ class HttpTarget:
                         last = True
                         break
         if not last:
-            raise TargetFailed(f"{self._endpoint} closed the connection before the answer's end", param="url")
+            raise TargetFailed(f"{self._endpoint} closed the connection before the end of the answer", param="url")
         if has_tokens and self._dialect.counted_by == "asked" and not self._plain:
             yield Chunk(output_tokens=item.output_tokens)
 
@@ -232,13 +232,13 @@ def _base(url: str) -> str:
     except ValueError:
         found = None
     if not found:
-        raise InvalidRequest(f"{url} is not an address of a server; one looks like http://127.0.0.1:8000", param="url")
+        raise InvalidRequest(f"{url} is not a server URL, such as http://127.0.0.1:8000", param="url")
     if parts.username is not None or parts.query or parts.fragment:
-        raise InvalidRequest("an address says where a server is and no more; a key is given by itself", param="url")
+        raise InvalidRequest("a server URL has no key; use --key-file", param="url")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _dialect(name: str) -> Dialect:
     if name not in DIALECTS:
-        raise InvalidRequest(f"{name} is no dialect; there are {', '.join(DIALECTS)}", param="dialect")
+        raise InvalidRequest(f"unknown dialect {name}; available: {', '.join(DIALECTS)}", param="dialect")
     return DIALECTS[name]

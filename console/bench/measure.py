@@ -377,7 +377,7 @@ _COUNTS = (
     Column(name="request_goodput", title="goodput", unit="req/s", digits=2, better="higher"),
     Column(name="slo_attainment", title="within SLO", unit="%", better="higher"),
     Column(name="output_throughput", title="output", unit="tok/s", better="higher"),
-    Column(name="total_token_throughput", title="in and out", unit="tok/s", better="higher"),
+    Column(name="total_token_throughput", title="in + out", unit="tok/s", better="higher"),
     Column(name="tokens_per_chunk", title="tokens per chunk", digits=2),
 )
 

@@ -92,7 +92,7 @@ def kernels_note(model: LoadedModel | None) -> str:
     """A sentence for who reads the numbers, where torch computed what the native kernels for a CPU would; else ""."""
     if model is None or model.native is not False:
         return ""
-    return f"The native kernels did not compute: {model.attention_reason}."
+    return f"The native kernels were not used: {model.attention_reason}."
 
 
 def known_context(settings: Settings) -> int | None:

@@ -205,7 +205,7 @@ def decode_result(content: bytes, name: str) -> BenchResult:
     try:
         result = msgspec.json.decode(content, type=BenchResult)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise InvalidRequest(f"{name} is no result of a bench: {error}", param="file") from error
+        raise InvalidRequest(f"{name} is not a bench result: {error}", param="file") from error
     if result.schema_version > SCHEMA_VERSION:
         raise InvalidRequest(
             f"{name} was written by a newer version, with schema {result.schema_version}; this one reads up to "

@@ -165,7 +165,7 @@ class _Running:
         except BenchCancelled:
             pass  # they are set by then: what takes its time is to wait for workers
         except EngineError as error:
-            self._note(f"The knobs were not turned back: {error.message}")
+            self._note(f"The settings were not restored: {error.message}")
 
     async def _unless_cancelled(self, work: Awaitable[_T]) -> _T:
         """Whatever it waits for: workers that drain, loads, answers."""
@@ -270,7 +270,7 @@ class _Running:
                 "them itself, so compare rates and not times."
             )
         if self._observed().counted_by == "chunks":
-            notes.append("The server reports no counts, so each chunk counts as one token.")
+            notes.append("The server reports no token counts; each chunk counts as one token.")
         return notes
 
 

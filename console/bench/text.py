@@ -45,7 +45,7 @@ def result_text(result: BenchResult, *, everything: bool = False) -> str:
     if result.notes:
         parts.append("\n".join(map(printable, result.notes)))
     if not result.complete:
-        parts.append("Ended early: these are the results until then.")
+        parts.append("Ended early; partial results.")
     return "\n\n".join(parts)
 
 
@@ -144,7 +144,7 @@ def published_text(result: BenchResult) -> str:
     ]
     sources = dict.fromkeys(each.source for each in result.published)
     header = ["", "on", *(column_title(column) for column in (*keys, *columns))]
-    return f"What others got, on their hardware:\n{table(header, rows)}\nFrom {printable('; '.join(sources))}."
+    return f"Published results on other hardware:\n{table(header, rows)}\nFrom {printable('; '.join(sources))}."
 
 
 def key_text(value: Key) -> str:

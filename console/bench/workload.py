@@ -175,14 +175,14 @@ def read_trace(file: Path) -> tuple[Exchange, ...]:
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}", param="trace") from error
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise InvalidRequest(f"{file} is no trace in ShareGPT's format: {error}", param="trace") from error
+        raise InvalidRequest(f"{file} is not a trace in ShareGPT format: {error}", param="trace") from error
     found = tuple(
         Exchange(first.value, second.value)
         for first, second in (talk.conversations[:2] for talk in talks if len(talk.conversations) >= 2)
         if first.who in _ASKING and first.value and second.value
     )
     if not found:
-        raise InvalidRequest(f"{file} holds no conversation that begins with a question and its answer", param="trace")
+        raise InvalidRequest(f"{file} has no conversation that starts with a question and an answer", param="trace")
     return found
 
 

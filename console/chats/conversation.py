@@ -243,7 +243,7 @@ class AnswerStream:
             finish, problem = "error", error.message
         except Exception:
             log.exception("an answer failed")
-            finish, problem = "error", "The answer failed unexpectedly; the log says how."
+            finish, problem = "error", "The answer failed unexpectedly; see the log."
         finally:
             keeper.cancel()
             note = msgspec.structs.replace(self.turn.note, finish=finish, problem=problem)

@@ -79,13 +79,13 @@ def from_json(data: bytes) -> Export:
     try:
         exported = msgspec.json.decode(data, type=Export)
     except RecursionError:
-        raise InvalidRequest("this is no exported conversation: it is nested too deeply") from None
+        raise InvalidRequest("not an exported conversation: it is nested too deeply") from None
     except ValueError as error:  # msgspec's errors are ValueErrors
-        raise InvalidRequest(f"this is no exported conversation: {quote_value(str(error), _SHOWN)}") from None
+        raise InvalidRequest(f"not an exported conversation: {quote_value(str(error), _SHOWN)}") from None
     seen: set[int] = set()
     for turn in exported.turns:
         if turn.id in seen or (turn.parent is not None and turn.parent not in seen):
-            raise InvalidRequest(f"this is no exported conversation: turn {turn.id} has no place in it")
+            raise InvalidRequest(f"not an exported conversation: turn {turn.id} has no parent")
         seen.add(turn.id)
     return exported
 

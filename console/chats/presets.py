@@ -10,7 +10,7 @@ from console.chats.records import ChatSettings, Preset
 from engine.config import PARAMETERS
 
 BUILTIN: tuple[Preset, ...] = (
-    Preset(name="Model's own", settings=ChatSettings(), builtin=True),
+    Preset(name="Model defaults", settings=ChatSettings(), builtin=True),
     Preset(name="Exact", settings=ChatSettings(temperature=0.0), builtin=True),
     Preset(name="Careful", settings=ChatSettings(temperature=0.3, top_p=0.9), builtin=True),
     Preset(name="Balanced", settings=ChatSettings(temperature=0.7, top_p=0.95), builtin=True),
@@ -50,7 +50,7 @@ def apply_preset(preset: Preset, settings: ChatSettings) -> ChatSettings:
 
 
 def describe_settings(settings: ChatSettings) -> str:
-    """Settings in a line: "temperature 0.3 · top_p 0.9"; "as the model suggests" where they leave all to it."""
+    """Settings in a line: "temperature 0.3 · top_p 0.9"; "model defaults" where they leave all to it."""
     parts = [
         f"max {value:g} tokens" if name == "max_tokens" else f"{name} {value:g}"
         for name in settings.__struct_fields__
@@ -58,4 +58,4 @@ def describe_settings(settings: ChatSettings) -> str:
     ]
     if settings.system_prompt:
         parts.append("system prompt")
-    return " · ".join(parts) or "as the model suggests"
+    return " · ".join(parts) or "model defaults"

@@ -242,7 +242,7 @@ class ChatStore:
                     return work(self._db)
             except sqlite3.Error as error:
                 self._go_on_in_memory(error)
-        raise ChatStoreError("Conversations cannot be kept, not even in memory.")
+        raise ChatStoreError("Conversations cannot be saved, not even in memory.")
 
     def _go_on_in_memory(self, error: sqlite3.Error) -> None:
         """Take all there is into memory; the file stays as it is. Raises ChatStoreError where it cannot be read."""
@@ -256,10 +256,10 @@ class ChatStore:
             raise ChatStoreError(self._sentence(error)) from None
         self._db.close()
         self._db = memory
-        self.problem = f"{self._sentence(error)} What comes now is kept in memory alone."
+        self.problem = f"{self._sentence(error)} From now on they are kept in memory only."
 
     def _sentence(self, error: Exception) -> str:
-        return f"Conversations cannot be kept in {self._path or 'memory'}: {error}."
+        return f"Conversations cannot be saved in {self._path or 'memory'}: {error}."
 
 
 def _memory(source: sqlite3.Connection | None = None) -> sqlite3.Connection:

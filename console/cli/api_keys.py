@@ -27,7 +27,7 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         case "make":
             limits = KeyLimits(requests_per_min=given.rate, tokens_per_min=given.tokens, concurrent=given.concurrent)
             made = keys.make(given.name, tuple(given.scope or ["use"]), limits)
-            say(f"the key {made.name} may {describe_scopes(made.scopes)}; it is shown this once")
+            say(f"key {made.name} created: {describe_scopes(made.scopes)}. It is shown only once")
             try:
                 write(made.key)
             except (OutputFailed, BrokenPipeError):
@@ -35,18 +35,18 @@ def api_keys(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
                 raise
         case "revoke":
             keys.revoke(given.name)
-            say(f"the key {given.name} is revoked")
+            say(f"key {given.name} revoked")
         case _ if given.as_json:
             write(msgspec.json.encode(keys.readings()).decode(), as_json=True)
         case _:
-            write("\n".join(map(_line, keys.readings())) or "There are no keys.")
+            write("\n".join(map(_line, keys.readings())) or "No keys.")
     return 0
 
 
 def _line(key: KeyReading) -> str:
     made = time.strftime("%Y-%m-%d", time.localtime(key.made_at))
     used = "never used" if key.last_used_at is None else f"{key.requests:,} requests"
-    parts = (key.name, f"may {describe_scopes(key.scopes)}", key.limits.in_words(), f"made {made}", used)
+    parts = (key.name, f"{describe_scopes(key.scopes)}", key.limits.in_words(), f"created {made}", used)
     return ", ".join(part for part in parts if part)
 
 
@@ -56,7 +56,7 @@ def _parsed(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Na
     make = what.add_parser("make", help="create a key and print it once")
     make.add_argument("name", metavar="NAME", help="name of the key")
     make.add_argument(
-        "--scope", action="append", choices=SCOPES, help="permissions of the key; can be repeated (default: use)"
+        "--scope", action="append", choices=SCOPES, help="what the key may do; can be repeated (default: use)"
     )
     for flag, help in (
         ("--rate", "max model requests per minute"),

@@ -14,7 +14,7 @@ def attach(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Open the console on the instances; returns the exit code when the operator leaves."""
     parser.description = "Open the console on one or several running instances, over HTTP."
     parser.add_argument(
-        "urls", metavar="URL", nargs="*", default=[DEFAULT_URL], help=f"instances (default {DEFAULT_URL})"
+        "urls", metavar="URL", nargs="*", default=[DEFAULT_URL], help=f"URLs of the instances (default {DEFAULT_URL})"
     )
     add_key(parser)
     parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")

@@ -81,8 +81,8 @@ class Live:
 
 
 DESCRIPTION = (
-    "Try settings of a model on this machine under load, and find the one with the most output tokens per second that "
-    "keeps --slo-ttft and --slo-itl. Ends early when nothing more is to be learnt; Ctrl+C prints what was found so far."
+    "Find the settings with the highest tok/s on this machine that meet --slo-ttft and --slo-itl, by measurement under "
+    "load. Stops early when more runs would not help; Ctrl+C prints the results so far."
 )
 MAX_QUEUE = 1_000_000
 _LOOK_S = 0.2
@@ -104,29 +104,35 @@ class Watcher(Protocol):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments besides settings."""
     add = parser.add_argument_group("Autotune").add_argument
-    parser.add_argument("name", metavar="MODEL", nargs="?", help="the model, as --model takes it")
+    parser.add_argument("name", metavar="MODEL", nargs="?", help="same as --model")
     add("--minutes", type=_minutes, default=10.0, metavar="N", help="time limit (default 10)")
-    add("--percentile", type=_percentile, default=95.0, metavar="P", help="of latencies that must keep it (default 95)")
-    add("--prompt", metavar="TOKENS", help="length of prompts: 128, 64-256 (default) or normal:128:32")
-    add("--output", metavar="TOKENS", help="length of answers, likewise (default 32-128)")
+    add(
+        "--percentile",
+        type=_percentile,
+        default=95.0,
+        metavar="P",
+        help="latency percentile that must meet the SLO (default 95)",
+    )
+    add("--prompt", metavar="TOKENS", help="prompt tokens: 128, 64-256 (default) or normal:128:32")
+    add("--output", metavar="TOKENS", help="answer tokens, same format (default 32-128)")
     add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="questions, and lengths of answers, of a file of conversations in ShareGPT's format",
+        help="use prompts and answer lengths from a ShareGPT file",
     )
-    add("--users", type=_count, metavar="N", help="clients at once (default: as many as find a place)")
-    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"change only these settings: {', '.join(KNOBS)}")
+    add("--users", type=_count, metavar="N", help="concurrent clients (default: one per slot)")
+    add("--knobs", type=_knobs, default=(), metavar="NAME,NAME", help=f"tune only these: {', '.join(KNOBS)}")
     add(
         "--least-cache-bits",
         type=int,
         choices=(4, 6, 8, 16),
         default=MIN_CACHE_BITS,
-        help=f"min bits of the KV cache to try (default {MIN_CACHE_BITS}; fewer change answers)",
+        help=f"min KV cache bits to try (default {MIN_CACHE_BITS}; fewer bits change answers)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and the search (default 0)")
-    add("--apply", action="store_true", help="from now on, start this model on this hardware with what was found")
-    add("--json", action="store_true", dest="as_json", help="print what was found for programs")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
+    add("--apply", action="store_true", help="save the best settings as defaults for this model and hardware")
+    add("--json", action="store_true", dest="as_json", help="print JSON")
 
 
 def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -151,7 +157,7 @@ def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     mix = asked_mix(given.prompt, given.output, given.seed)
     if mix is not None and given.trace is not None:
-        raise InvalidRequest("--trace has lengths of its own; give it alone", param="trace")
+        raise InvalidRequest("--trace has its own lengths: omit --prompt and --output", param="trace")
     trace = read_trace(given.trace) if given.trace is not None else ()
     reports: list[TuningReport] = []
     try:
@@ -234,7 +240,7 @@ def _knobs(text: str) -> Sequence[KnobName]:
     names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     for name in names:
         if name not in KNOBS:
-            raise argparse.ArgumentTypeError(f"{name} is not a knob; there are {', '.join(KNOBS)}")
+            raise argparse.ArgumentTypeError(f"unknown knob {name}; valid: {', '.join(KNOBS)}")
     return tuple(knob for name in names for knob in KNOBS if knob == name)
 
 

@@ -27,7 +27,7 @@ _LAST = re.compile(r"last(?:~(\d{1,18}))?")
 _DIGITS = 4000
 """Of a number; Python reads no longer ones, and no file has such a name either."""
 _WORDS = {"better": "better", "worse": "WORSE", "changed": "changed", "same": "same", "unclear": "-"}
-_REFERENCE = "a file, a number of the history, or 'last' ('last~1' is the one before)"
+_REFERENCE = "result file, number in the history, 'last' or 'last~1' (the one before)"
 
 
 def show_results(argv: Sequence[str], parser: argparse.ArgumentParser, folder: Path | None = None) -> int:
@@ -52,12 +52,12 @@ def show_results(argv: Sequence[str], parser: argparse.ArgumentParser, folder: P
             )
         case "forget":
             history.remove(given.number)
-            text = f"result {given.number} is forgotten"
+            text = f"result {given.number} deleted"
         case _:
             text = plot(find_result(given.result, history), given.column)
             if given.out:
                 write_file(given.out, text.encode(), "out")
-                text = f"{given.out} is written"
+                text = f"saved {given.out}"
     write(text.rstrip(), as_json=getattr(given, "as_json", False))
     return 0
 
@@ -72,7 +72,7 @@ def find_result(text: str, history: BenchHistory) -> BenchResult:
         back = int(last[1] or 0)
         newest = history.results(limit=back + 1)
         if len(newest) <= back:
-            raise InvalidRequest(f"the history has {len(newest)} results, so there is no {text}", param="result")
+            raise InvalidRequest(f"the history has {len(newest)} results, so {text} does not exist", param="result")
         return history.result(newest[back].id)
     numbered = text.isdecimal() and len(text) <= _DIGITS
     return history.result(int(text)) if numbered else read_result(Path(text))
@@ -81,7 +81,7 @@ def find_result(text: str, history: BenchHistory) -> BenchResult:
 def history_text(results: Sequence[Kept]) -> str:
     """A table of what was kept, the newest first."""
     if not results:
-        return "No saved results; 'ericllm bench latency --model demo' makes one."
+        return "No saved results. Run 'ericllm bench latency demo' to make one."
     rows = [
         (
             str(each.id),
@@ -134,29 +134,37 @@ def comparison_text(comparison: Comparison, *, everything: bool = False) -> str:
 
 def _parse_results(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="what", required=True)
-    history = commands.add_parser("history", help="the results that were kept")
-    history.add_argument("--bench", default="", metavar="NAME", help="of one bench alone")
-    history.add_argument("--model", default="", help="of one model alone")
-    history.add_argument("--limit", type=_whole, default=0, help="number of the newest (default: all)")
-    show = commands.add_parser("show", help="one result as a table")
+    history = commands.add_parser("history", help="list saved results")
+    history.add_argument("--bench", default="", metavar="NAME", help="only this bench")
+    history.add_argument("--model", default="", metavar="NAME", help="only this model")
+    history.add_argument("--limit", type=_whole, default=0, metavar="N", help="only the newest N (default: all)")
+    show = commands.add_parser("show", help="print a result as a table")
     show.add_argument("result", help=_REFERENCE)
-    show.add_argument("--csv", action="store_true", dest="as_csv", help="a line for each row and repeat")
-    against = commands.add_parser("compare", help="what changed between two results of one bench")
+    show.add_argument("--csv", action="store_true", dest="as_csv", help="print CSV: one line per row and repeat")
+    against = commands.add_parser("compare", help="compare two results of the same bench")
     against.add_argument("before", help=_REFERENCE)
     against.add_argument("after", help=_REFERENCE)
     against.add_argument(
-        "--tie", type=_percent, default=100 * TIE, help="ignore changes below this percentage (default %(default)g)"
+        "--tie",
+        type=_percent,
+        default=100 * TIE,
+        metavar="PERCENT",
+        help="treat smaller changes as equal (default %(default)g)",
     )
     for command in (history, show, against):
-        command.add_argument("--json", action="store_true", dest="as_json", help="print it for programs")
+        command.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     for command in (show, against):
-        command.add_argument("--all", action="store_true", dest="everything", help="all numbers, not the table's alone")
-    drawing = commands.add_parser("plot", help="a result as an SVG")
+        command.add_argument(
+            "--all", action="store_true", dest="everything", help="print all numbers, not only the main ones"
+        )
+    drawing = commands.add_parser("plot", help="draw a result as SVG")
     drawing.add_argument("result", help=_REFERENCE)
-    drawing.add_argument("--column", default="", help="the number to draw (default: the first of the table)")
-    drawing.add_argument("--out", type=Path, help="the file to write (default: print it)")
-    forgetting = commands.add_parser("forget", help="drop a result from the history")
-    forgetting.add_argument("number", type=_whole, help="its number in the history")
+    drawing.add_argument(
+        "--column", default="", metavar="NAME", help="number to draw (default: the first in the table)"
+    )
+    drawing.add_argument("--out", type=Path, metavar="FILE", help="output file (default: stdout)")
+    forgetting = commands.add_parser("forget", help="delete a result")
+    forgetting.add_argument("number", type=_whole, help="number in the history")
     return parser.parse_args(argv)
 
 
@@ -177,9 +185,9 @@ def _percent(text: str) -> float:
 
 
 _DESCRIPTION = (
-    "Measure a model on this machine, or any server: 'ericllm bench NAME --help' lists the flags of a bench. "
+    "Measure a model on this machine, or any server. 'ericllm bench NAME --help' lists the flags of a bench. "
     + " ".join(f"'{name}': {plan.about}." for name, plan in PLANS.items())
-    + " Results are saved: 'history', 'show', 'compare', 'plot' and 'forget' work on them."
+    + " Results are saved; 'history', 'show', 'compare', 'plot' and 'forget' (delete) use them."
 )
 
 
@@ -191,7 +199,7 @@ def bench(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return measure(argv, parser)
     if not (argv[:1] and argv[0] in RESULT_COMMANDS):
         parser.description = _DESCRIPTION
-        parser.add_argument("what", choices=(*PLANS, *RESULT_COMMANDS), help="a bench, or a command on saved results")
+        parser.add_argument("what", choices=(*PLANS, *RESULT_COMMANDS), help="bench, or command for saved results")
         what = parser.parse_args(argv).what
-        parser.error(f"the name comes first: {parser.prog} {what} ...")
+        parser.error(f"put the name first: {parser.prog} {what} ...")
     return show_results(argv, parser)

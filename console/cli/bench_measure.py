@@ -73,13 +73,13 @@ def _why_unwritable(file: Path) -> str:
             return f"{folder} is not a folder"
     except OSError as error:
         return error.strerror or str(error)
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"nothing may be written to {folder}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write to {folder}"
 
 
 def save_to_history(result: BenchResult) -> str:
     """Keep it in the user's history; what came of that, as a sentence."""
     try:
-        return f"kept as number {BenchHistory(state_dir()).add(result)} ('{APP_NAME} bench history')"
+        return f"saved as #{BenchHistory(state_dir()).add(result)} ('{APP_NAME} bench history')"
     except EngineError as error:
         return f"{APP_NAME}: {error.message}"
 
@@ -93,7 +93,7 @@ def write_files(result: BenchResult, files: Mapping[str, Path]) -> Sequence[str]
         except OSError as error:
             failed.append(f"{file} cannot be written: {error.strerror or error}")
         except EngineError as error:
-            failed.append(f"{file} is not written: {error.message}")
+            failed.append(f"{file} was not written: {error.message}")
     return failed
 
 
@@ -143,7 +143,7 @@ def parse_arguments(argv: Sequence[str], parser: argparse.ArgumentParser, plan: 
     """Parse the flags of a bench; a wrong one ends the program with one line. Raises InvalidRequest."""
     _describe(parser, plan)
     _add_own(parser)
-    add_flags(parser.add_argument_group("what is measured"), plan)
+    add_flags(parser.add_argument_group("bench"), plan)
     loading = LOADING - {"model", *plan.__struct_fields__}
     add_settings(parser, loading)
     given, unknown = parser.parse_known_args(argv)
@@ -170,35 +170,50 @@ def parse_arguments(argv: Sequence[str], parser: argparse.ArgumentParser, plan: 
 def _describe(parser: argparse.ArgumentParser, plan: type[Plan]) -> None:
     parser.prog += f" {plan.name}"
     parser.description = f"Measure {plan.about}."
-    parser.epilog = "The flags for loading are those of 'ericllm'; ERICLLM_* and config.toml count as they do there."
+    parser.epilog = "Load options are those of 'ericllm'; ERICLLM_* and config.toml apply, too."
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every bench."""
     add = parser.add_argument
-    add("model_name", metavar="MODEL", nargs="?", default="", help="a folder, a hub id, or demo")
-    add("--model", default="", metavar="NAME", help="the same; with --url the name that the server knows it by")
-    add("--url", default="", help="measure this server in place of an engine in this process")
+    add("model_name", metavar="MODEL", nargs="?", default="", help="model folder, hub id, or demo")
+    add("--model", default="", metavar="NAME", help="same as MODEL; with --url the model name on the server")
+    add("--url", default="", metavar="URL", help="measure this server instead of loading a model here")
     add("--dialect", default="openai", choices=DIALECTS, help="API dialect of --url (default openai)")
-    add("--key-file", type=Path, metavar="FILE", help="file with the API key for --url as its first line")
-    add("--key", default="", help="the API key itself, which every user of this machine sees then")
-    add("--tokenizer", default="", metavar="MODEL", help="with --url: a model here with its vocabulary")
-    add("--json", type=Path, metavar="FILE", help="write the result for programs, every repeat of it")
-    add("--csv", type=Path, metavar="FILE", help="write a line for each row and repeat")
-    add("--svg", type=Path, metavar="FILE", help="draw the first number of the table")
-    add("--samples", action="store_true", help="the result has every request too")
-    add("--all", action="store_true", dest="everything", help="print all numbers: every mean, deviation and percentile")
+    add("--key-file", type=Path, metavar="FILE", help="file whose first line is the API key for --url")
+    add("--key", default="", metavar="KEY", help="API key for --url; visible to other users of this machine")
+    add(
+        "--tokenizer",
+        default="",
+        metavar="MODEL",
+        help="with --url: local model with the same tokenizer, to count tokens",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the result as JSON, with every repeat")
+    add("--csv", type=Path, metavar="FILE", help="write the result as CSV, one line per row and repeat")
+    add("--svg", type=Path, metavar="FILE", help="draw the first number of the table as SVG")
+    add("--samples", action="store_true", help="include every request in the JSON")
+    add(
+        "--all",
+        action="store_true",
+        dest="everything",
+        help="print all numbers, with means, deviations and percentiles",
+    )
     add("--quick", action="store_true", help="quick run: fewer rows and requests, shorter answers")
-    add("--history", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
+    add(
+        "--history",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="save the result to the history (default)",
+    )
 
 
 def _unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, plan: type[Plan]) -> str:
     """Why the first of them is none."""
     flag = next((each.partition("=")[0] for each in unknown if each.startswith("-")), "")
     if not flag:
-        return f"one model is measured, so {unknown[0]} is one name too many"
+        return f"unexpected argument {unknown[0]}: only one model"
     if any(flag in (flag_name(name), flag_name(f"no_{name}")) for name in Settings.model_fields):
-        return f"{flag} says nothing of how a model is loaded, so 'bench {plan.name}' does not take it"
+        return f"{flag} is not a load option and is not accepted by 'bench {plan.name}'"
     return no_such_flag(flag, [each for action in parser._actions for each in action.option_strings])
 
 
@@ -207,11 +222,11 @@ def _refuse_crossed(parser: argparse.ArgumentParser, given: argparse.Namespace, 
     if given.model and given.model_name and given.model != given.model_name:
         parser.error(f"the model is given twice: {given.model_name} and {given.model}")
     if given.key and given.key_file:
-        parser.error("--key and --key-file both name a key; give one of them")
+        parser.error("give only one of --key and --key-file")
     if not given.url and (given.key or given.key_file or given.tokenizer or given.dialect != "openai"):
-        parser.error("--dialect, --key, --key-file and --tokenizer are about a server; give its --url")
+        parser.error("--dialect, --key, --key-file and --tokenizer need --url")
     if given.url and flags:
-        parser.error(f"{flag_name(next(iter(flags)))} is about loading a model here, and --url measures a server")
+        parser.error(f"{flag_name(next(iter(flags)))} is a load option, which --url excludes")
 
 
 _SHOWN_EVERY_S = 0.2
@@ -314,7 +329,7 @@ def _noted(result: BenchResult, target: Target, tuned: Mapping[str, object]) -> 
     notes, settings = list(result.notes), dict(result.settings)
     if tuned:
         used = ", ".join(f"{name} {value}" for name, value in tuned.items())
-        notes.insert(0, f"Settings that autotune found for this model here were used: {used}.")
+        notes.insert(0, f"Used the settings of autotune for this model: {used}.")
         settings["tuned"] = list(tuned)
     if isinstance(target, EngineTarget) and target.note:
         notes.insert(0, target.note)
@@ -338,7 +353,7 @@ async def _target(asked: BenchArguments, settings: Settings, show: Showing) -> A
     async with HttpTarget(
         asked.url, dialect=asked.dialect, model=asked.model, key=asked.key, tokenizer=tokenizer
     ) as server:
-        show(f"asking {asked.url}")
+        show(f"connecting to {asked.url}")
         yield server
 
 

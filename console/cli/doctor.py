@@ -12,10 +12,12 @@ from console.settings.sources import Sources
 
 def doctor(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run the command; return 0 where `ericllm` could run, else 1."""
-    add_every_setting(parser, "Check this machine for what these flags need, and say how to fix what is missing.")
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print the report for programs")
+    add_every_setting(
+        parser, "Check this machine for what `ericllm` with the same flags needs, and print how to fix what is missing."
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     parser.add_argument(
-        "--compile", action="store_true", help="first compile the CPU kernels, as the first load would: for images"
+        "--compile", action="store_true", help="compile the CPU kernels first, for example into a container image"
     )
     flags = parse(argv, parser)
     wanted_json, compiles = flags.pop("as_json"), flags.pop("compile")

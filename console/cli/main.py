@@ -26,7 +26,7 @@ Command = Callable[[Sequence[str], argparse.ArgumentParser], int]
 """Takes the arguments after its name and the parser to read them with; returns the exit code. Raises EngineError."""
 
 NO_SCREEN = "{} is not a terminal; running headless"
-_READ_ONLY = "--read-only is about the screens, and there are none; a key with the scope watch does that over HTTP"
+_READ_ONLY = "--read-only has no effect with --headless; use a key with scope watch"
 ABOUT = (
     "Operator console for serving language models on your own hardware. Without arguments it opens "
     "on the built-in demo model."

@@ -52,24 +52,23 @@ LOADING = (
 )
 """Settings of a load that change what a step costs, as `ericllm` takes them."""
 _DESCRIPTION = (
-    "Simulate a cluster from measured step costs, with the engine's own dispatcher and scheduler: how many cards it "
-    "takes for users or requests a second within an SLO, what happens when a node dies at the peak, and where "
-    "the front door saturates. Costs come from --costs FILE; without it, or with --measure, the model's steps are "
-    "measured here first, in about 20 seconds, and kept in FILE where one is given. docs/planning.md says what is "
-    "simulated and what is not."
+    "Simulate a cluster with the engine's own dispatcher and scheduler: cards needed for a load within an SLO, effect "
+    "of a node failure at peak load, max load of the front end (API and engine process). Step costs are read from "
+    "--costs FILE. Without FILE, or with --measure, the model is measured here first (about 20 s) and the costs are "
+    "saved to FILE. Durations: 500ms, 90s, 10m, 2h. Details: docs/planning.md."
 )
 
 
 def parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The flags, and as `named` the names of those that were given; a wrong one ends the program with a line."""
     parser.description = _DESCRIPTION
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="what is measured (default demo)")
-    _add_costs(parser.add_argument_group("costs"))
-    _add_loading(parser.add_argument_group("the measured model, as 'ericllm' loads it"))
-    _add_demand(parser.add_argument_group("demand"))
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help="model to measure (default demo)")
+    _add_costs(parser.add_argument_group("step costs"))
+    _add_loading(parser.add_argument_group("load options of the measured model"))
+    _add_demand(parser.add_argument_group("load"))
     _add_cluster(parser.add_argument_group("cluster"))
-    _add_questions(parser.add_argument_group("questions"))
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print the answers for programs")
+    _add_questions(parser.add_argument_group("goal and questions"))
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -78,12 +77,16 @@ def parse(argv: Sequence[str], parser: argparse.ArgumentParser) -> argparse.Name
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--costs", type=Path, metavar="FILE", help="measured step costs, read or written")
-    group.add_argument("--measure", action="store_true", help="measure, whether FILE is there or not")
-    group.add_argument("--seconds", type=_positive, default=20.0, metavar="S", help="to measure for (default 20)")
-    group.add_argument("--threads", type=_count, metavar="N", help="CPU threads of the measured worker (default: all)")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="file of step costs; read, or written by --measure")
+    group.add_argument("--measure", action="store_true", help="measure again, even if FILE exists")
     group.add_argument(
-        "--speed", type=_positive, default=1.0, metavar="X", help="of the cards against the measured one (default 1)"
+        "--seconds", type=_positive, default=20.0, metavar="S", help="measurement time in seconds (default 20)"
+    )
+    group.add_argument(
+        "--threads", type=_count, metavar="N", help="CPU threads of the measured worker (default: all cores)"
+    )
+    group.add_argument(
+        "--speed", type=_positive, default=1.0, metavar="X", help="relative speed of the planned cards (default 1)"
     )
 
 
@@ -99,86 +102,137 @@ def _add_loading(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_demand(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--users", type=_count, metavar="N", help="who send one request at a time (default 100)")
+    group.add_argument(
+        "--users", type=_count, metavar="N", help="concurrent users, one request at a time each (default 100)"
+    )
     group.add_argument(
         "--think",
         type=_parsed(span_s),
         default=10.0,
         metavar="S",
-        help="a user's mean pause before a request (default 10)",
+        help="mean think time of a user between requests (default 10)",
     )
-    group.add_argument("--rate", type=_positive, metavar="R", help="requests a second, in place of users")
+    group.add_argument("--rate", type=_positive, metavar="R", help="requests per second, instead of --users")
     group.add_argument(
-        "--burstiness", type=_not_negative, default=1.0, metavar="CV", help="of arrivals: 1 is Poisson (default 1)"
+        "--burstiness",
+        type=_not_negative,
+        default=1.0,
+        metavar="CV",
+        help="coefficient of variation of --rate arrivals; 1: Poisson (default 1)",
     )
-    group.add_argument("--trace", type=Path, metavar="FILE", help="CSV: at_s,prompt_tokens,output_tokens")
     group.add_argument(
-        "--prompt", default="512~0.8", metavar="T", help="tokens: 512, 96-160, 512~0.8 (mean~cv), normal:512:64"
+        "--trace", type=Path, metavar="FILE", help="replay a CSV with columns at_s, prompt_tokens, output_tokens"
     )
-    group.add_argument("--output", default="200~0.6", metavar="T", help="tokens of answers, likewise")
-    group.add_argument("--shared", type=_not_negative, default=0.0, metavar="SHARE", help="of prompts with a prefix")
-    group.add_argument("--shared-tokens", type=_count, default=1024, metavar="N", help="of a prefix (default 1024)")
-    group.add_argument("--prefixes", type=_count, default=16, metavar="N", help="how many there are (default 16)")
+    group.add_argument(
+        "--prompt",
+        default="512~0.8",
+        metavar="T",
+        help="prompt tokens: 512, 96-160, 512~0.8 (mean~cv) or normal:512:64 (default 512~0.8)",
+    )
+    group.add_argument("--output", default="200~0.6", metavar="T", help="answer tokens, same format (default 200~0.6)")
+    group.add_argument(
+        "--shared",
+        type=_not_negative,
+        default=0.0,
+        metavar="SHARE",
+        help="share of prompts with a common prefix, 0 to 1 (default 0)",
+    )
+    group.add_argument(
+        "--shared-tokens", type=_count, default=1024, metavar="N", help="tokens of a common prefix (default 1024)"
+    )
+    group.add_argument(
+        "--prefixes", type=_count, default=16, metavar="N", help="number of different prefixes (default 16)"
+    )
     group.add_argument(
         "--duration",
         type=_parsed(span_s),
         metavar="S",
-        help="for how long requests come, as 90s, 10m or 2h (default 120, 60 for many requests; a trace: all of it)",
+        help="simulated time (default 120s, 60s for high loads; a trace: all of it)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--workers", type=_count, metavar="N", help="number of workers, instead of finding it")
-    group.add_argument("--most-workers", type=_count, default=1024, metavar="N", help="to try (default 1024)")
-    group.add_argument("--cards-per-worker", type=_count, default=1, metavar="N", help="devices of each (default 1)")
-    group.add_argument("--workers-per-node", type=_count, default=1, metavar="N", help="that die together (default 1)")
     group.add_argument(
-        "--max-prompts", type=_count, metavar="N", help="at once per worker (default: as measured, or 16)"
-    )
-    group.add_argument("--step-tokens", type=_count, metavar="N", help="of a step (default: as measured)")
-    group.add_argument("--kv-tokens", type=_count, metavar="N", help="of a worker's KV pages (default: as measured)")
-    group.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait (default 1024)")
-    group.add_argument("--timeout", type=_parsed(span_s), metavar="S", help="of a request (default 600; 0: none)")
-    group.add_argument(
-        "--hop", type=_parsed(duration_s), default=0.0, metavar="S", help="from the engine to a worker, one way"
-    )
-    group.add_argument("--front-request", type=_parsed(duration_s), metavar="S", help="front door's CPU per request")
-    group.add_argument(
-        "--front-token", type=_parsed(duration_s), metavar="S", help="front door's CPU per event of a stream"
+        "--workers", type=_count, metavar="N", help="fixed number of workers, instead of searching for it"
     )
     group.add_argument(
-        "--front-slot", type=_parsed(duration_s), metavar="S", help="front door's CPU per worker and request"
+        "--most-workers", type=_count, default=1024, metavar="N", help="max workers to try (default 1024)"
+    )
+    group.add_argument("--cards-per-worker", type=_count, default=1, metavar="N", help="cards per worker (default 1)")
+    group.add_argument(
+        "--workers-per-node",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="workers per node, which fail together (default 1)",
+    )
+    group.add_argument(
+        "--max-prompts", type=_count, metavar="N", help="max prompts of a worker (default: as measured, or 16)"
+    )
+    group.add_argument("--step-tokens", type=_count, metavar="N", help="max tokens per step (default: as measured)")
+    group.add_argument(
+        "--kv-tokens", type=_count, metavar="N", help="KV cache tokens of a worker (default: as measured)"
+    )
+    group.add_argument("--max-queue", type=int, metavar="N", help="max queued requests (default 1024)")
+    group.add_argument("--timeout", type=_parsed(span_s), metavar="S", help="request timeout (default 600; 0: none)")
+    group.add_argument(
+        "--hop",
+        type=_parsed(duration_s),
+        default=0.0,
+        metavar="S",
+        help="one-way network latency to a worker (default 0)",
+    )
+    group.add_argument(
+        "--front-request", type=_parsed(duration_s), metavar="S", help="CPU time of the front end per request"
+    )
+    group.add_argument(
+        "--front-token", type=_parsed(duration_s), metavar="S", help="CPU time of the front end per stream event"
+    )
+    group.add_argument(
+        "--front-slot", type=_parsed(duration_s), metavar="S", help="CPU time of the front end per request and worker"
     )
 
 
 def _add_questions(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--slo-ttft", type=_parsed(duration_s), metavar="S", help="first token within, as 500ms")
+    group.add_argument("--slo-ttft", type=_parsed(duration_s), metavar="S", help="TTFT target, for example 500ms")
     group.add_argument(
-        "--slo-itl", type=_parsed(duration_s), metavar="S", help="mean time between an answer's tokens, as 50ms"
+        "--slo-itl",
+        type=_parsed(duration_s),
+        metavar="S",
+        help="target for the mean ITL of an answer, for example 50ms",
     )
-    group.add_argument("--share", type=_positive, default=0.95, metavar="X", help="within the SLO (default 0.95)")
     group.add_argument(
-        "--ask", action="append", choices=ASKED, help="one of the questions; may be given again (default: all)"
+        "--share",
+        type=_positive,
+        default=0.95,
+        metavar="X",
+        help="share of requests that must meet the targets (default 0.95)",
     )
     group.add_argument(
-        "--die-at", type=_parsed(span_s), metavar="S", help="a node dies then (default: half the duration)"
+        "--ask",
+        action="append",
+        choices=ASKED,
+        help="cards needed, death of a node, front end limit; can be repeated (default: all)",
+    )
+    group.add_argument(
+        "--die-at", type=_parsed(span_s), metavar="S", help="time of the node failure (default: half the duration)"
     )
     group.add_argument(
         "--detect",
         type=_parsed(span_s),
         default=float(SILENCE_S),
         metavar="S",
-        help=f"until that is known (default {SILENCE_S}, of a machine without power; 0 where its system says goodbye)",
+        help=f"time to detect the failure (default {SILENCE_S}, as for a power loss; 0: clean shutdown)",
     )
     group.add_argument(
-        "--restart", type=_parsed(span_s), default=60.0, metavar="S", help="until it is back (default 60)"
+        "--restart", type=_parsed(span_s), default=60.0, metavar="S", help="time until the node is back (default 60)"
     )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= max(MAX_WORKERS, 10**9):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)
 
 
@@ -200,14 +254,14 @@ def _not_negative(text: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number, 0 or more")
     return found
 
 
 def _positive(text: str) -> float:
     found = _not_negative(text)
     if not found:
-        raise argparse.ArgumentTypeError("it must be above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return found
 
 
@@ -222,11 +276,13 @@ def refuse_unused(given: argparse.Namespace) -> None:
         for name in names:
             if name in given.named:
                 flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-                raise InvalidRequest(f"{flag} would change nothing: {why}", param=name)
+                raise InvalidRequest(f"{flag} has no effect: {why}", param=name)
     if given.workers is not None and "cards" in (given.ask or ()):
-        raise InvalidRequest("--workers says how many there are, and --ask cards asks for that; give one", param="ask")
+        raise InvalidRequest(
+            "--workers and --ask cards exclude each other: one sets the workers, one searches for them", param="ask"
+        )
     if given.trace is not None and "front" in (given.ask or ()):
-        raise InvalidRequest("--ask front makes the demand stronger, which a trace cannot be made", param="ask")
+        raise InvalidRequest("--ask front needs --users or --rate: a trace has a fixed load", param="ask")
 
 
 def questions(given: argparse.Namespace) -> Collection[str]:
@@ -241,22 +297,22 @@ def _unused(given: argparse.Namespace) -> Iterator[tuple[Collection[str], str]]:
     """Flags, and why they would be of no use."""
     if given.costs is not None and not given.measure:
         measured = ("model", "threads", "seconds", *LOADING)
-        yield measured, f"the costs in {given.costs} are of what was measured then; --measure measures again"
+        yield measured, f"{given.costs} has measured costs; --measure replaces them"
     if given.trace is not None:
-        yield (*_LENGTHS, "burstiness", "think"), "--trace says when requests come, and how long they are"
+        yield (*_LENGTHS, "burstiness", "think"), "--trace has its own arrivals and lengths"
     elif given.rate is not None:
-        yield ("think",), "--rate has no users who think"
+        yield ("think",), "--rate has no users"
     else:
-        yield ("burstiness",), "users ask when they were answered and have thought; --rate has bursts"
+        yield ("burstiness",), "it needs --rate"
     if not given.shared:
-        yield ("shared_tokens", "prefixes"), "no prompt has a common prefix; --shared says how many have"
+        yield ("shared_tokens", "prefixes"), "it needs --shared"
     asked = questions(given)
     if given.workers is not None:
-        yield ("most_workers", "share"), "--workers says how many there are"
+        yield ("most_workers", "share"), "--workers sets the number of workers"
     if given.workers is not None:
-        yield ("cards_per_worker",), "--workers says how many there are, and cards are counted for --ask cards"
+        yield ("cards_per_worker",), "--workers sets the number of workers; cards are counted by --ask cards"
     if "death" not in asked:
-        yield ("die_at", "detect", "restart", "workers_per_node"), "no node dies without --ask death"
+        yield ("die_at", "detect", "restart", "workers_per_node"), "it needs --ask death"
 
 
 _CROWD = 3.0

@@ -63,7 +63,7 @@ def _record(given: argparse.Namespace, asked: threading.Event) -> None:
                 pass
     if recorder.problem:
         raise EngineError(recorder.problem)
-    say(f"{given.file} holds {text.size(given.file.stat().st_size)}")
+    say(f"{given.file} has {text.size(given.file.stat().st_size)}")
 
 
 def _await_first(link: RemoteLink, asked: threading.Event) -> None:

@@ -39,7 +39,7 @@ def add_key(parser: argparse.ArgumentParser) -> None:
         help=f"the API key; visible to other users of this machine, unlike {KEY_VARIABLE}",
     )
     parser.add_argument(
-        "--ca", metavar="FILE", default=None, help="certificate (PEM) to trust besides the system's, for https:// URLs"
+        "--ca", metavar="FILE", default=None, help="additional CA certificate (PEM) to trust for https:// URLs"
     )
 
 
@@ -68,7 +68,7 @@ def tls_of(given: argparse.Namespace) -> ssl.SSLContext | None:
     try:
         context.load_verify_locations(home_expanded(given.ca))
     except OSError as error:  # ssl's errors are OSErrors
-        reason = "it is not a certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        reason = "not a PEM certificate" if isinstance(error, ssl.SSLError) else error.strerror
         raise InvalidRequest(f"--ca {given.ca} cannot be used: {reason}", param="ca") from None
     return context
 

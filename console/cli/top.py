@@ -145,7 +145,7 @@ async def _snapshot(instance: Instance) -> Snapshot:
     try:
         snapshot: Snapshot = from_plain(await instance.get("/admin/snapshot"), Snapshot)
     except msgspec.ValidationError:
-        raise OutOfReach(f"{instance.address.name} is of another version than this command") from None
+        raise OutOfReach(f"{instance.address.name} has a different version than this command") from None
     return snapshot
 
 

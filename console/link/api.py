@@ -28,11 +28,11 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     concurrent: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)] = 0
 
     def in_words(self) -> str:
-        """ "60 requests/min, 2 at once", "" where there are none."""
+        """ "60 requests/min, 2 concurrent", "" where there are none."""
         parts = [
             (self.requests_per_min, "requests/min"),
             (self.tokens_per_min, "tokens/min"),
-            (self.concurrent, "at once"),
+            (self.concurrent, "concurrent"),
         ]
         return ", ".join(f"{number:,} {what}" for number, what in parts if number)
 

@@ -75,7 +75,7 @@ def refuse_from_elsewhere(order: BenchOrder) -> None:
         )
     if order.settings.get("trace"):
         raise InvalidRequest(
-            "a trace is a file of the engine's machine: it is read for a console there, or for its command line alone",
+            "a trace is a file on the engine's machine: use a console or the command line there",
             param="trace",
         )
 

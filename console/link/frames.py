@@ -208,7 +208,7 @@ def _naming_field(kind: Any) -> str:
 def _plain_other(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} is nothing that travels")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
 
 
 def _shaped_other(kind: type, value: object) -> object:
@@ -216,7 +216,7 @@ def _shaped_other(kind: type, value: object) -> object:
         if not isinstance(value, str):
             raise TypeError("a path is text")
         return Path(value)
-    raise NotImplementedError(f"{kind.__name__} is nothing that travels")
+    raise NotImplementedError(f"{kind.__name__} cannot be sent")
 
 
 MAX_HISTORY = 600
@@ -269,7 +269,7 @@ class FrameReader:
         elif event.delta is not None and self._tree is not None:
             self._tree.patch(event.delta)
         else:
-            raise ValueError("an event holds no frame, and no change of one")
+            raise ValueError("an event has no frame and no change")
         return limit_frame(from_plain(self._tree.value, Frame))
 
 
@@ -281,7 +281,7 @@ def limit_frame(frame: Frame) -> Frame:
     snapshot = frame.snapshot
     for name, most in _MAX_ITEMS.items():
         if (count := len(getattr(snapshot, name))) > most:
-            raise ValueError(f"it holds {count:,} {name}, of which {most:,} can be shown")
+            raise ValueError(f"it holds {count:,} {name}, max {most:,}")
     if len(snapshot.history) <= MAX_HISTORY and len(snapshot.hour) <= MAX_HISTORY:
         return frame
     shown = msgspec.structs.replace(

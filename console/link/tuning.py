@@ -48,7 +48,7 @@ def refuse_trace_from_elsewhere(order: TuneOrder) -> None:
     """Raise InvalidRequest, its param the field, for what only a console of the engine's own process may order."""
     if order.trace:
         raise InvalidRequest(
-            "a trace is a file of the engine's machine: it is read for a console there, or for its command line alone",
+            "a trace is a file on the engine's machine: use a console or the command line there",
             param="trace",
         )
 

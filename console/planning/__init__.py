@@ -1,1 +1,1 @@
-"""`ericllm plan`: how many cards, what when a node dies, where the front door saturates; by simulation."""
+"""`ericllm plan`: how many cards, what when a node dies, where the front end saturates; by simulation."""

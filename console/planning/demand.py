@@ -59,7 +59,7 @@ class RequestedDemand:
 def demand_from_flags(given: argparse.Namespace) -> RequestedDemand:
     """As the flags say. Raises InvalidRequest, also where no request would count."""
     if sum(each is not None for each in (given.users, given.rate, given.trace)) > 1:
-        raise InvalidRequest("--users, --rate and --trace are three ways to say who asks; give one", param="users")
+        raise InvalidRequest("give only one of --users, --rate and --trace", param="users")
     if given.duration is not None and not given.duration > 0:
         raise InvalidRequest("--duration is 0 s; it must be above 0", param="duration")
     if given.trace is not None:
@@ -71,8 +71,8 @@ def demand_from_flags(given: argparse.Namespace) -> RequestedDemand:
     window = Window(since_s=_warm_up_s(given), until_s=duration_s)
     if given.rate is not None and all(ask.at_s < window.since_s for ask in found(1.0, duration_s).first()):
         raise InvalidRequest(
-            f"at {given.rate:g} requests/s none comes between {window.since_s:g} and {window.until_s:g} s, which alone "
-            "count: give a longer --duration",
+            f"at {given.rate:g} requests/s none arrives between {window.since_s:g} and {window.until_s:g} s, the "
+            "measured part: use a longer --duration",
             param="duration",
         )
     tokens = f"prompts of {mix.prompt.expected:g} and answers of {mix.output.expected:g} tokens{_prefixed(mix)}"
@@ -86,18 +86,18 @@ def _warm_up_s(given: argparse.Namespace) -> float:
 def _whom(given: argparse.Namespace) -> str:
     if given.rate is not None:
         return f"{given.rate:g} requests/s"
-    return f"{given.users or _USERS} users who think for {given.think:g} s"
+    return f"{given.users or _USERS} users, think time {given.think:g} s"
 
 
 def _prefixed(mix: Mix) -> str:
     if not mix.shared:
         return ""
-    return f", {mix.shared:.0%} of them behind one of {mix.groups} prefixes of {mix.shared_tokens} tokens"
+    return f", {mix.shared:.0%} with one of {mix.groups} prefixes of {mix.shared_tokens} tokens"
 
 
 def _mix(given: argparse.Namespace) -> Mix:
     if given.shared > 1:
-        raise InvalidRequest(f"--shared is {given.shared:g}; it is a share, max 1", param="shared")
+        raise InvalidRequest(f"--shared is {given.shared:g}; max 1", param="shared")
     return Mix(
         prompt=Length.parse(given.prompt, "prompt"),
         output=Length.parse(given.output, "output"),
@@ -126,10 +126,10 @@ def _by_trace(given: argparse.Namespace) -> RequestedDemand:
     """All of a trace, or of its beginning: it says itself when requests come, so all of them count."""
     whole = TraceDemand.read(given.trace)
     trace = whole.before(math.inf if given.duration is None else given.duration)
-    words = f"the {len(trace)} requests of {given.trace}, within {trace.last_s:g} s"
+    words = f"{len(trace)} requests of {given.trace}, within {trace.last_s:g} s"
     if len(trace) < len(whole):
         words = (
-            f"the first {given.duration:g} s of {given.trace}, {len(trace)} of its {len(whole)} requests: "
-            f"--duration leaves out the others, until {whole.last_s:g} s"
+            f"the first {given.duration:g} s of {given.trace}: {len(trace)} of {len(whole)} requests "
+            f"(--duration leaves out the rest, until {whole.last_s:g} s)"
         )
     return RequestedDemand(lambda strength, duration_s: trace, trace.last_s, WHOLE, words, traced=True)

@@ -259,7 +259,7 @@ async def measure(
     async with MeasuredWorker(model, design, local.threads, changes) as worker:
         await worker.steps(0)  # the first steps of a process are slower
         for number in range(_ROUNDS):
-            show(f"measuring steps, {number + 1} of {_ROUNDS}: {len(samples)} so far")
+            show(f"measuring steps, round {number + 1} of {_ROUNDS}: {len(samples)} samples")
             samples += await worker.steps(seconds / _ROUNDS)
         loaded = worker.loaded
     return MeasuredModel(

@@ -30,22 +30,22 @@ def _reason(miss: Miss, count: int, cluster: Cluster, slo: Slo) -> str:
     one = count == 1
     match miss:
         case "too long":
-            return f"{'has' if one else 'have'} a prompt of more than {_room(cluster)}"
+            return f"{'has' if one else 'have'} a prompt longer than {_room(cluster)}"
         case "refused":
             return f"{'finds' if one else 'find'} the queue full (--max-queue {cluster.max_queue})"
         case "timeout":
-            return f"{'is' if one else 'are'} not done within --timeout {cluster.timeout_s:g} s"
+            return f"{'is' if one else 'are'} not finished within --timeout {cluster.timeout_s:g} s"
         case "failed":
-            return f"{'fails' if one else 'fail'}, as too many of {'its' if one else 'their'} workers died"
+            return f"{'fails' if one else 'fail'}, as too many of {'its' if one else 'their'} workers crashed"
         case "first token":
             return f"{'waits' if one else 'wait'} longer than {_ms(slo.ttft_s)} for the first token"
         case "other tokens":
-            return f"{'gets its' if one else 'get their'} other tokens more than {_ms(slo.itl_s)} apart"
+            return f"{'gets its' if one else 'get their'} tokens more than {_ms(slo.itl_s)} apart"
 
 
 def _room(cluster: Cluster) -> str:
-    whose = "the context" if cluster.max_model_len <= cluster.kv_tokens else "a worker's KV pages"
-    return f"the {cluster.longest_prompt} tokens that {whose} can take"
+    whose = "the context" if cluster.max_model_len <= cluster.kv_tokens else "a worker's KV cache"
+    return f"{cluster.longest_prompt} tokens, the limit of {whose}"
 
 
 def _ms(seconds: float | None) -> str:
@@ -96,14 +96,14 @@ def _heading(report: PlanReport) -> str:
         for name, seconds in (("TTFT", goal.slo.ttft_s), ("ITL", goal.slo.itl_s))
         if seconds is not None
     ]
-    bound = " and ".join(bounds) if bounds else "being answered at all"
-    faster = f" Cards here are {report.speed:g} times as fast." if report.speed != 1 else ""
+    bound = f"within {' and '.join(bounds)}" if bounds else "answered"
+    faster = f" Planned cards: {report.speed:g} times as fast." if report.speed != 1 else ""
     lines = [
-        f"{measured.model} as measured on {measured.machine} ({_configuration(measured)}): the costs predict a step to "
-        f"{measured.fit.error_median:.1%} (median; 95% of steps to {measured.fit.error_p95:.0%}).{faster}",
-        f"A worker: {cluster.max_prompts} requests at once, {cluster.step_tokens} tokens a step, KV pages for "
-        f"{cluster.kv_tokens} tokens, {cluster.max_model_len} of context. Queue: {cluster.max_queue}.",
-        f"Demand: {report.demand}. Goal: {goal.share:.0%} of requests within {bound}.",
+        f"{measured.model}, measured on {measured.machine} ({_configuration(measured)}). Error of predicted step "
+        f"times: {measured.fit.error_median:.1%} median, {measured.fit.error_p95:.0%} p95.{faster}",
+        f"Worker: max prompts {cluster.max_prompts}, {cluster.step_tokens} tokens per step, KV cache "
+        f"{cluster.kv_tokens} tokens, context {cluster.max_model_len}. Queue: {cluster.max_queue}.",
+        f"Load: {report.demand}. Goal: {goal.share:.0%} of requests {bound}.",
     ]
     return "\n".join([*lines, *_notes(report)])
 
@@ -121,22 +121,22 @@ def _notes(report: PlanReport) -> Iterator[str]:
     """Notes on extrapolation and on small samples."""
     measured, cluster = report.measured, report.cluster
     if not measured.max_prompts:
-        yield "Note: the file does not say how many answers at once were measured; measure again to know."
+        yield "Note: the file has no measured concurrency; measure again."
     elif cluster.max_prompts > measured.max_prompts:
         yield (
-            f"Note: {measured.max_prompts} answers at once were measured at most, so steps of up to "
-            f"{cluster.max_prompts} are extrapolated; measure with --max-prompts {cluster.max_prompts}."
+            f"Note: measured up to {measured.max_prompts} concurrent answers; up to {cluster.max_prompts} are "
+            f"extrapolated. Measure with --max-prompts {cluster.max_prompts}."
         )
     if cluster.step_tokens > measured.step_tokens:
-        yield f"Note: steps of {measured.step_tokens} tokens were measured at most; larger ones are extrapolated."
+        yield f"Note: measured steps of up to {measured.step_tokens} tokens; larger ones are extrapolated."
     if report.longer_share > _MANY_LONGER:
         yield (
-            f"Note: contexts of {measured.context_tokens} tokens were measured at most, and {report.longer_share:.0%} "
-            "of requests get longer ones; their costs are extrapolated."
+            f"Note: measured contexts of up to {measured.context_tokens} tokens; {report.longer_share:.0%} "
+            "of requests have longer ones, whose costs are extrapolated."
         )
     counted = min((summary.requests for summary in _counted(report)), default=_FEW)
     if counted < _FEW:
-        yield f"Note: only {counted} requests count, a share of which says little; a longer --duration has more."
+        yield f"Note: only {counted} requests were counted, so shares are imprecise. Use a longer --duration."
 
 
 def _counted(report: PlanReport) -> Iterator[Summary]:
@@ -154,8 +154,8 @@ def _workers_text(answer: WorkersAnswer, report: PlanReport) -> str:
         margin = ""
         if answer.margin is not None:
             least = "at least " if answer.margin >= 1 else ""
-            margin = f"; they carry {least}{answer.margin:.0%} more demand within the goal"
-        sentence = f"It takes {_cards(answer.workers, report.cards_per_worker)}{margin}."
+            margin = f"; headroom {least}{answer.margin:.0%}"
+        sentence = f"Needs {_cards(answer.workers, report.cards_per_worker)}{margin}."
     alone = ["one by one", "", "", *_row(answer.alone)[2:-2], "", ""]  # rates of single requests mean nothing
     rows = [alone, *([str(each.workers), *_row(each.summary)] for each in trials)]
     return f"{sentence}\n\n{table(['workers', *_HEADER], rows)}"
@@ -165,50 +165,49 @@ def _none_text(answer: WorkersAnswer, report: PlanReport) -> str:
     """Why no number of workers meets the goal, and for what requests miss it."""
     shown = answer.trials[-1].summary if answer.trials else answer.alone
     reason = {
-        "requests": "No number of workers meets the goal: requests miss it even where each has a worker to itself.",
+        "requests": "No number of workers meets the goal: requests miss it even one by one.",
         "front": (
-            f"More workers do not meet the goal: the one front door is full, {shown.front_busy:.0%} busy and up to "
-            f"{_time(shown.front_behind_s)} behind with {answer.trials[-1].workers if answer.trials else 0} of them."
+            f"More workers do not meet the goal: the front end is full, {shown.front_busy:.0%} busy and up to "
+            f"{_time(shown.front_behind_s)} behind with {answer.trials[-1].workers if answer.trials else 0} workers."
         ),
-        "most": f"{answer.most} workers, the most that were tried, do not meet the goal.",
+        "most": f"{answer.most} workers, the limit of --most-workers, do not meet the goal.",
     }[answer.why or "most"]
-    left = " Other questions are answered for a number of workers that --workers gives."
+    left = " For the other questions set --workers."
     return f"{reason} {misses_text(shown, report.cluster, report.goal.slo)}{left}"
 
 
 def _death_text(answer: DeathAnswer, report: PlanReport) -> str:
     calm, slo = answer.calm, report.goal.slo
     sentences = [
-        f"A node with {answer.lost_workers} of {answer.workers} workers dies after {answer.at_s:g} s and is back after "
-        f"{answer.back_s:g} s: the worst TTFT is then {_time(answer.worst_ttft_s)} (the worst in the calm "
-        f"{_time(calm.ttft_s.most)}), {answer.late} more requests are late than in the calm, {answer.not_answered} "
-        f"more are not answered, {answer.resumed} go on elsewhere, up to {answer.most_queued} wait, and "
-        f"{_recovered(answer)}."
+        f"A node with {answer.lost_workers} of {answer.workers} workers fails at {answer.at_s:g} s and is back at "
+        f"{answer.back_s:g} s: max TTFT {_time(answer.worst_ttft_s)} (without the failure {_time(calm.ttft_s.most)}), "
+        f"{answer.late} more requests late, {answer.not_answered} more not answered, {answer.resumed} resumed on "
+        f"other workers, max {answer.most_queued} queued; {_recovered(answer)}."
     ]
     if answer.last_s < answer.back_s:
-        sentences.append(f"The last request comes after {answer.last_s:g} s, so the time after that is not seen.")
+        sentences.append(f"The last request arrives at {answer.last_s:g} s; later effects are not simulated.")
     if report.workers is None and not report.goal.is_met(calm):
         missed = misses_text(calm, report.cluster, slo)
-        sentences.append(f"Even in the calm the goal is not met. {missed}")
+        sentences.append(f"The goal is not met even without the failure. {missed}")
     elif died_missed := misses_text(answer.died, report.cluster, slo):
-        sentences.append(f"With the death: {died_missed[0].lower()}{died_missed[1:]}")
-    rows = [["no death", *_row(calm)], ["a death", *_row(answer.died)]]
+        sentences.append(f"With the failure: {died_missed[0].lower()}{died_missed[1:]}")
+    rows = [["no failure", *_row(calm)], ["failure", *_row(answer.died)]]
     return f"{' '.join(sentences)}\n\n{table(['', *_HEADER], rows)}"
 
 
 def _recovered(answer: DeathAnswer) -> str:
     if answer.recovered_s is None:
-        return f"requests are still late at the end, {answer.last_s - answer.at_s:.0f} s after it"
+        return f"requests are still late at the end, {answer.last_s - answer.at_s:.0f} s later"
     return f"requests are late for {answer.recovered_s:.0f} s"
 
 
 def _front_text(answer: FrontAnswer) -> str:
     sentence = (
-        f"The front door is full at {answer.requests_per_s:.3g} requests/s, {answer.demand:.3g} times this demand, "
-        f"which takes about {answer.workers} workers: a request costs it {answer.request_s * 1e3:.2f} ms of CPU."
+        f"The front end is full at {answer.requests_per_s:.3g} requests/s, {answer.demand:.3g} times this load, "
+        f"with about {answer.workers} workers: {answer.request_s * 1e3:.2f} ms of CPU per request."
     )
     rows = [[f"{trial.demand:.3g}x, {trial.workers} workers", *_row(trial.summary)] for trial in answer.trials]
-    return f"{sentence}\n\n{table(['demand', *_HEADER], rows)}"
+    return f"{sentence}\n\n{table(['load', *_HEADER], rows)}"
 
 
 def _row(summary: Summary) -> list[str]:

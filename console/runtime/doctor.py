@@ -40,7 +40,7 @@ from ericllm_main import PACKAGES, owners
 # What the doctor says of security: who reaches the API, who else can read keys and files, and what is sent where.
 
 _AREA = "Security"
-_TLS = "Serve HTTPS: `--tls-cert FILE --tls-key FILE`; or listen on 127.0.0.1 and have a proxy with TLS before it."
+_TLS = "Serve HTTPS: `--tls-cert FILE --tls-key FILE`; or listen on 127.0.0.1 behind a TLS proxy."
 _MAKE_KEY = "`ericllm api-keys make NAME`"
 _OTHERS = 0o077
 
@@ -60,22 +60,24 @@ def _listening(settings: Settings) -> Finding:
     try:
         certificate_of(ApiSettings(tls_cert=settings.tls_cert, tls_key=settings.tls_key))
     except CannotListen as error:
-        return Finding(_AREA, name, "broken", error.message, "Name both files: `--tls-cert FILE --tls-key FILE`.")
+        return Finding(_AREA, name, "broken", error.message, "Set both files: `--tls-cert FILE --tls-key FILE`.")
     has_key = _has_key(settings)
     if is_loopback(settings.host):
         if has_key:
-            return Finding(_AREA, name, "ok", f"on {settings.host}, for programs of this machine that have a key")
+            return Finding(_AREA, name, "ok", f"on {settings.host}, for local programs with a key")
         who = "the socket's owner and group" if unix_path(settings.host) else "every user of this machine"
-        value = f"on {settings.host} without a key: {who} may ask, load models and read the log"
-        return Finding(_AREA, name, "ok", value, f"Make a key where that is more than you: {_MAKE_KEY}.")
+        value = f"on {settings.host} without a key: {who} can use it, load models and read the log"
+        return Finding(_AREA, name, "ok", value, f"Create a key if others use this machine: {_MAKE_KEY}.")
     if settings.no_auth and not has_key:
-        advice = f"Remove --no-auth, and make a key: {_MAKE_KEY}."
-        return Finding(_AREA, name, "broken", f"--no-auth: clients that reach {settings.host} need no key", advice)
+        advice = f"Remove --no-auth and create a key: {_MAKE_KEY}."
+        return Finding(
+            _AREA, name, "broken", f"--no-auth: anyone who can connect to {settings.host} has full access", advice
+        )
     if not has_key:
-        value = f"not to be had on {settings.host} without a key: every client that reaches it could use the API"
-        return Finding(_AREA, name, "broken", value, f"Make one: {_MAKE_KEY}.")
+        value = f"disabled: {settings.host} is reachable from the network and no key is set"
+        return Finding(_AREA, name, "broken", value, f"Create one: {_MAKE_KEY}.")
     if settings.tls_cert is None:
-        value = f"on {settings.host} without TLS: keys and texts can be read on the way"
+        value = f"on {settings.host} without TLS: keys and texts can be intercepted"
         return Finding(_AREA, name, "broken", value, _TLS)
     return Finding(_AREA, name, "ok", f"on {settings.host}, with keys and TLS")
 
@@ -93,9 +95,9 @@ def _has_key(settings: Settings) -> bool:
 def _admin(settings: Settings) -> Finding:
     name = "admin requests"
     if is_loopback(settings.host) or not settings.admin_remote:
-        return Finding(_AREA, name, "ok", "from this machine alone")
+        return Finding(_AREA, name, "ok", "from this machine only")
     if settings.tls_cert is None:
-        value = "from other machines, without TLS: a key that is read on the way may change everything"
+        value = "from other machines, without TLS: an intercepted key has full control"
         return Finding(_AREA, name, "broken", value, _TLS)
     return Finding(_AREA, name, "ok", "from other machines, with a key and TLS")
 
@@ -108,15 +110,15 @@ def _keys(settings: Settings, sources: Sources) -> Finding:
         KeyFile(state_dir()).read()
     except InvalidRequest as error:
         return Finding(
-            _AREA, "keys", "broken", error.message, "Put a key there, or name another: `--api-key-file FILE`."
+            _AREA, "keys", "broken", error.message, "Put a key there, or use another file: `--api-key-file FILE`."
         )
     except KeysUnavailable as error:
-        advice = f"Correct it, or start with new keys: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
+        advice = f"Fix it, or start with new keys: `mv {state_dir() / KEYS} {state_dir() / KEYS}.old`."
         return Finding(_AREA, "keys", "broken", error.message, advice)
     problems = [*key_warnings(settings, sources), *filter(None, [secret_file_warning(state_dir() / KEYS)])]
     if not problems:
-        return Finding(_AREA, "keys", "ok", "no other user of this machine can read them")
-    value = "other users of this machine can read one"
+        return Finding(_AREA, "keys", "ok", "not readable by other users of this machine")
+    value = "readable by other users of this machine"
     return Finding(_AREA, "keys", "broken", value, "".join(f"{problem}. " for problem in problems).rstrip())
 
 
@@ -138,7 +140,7 @@ def _changed_by_others(file: Path) -> Finding | None:
             advice = f"Take ownership: `sudo chown $USER {path}`."
             return Finding(_AREA, "folders", "broken", f"{path} belongs to another user", advice)
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-            value = f"other users may change the settings in {path}"
+            value = f"other users can change the settings in {path}"
             return Finding(_AREA, "folders", "broken", value, f"Restrict it to your user: `chmod go-w {path}`.")
     return None
 
@@ -158,17 +160,17 @@ def _folders() -> Finding:
             )
             return Finding(_AREA, name, "broken", value, advice)
         if stat.S_IMODE(found.st_mode) & _OTHERS:
-            advice = f"Close it, as the next start does: `chmod -R go-rwx {folder}`."
-            return Finding(_AREA, name, "broken", f"other users of this machine may look into {folder}", advice)
-    return Finding(_AREA, name, "ok", "conversations, logs and results are this user's alone")
+            advice = f"Restrict it, as the next start does: `chmod -R go-rwx {folder}`."
+            return Finding(_AREA, name, "broken", f"other users of this machine can read {folder}", advice)
+    return Finding(_AREA, name, "ok", "conversations, logs and results are readable only by this user")
 
 
 def _kernel_cache() -> Finding:
     folder = cache_folder()
     if problem := why_untrusted(folder):
-        advice = f"Remove it, and the next load compiles again: `rm -r {folder.parent}`."  # which may be another's link
-        return Finding(_AREA, "kernel cache", "broken", f"compiled kernels are not taken from it: {problem}", advice)
-    return Finding(_AREA, "kernel cache", "ok", f"no other user may write into {folder}")
+        advice = f"Remove it; the next load compiles again: `rm -r {folder.parent}`."  # which may be another's link
+        return Finding(_AREA, "kernel cache", "broken", f"compiled kernels in it are not used: {problem}", advice)
+    return Finding(_AREA, "kernel cache", "ok", f"not writable by other users: {folder}")
 
 
 def _hub() -> Finding:
@@ -180,13 +182,13 @@ def _hub() -> Finding:
         host = ""
     if not host or address.scheme not in ("http", "https"):
         advice = "Set the address: `export HF_ENDPOINT=https://huggingface.co`."
-        return Finding(_AREA, "hub", "broken", "HF_ENDPOINT is not an address of a hub", advice)
+        return Finding(_AREA, "hub", "broken", "HF_ENDPOINT is not the address of a hub", advice)
     if address.scheme == "https" or is_loopback(host):
         return Finding(_AREA, "hub", "ok", f"{address.scheme}://{host}")
     advice = f"Use HTTPS: `export HF_ENDPOINT=https://{host}`."
-    withheld = ", and it is not sent HF_TOKEN" if os.environ.get("HF_TOKEN") else ""
+    withheld = ", and HF_TOKEN is not sent" if os.environ.get("HF_TOKEN") else ""
     return Finding(
-        _AREA, "hub", "broken", f"http://{host} has no TLS: models can be changed on the way{withheld}", advice
+        _AREA, "hub", "broken", f"http://{host} has no TLS: models can be changed in transit{withheld}", advice
     )
 
 
@@ -222,9 +224,9 @@ def _program() -> Finding:
     shared = {package: [each for each in owners(package) if each != APP_NAME] for package in PACKAGES}
     others = [f"{package} of {' and '.join(found)}" for package, found in shared.items() if found]
     if not others:
-        return Finding(area, name, "ok", f"{' and '.join(PACKAGES)} are {APP_NAME}'s alone")
-    value = f"here is also the package {', '.join(others)}; whichever is installed or removed next breaks the other"
-    advice = f"Install {APP_NAME} in an environment of its own: `pipx` and `uv tool` make one."
+        return Finding(area, name, "ok", f"{' and '.join(PACKAGES)} belong to {APP_NAME} only")
+    value = f"this environment also has the package {', '.join(others)}; installing or removing one breaks the other"
+    advice = f"Install {APP_NAME} in its own environment, with `pipx` or `uv tool`."
     return Finding(area, name, "broken", value, advice)
 
 
@@ -233,7 +235,7 @@ def compile_kernels() -> None:
     be."""
     isa = instruction_set_here()
     if isa is None:
-        raise BackendUnavailable("There is nothing to compile: the native kernels are off, or do not run on this CPU")
+        raise BackendUnavailable("Nothing to compile: the native kernels are off, or not supported by this CPU")
     shown = ""
 
     def watch(done: int, total: int) -> None:
@@ -245,7 +247,7 @@ def compile_kernels() -> None:
     try:
         library = build_library(isa, cache_folder(), watch=watch)
     except CannotBuild as error:
-        raise BackendUnavailable(f"The native kernels for {isa} cannot be made: {error}") from None
+        raise BackendUnavailable(f"The native kernels for {isa} cannot be compiled: {error}") from None
     say(f"the native kernels for {isa} are in {library}")
 
 
@@ -260,13 +262,13 @@ def chosen_backend(settings: Settings) -> BackendKind:
 def model_finding(settings: Settings, report: Report) -> Finding:
     """Check that the chosen backend can load the model, or return the refusal of a load."""
     if report.lacks[report.backend]:
-        return Finding("Model", settings.model, "note", f"not looked at: the {report.backend} backend cannot run")
+        return Finding("Model", settings.model, "note", f"not checked: the {report.backend} backend cannot run")
     try:
         choice = choose_model(settings)
     except EngineError as error:
         return Finding("Model", settings.model, "broken", error.message)
     if choice.spec is None:
-        return Finding("Model", settings.model, "note", "not on this machine: it is downloaded when it is loaded")
+        return Finding("Model", settings.model, "note", "not on this machine; downloaded at load")
     return Finding("Model", settings.model, "ok", f"the {report.backend} backend can load it")
 
 

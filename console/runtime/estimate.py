@@ -72,7 +72,7 @@ def estimate_for(
 def as_text(found: Estimate, width: int | None = None) -> str:
     """A table for a terminal of `width` columns, or for a file; nothing but plain characters."""
     wide = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns) if width is None else width
-    workers = f"{found.workers} worker{'s' if found.workers > 1 else ''} of {found.max_prompts} prompts"
+    workers = f"{found.workers} worker{'s' if found.workers > 1 else ''} × {found.max_prompts} max prompts"
     made = "" if found.weights == "auto" else f" with {found.weights} weights"
     head = (
         f"{printable(found.model)}: {found.backend}, {found.dtype}{made}, "
@@ -82,7 +82,7 @@ def as_text(found: Estimate, width: int | None = None) -> str:
     )
     notes = [_calibration_text(found)] if found.learned.loads else []
     if found.simulated:
-        notes.append("The devices are simulated: their workers would compute on the CPU.")
+        notes.append("The devices are simulated: workers compute on the CPU.")
     if found.warning:
         notes.append(found.warning)
     paragraphs = [line for text in (*notes, found.verdict) for line in textwrap.wrap(text, wide)]
@@ -135,7 +135,7 @@ def _placements(found: Estimate) -> list[str]:
         where = " + ".join(
             f"{share.layers} layer{'s' if share.layers > 1 else ''} on {share.device}" for share in placement.shares
         )
-        lines.append(f"w{number}  {where}, KV pages for {placement.kv_tokens:,} tokens")
+        lines.append(f"w{number}  {where}, KV cache for {placement.kv_tokens:,} tokens")
     return lines
 
 
@@ -143,7 +143,7 @@ def _calibration_text(found: Estimate) -> str:
     by = found.learned
     loads = f"{by.loads} earlier load{'s' if by.loads > 1 else ''}"
     return (
-        f"Calibrated from {loads} of this model: weights times {by.weights_factor:.2f}, "
+        f"Calibrated from {loads} of this model: weights × {by.weights_factor:.2f}, "
         f"working memory {_mib(by.working_bytes)} MiB more per device."
     )
 

@@ -58,7 +58,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
                 _say(f"listening on {status.url}")
                 if status.is_open:
                     _say(
-                        f"--no-auth: every client that reaches {status.url} can use the API without a key",
+                        f"--no-auth: anyone who can connect to {status.url} can use the API without a key",
                         alarming=True,
                     )
             with recording(runtime.link(), settings.record):
@@ -106,14 +106,14 @@ async def _reload(runtime: Runtime) -> None:
     try:
         used, later = await runtime.live_settings.reload()
     except EngineError as error:
-        _say(f"the settings stay as they are: {error.message}", alarming=True)
+        _say(f"settings unchanged: {error.message}", alarming=True)
         return
-    for how, names in (("used now", used), ("used by the next load or start", later)):
+    for how, names in (("applied", used), ("applies to the next load or start", later)):
         if names:
-            _say(f"{runtime.live_settings.path()} was read again; {how}: {', '.join(names)}")
+            _say(f"{runtime.live_settings.path()} reloaded; {how}: {', '.join(names)}")
     if not used and not later:
         has_file = is_file(Path(runtime.live_settings.path()))
-        _say(f"{runtime.live_settings.path()} {'was read again' if has_file else 'is not there'}; nothing has changed")
+        _say(f"{runtime.live_settings.path()} {'was read again' if has_file else 'does not exist'}; no changes")
 
 
 class _Stop:

@@ -84,7 +84,7 @@ class LineWriter:
             return self._encode(line) + b"\n"
         except Exception:
             self.lost += 1
-            log.exception("a line cannot be written")
+            log.exception("writing a line failed")
             return b""
 
     def _write(self, data: bytes, lines: int) -> None:

@@ -149,9 +149,7 @@ def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:
     for name, field, flag in fields():
         value = getattr(settings, name)
         if flag.backends and backend not in flag.backends and value != field.default:
-            raise InvalidRequest(
-                f"--{name} means nothing to the {backend} backend; it needs --backend {flag.backends[0]}", param=name
-            )
+            raise InvalidRequest(f"--{name} requires --backend {flag.backends[0]}", param=name)
     for name in ("gpu_balance", "gpu_split"):
         if getattr(settings, name) and not settings.devices and not _has_gpu():
             raise InvalidRequest(f"--{name} spreads workers over GPUs, and none was found", param=name)

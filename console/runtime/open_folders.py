@@ -45,9 +45,7 @@ class OpenFolders:
         match kind:
             case "setting":
                 if value in _ABOUT_FOLDERS:
-                    raise InvalidRequest(
-                        f"{value} is about files of the engine's machine; it is changed there", param="name"
-                    )
+                    raise InvalidRequest(f"{value} names files of the engine's machine; change it there", param="name")
                 return value
             case "adapter":
                 return str(await asyncio.to_thread(_looked_up, self._adapter_folder, value, "path"))
@@ -70,7 +68,7 @@ class OpenFolders:
             return str(self._adapter_folder(name, option))
         found = resolve_local(self._admit(name, option), self._settings().models_dir)
         if found is None:
-            raise ModelNotFound(f"{option}: no model is called {name}", param=option)
+            raise ModelNotFound(f"{option}: there is no model {name}", param=option)
         return str(found)
 
     def _admit(self, name: str, param: str = "model") -> str:
@@ -96,9 +94,7 @@ class OpenFolders:
 
     def _refuse_outside(self, folder: Path, param: str) -> None:
         if ".." in folder.parts or not any(_plain(folder).is_relative_to(_plain(ours)) for ours in self._folders()):
-            raise InvalidRequest(
-                f"{folder} lies in none of the folders that models are taken from; --models-dir adds one", param=param
-            )
+            raise InvalidRequest(f"{folder} is in none of the models folders; --models-dir adds one", param=param)
 
     def _folders(self) -> Iterator[Path]:
         """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""

@@ -61,5 +61,5 @@ def redirected_stream() -> str:
     streams = {"stdout": sys.__stdout__, "stderr": sys.__stderr__, "stdin": sys.__stdin__}
     found = next((name for name, stream in streams.items() if stream is None or not stream.isatty()), "")
     if not found and os.environ.get("TERM") == "dumb":
-        raise InvalidRequest("This terminal can show no screen (TERM=dumb); --headless serves without one")
+        raise InvalidRequest("This terminal cannot show the console (TERM=dumb); use --headless")
     return found

@@ -27,21 +27,21 @@ def checked_host(host: str) -> str:
     Raises ValueError for what is none."""
     host = host.strip()
     if host == _UNIX:
-        raise ValueError("a socket needs a path, as unix:/run/ericllm/http.sock")
+        raise ValueError("a socket needs a path, such as unix:/run/ericllm/http.sock")
     if path := unix_path(host):
         if len(os.fsencode(home_expanded(path))) > _MAX_PATH_BYTES:
-            raise ValueError(f"the path of a socket may have {_MAX_PATH_BYTES} bytes")
+            raise ValueError(f"the path of a socket has max {_MAX_PATH_BYTES} bytes")
         return host
     if not host:
-        raise ValueError("an address is needed, as 127.0.0.1 or 0.0.0.0")
+        raise ValueError("enter an address, such as 127.0.0.1 or 0.0.0.0")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         address = ipaddress.ip_address(bare)
     except ValueError:
         if "/" in host:
-            raise ValueError("an address alone is needed, without a scheme or a path") from None
+            raise ValueError("enter the address only, without scheme or path") from None
         if ":" in host:
-            raise ValueError("an address alone is needed; the port has a setting of its own") from None
+            raise ValueError("enter the address only; the port is a separate setting") from None
         return host
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         return str(address.ipv4_mapped)

@@ -44,8 +44,8 @@ class WatchedFiles:
 def sample() -> str:
     """A config.toml in which every setting stands commented out, at its default or an example where it has none."""
     lines = [
-        f"# Settings of {APP_NAME}. Put this at {config_path({})} and uncomment what you change.",
-        f"# A flag wins over an {ENV_PREFIX}* variable, a variable over this file, this file over the default.",
+        f"# Settings of {APP_NAME}. Save as {config_path({})} and uncomment lines to change.",
+        f"# Precedence: flag, {ENV_PREFIX}* variable, this file, default.",
     ]
     group = ""
     for name, field, flag in fields():

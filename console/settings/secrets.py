@@ -29,7 +29,7 @@ def read_secret(file: Path, flag: str) -> str:
     except OSError as error:
         raise InvalidRequest(f"{flag} {file} cannot be read: {error.strerror or error}", param=param) from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{flag} {file} holds no key: its first line is no text", param=param) from None
+        raise InvalidRequest(f"{flag} {file} holds no key: its first line is not text", param=param) from None
     if len(line) > MAX_SECRET_BYTES:
         raise InvalidRequest(
             f"{flag} {file} holds no key: its first line has more than {MAX_SECRET_BYTES:,} bytes", param=param
@@ -46,7 +46,7 @@ def secret_file_warning(file: Path) -> str:
     file = home_expanded(file)
     if not is_readable_by_others(file):
         return ""
-    return f"{file} holds a key, and other users of this machine may read it: `chmod 600 {file}`"
+    return f"{file} holds a key and is readable by other users: `chmod 600 {file}`"
 
 
 # Where other users of this machine can see keys, or read and change what is kept.
@@ -55,7 +55,7 @@ def secret_file_warning(file: Path) -> str:
 def key_warnings(settings: Settings, sources: Sources) -> Iterator[str]:
     """Yield a sentence for each place from which other users of this machine could read a key."""
     if settings.api_key is not None and sources.origin("api_key").source == "flag":
-        yield "Every user of this machine sees --api-key in its list of processes: use `--api-key-file FILE` instead"
+        yield "--api-key is visible to every user of this machine (ps): use `--api-key-file FILE` instead"
     if "api_key" in sources.saved and (problem := secret_file_warning(sources.file)):
         yield problem
     for file in (settings.api_key_file, settings.tls_key):
@@ -67,6 +67,4 @@ def folder_warnings(folders: Iterable[Path]) -> Iterator[str]:
     """Yield a sentence for each folder of ours that belongs to another user, whatever its mode."""
     for folder in folders:
         if is_folder(folder) and folder.stat().st_uid not in (0, os.geteuid()):
-            yield (
-                f"{folder} belongs to another user, who can replace what is kept in it: `sudo chown -R $USER {folder}`"
-            )
+            yield (f"{folder} belongs to another user, who can replace its files: `sudo chown -R $USER {folder}`")

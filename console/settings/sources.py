@@ -119,16 +119,16 @@ def _agreeing(settings: Settings) -> Settings:
     """Raise InvalidRequest where two settings contradict each other."""
     if settings.cache_8bit and settings.cache_bits not in (16, 8):
         raise InvalidRequest(
-            f"--cache_8bit asks for 8 bits and --cache-bits for {settings.cache_bits}; give one of them",
+            f"give only one of --cache-8bit and --cache-bits {settings.cache_bits}",
             param="cache_bits",
         )
     if settings.verbose and settings.log_level not in ("info", "debug"):
         raise InvalidRequest(
-            f"--verbose asks for the log level debug and --log-level for {settings.log_level}; give one of them",
+            f"give only one of --verbose and --log-level {settings.log_level}",
             param="log_level",
         )
     if settings.api_key is not None and settings.api_key_file is not None:
-        raise InvalidRequest("--api-key and --api-key-file both name a key; give one of them", param="api_key")
+        raise InvalidRequest("give only one of --api-key and --api-key-file", param="api_key")
     return settings
 
 
@@ -164,6 +164,15 @@ def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
     return values
 
 
+_REASONS = {
+    "Input should be less than or equal to": "max",
+    "Input should be greater than or equal to": "min",
+    "Input should be a valid integer": "must be a whole number",
+    "Input should be": "must be",
+}
+"""Pydantic's words for the limits of a value, and ours."""
+
+
 def _to_invalid_request(
     error: ValidationError, given: Mapping[str, Any], origin: Callable[[str], Origin]
 ) -> InvalidRequest:
@@ -175,7 +184,9 @@ def _to_invalid_request(
     if problem["type"] in ("string_too_short", "too_short"):
         return InvalidRequest(f"{where} is empty", param=name)
     value = "" if is_secret(name) else _shown(given.get(name, problem["input"]))
-    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    reason = problem["msg"].removeprefix("Value error, ").partition(", unable")[0]
+    for pydantic, ours in _REASONS.items():
+        reason = reason.replace(pydantic, ours)
     return InvalidRequest(f"{where} {value}".rstrip() + f": {reason[0].lower()}{reason[1:]}", param=name)
 
 

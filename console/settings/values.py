@@ -43,7 +43,7 @@ def whole_number(value: object) -> object:
 
 def _plain_words(value: tuple[str, ...]) -> tuple[str, ...]:
     if any(not word or any(map(str.isspace, word)) for word in value):
-        raise ValueError("it must be words with commas between them")
+        raise ValueError("must be words separated by commas")
     return tuple(word.lower().rstrip("/") for word in value)
 
 
@@ -81,7 +81,7 @@ def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
         try:
             ipaddress.ip_network(each)
         except ValueError:
-            raise ValueError(f"{each} is neither an address nor a network such as 10.0.0.0/8") from None
+            raise ValueError(f"{each} is not an address or network, such as 10.0.0.0/8") from None
     return value
 
 
@@ -92,18 +92,18 @@ _LONG = MappingProxyType({**_SHORT, "m": 60.0, "h": 3600.0})
 
 def duration_s(value: object) -> object:
     """ "500ms" and "0.5s" -> 0.5; anything but text is left to pydantic, which takes a number as seconds."""
-    return _in_seconds(value, _SHORT, "500ms, 0.5s or 0.5") if isinstance(value, str) else value
+    return _in_seconds(value, _SHORT, "500ms, 0.5s") if isinstance(value, str) else value
 
 
 def span_s(text: str) -> float:
     """ "90s" and "90" -> 90, "2m" -> 120, "1.5h" -> 5400: of what may take hours. Raises ValueError."""
-    return _in_seconds(text, _LONG, "90s, 10m or 2h")
+    return _in_seconds(text, _LONG, "90s, 10m, 2h")
 
 
 def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
     parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text)
     if parts is None or parts[2] not in units:
-        raise ValueError(f"it must be a duration such as {examples}")
+        raise ValueError(f"not a duration; examples: {examples}")
     return float(parts[1]) * units[parts[2]]
 
 

@@ -39,7 +39,7 @@ def show_recording(link: ReplayLink, theme: str | None) -> int:
 def _options(theme: str | None) -> dict[str, Any]:
     """How this person likes the console. Raises InvalidRequest for bad settings, and where there is no terminal."""
     if stream := redirected_stream():
-        how = f"'{APP_NAME} top' says how an instance is in a line"
+        how = f"'{APP_NAME} top' prints the state of an instance in one line"
         raise InvalidRequest(f"There is no terminal to show it in, as {stream} is none; {how}")
     settings = load_settings({} if theme is None else {"theme": theme})
     return {"theme": settings.theme, "refresh_hz": settings.refresh_hz}

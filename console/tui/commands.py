@@ -38,14 +38,12 @@ COMMANDS: tuple[Binding, ...] = (
     _command(
         "tune.bench", "Benchmark…", "app.at('tune', \"show('benchmarks')\")", "Run benchmarks; plot and compare results"
     ),
-    _command(
-        "tune.find", "Autotune…", "app.autotune", "Find the best settings of the model by measurement", mutates=True
-    ),
+    _command("tune.find", "Autotune…", "app.autotune", "Find the best settings by measurement", mutates=True),
     ALERTS,
     _command("open.settings", "Go to Settings", "app.open('settings')", ""),
     _command("theme", "Theme…", "app.change_theme", "Change the colours"),
     _command("doctor", "Doctor", "app.doctor", "Check this machine and its install"),
-    _command("screenshot", "Screenshot", "app.picture", "Save a picture of this screen (SVG) where you are"),
+    _command("screenshot", "Screenshot", "app.picture", "Save a screenshot (SVG) to the current folder"),
     _command("quit", "Quit the console", "app.quit", ""),
 )
 """Common commands of every screen, in order of use."""

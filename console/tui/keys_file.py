@@ -55,7 +55,7 @@ def read_keys(path: Path) -> KeysFile:
     for name, value in _flat(tables):
         listed = value if isinstance(value, list) else [value]
         if not listed or not all(isinstance(key, str) and key.strip() for key in listed):
-            problems.append(f"{name}: a key is a word such as {_quote('ctrl+k')}, or a list of them")
+            problems.append(f"{name}: a key is a name such as {_quote('ctrl+k')}, or a list of them")
         else:
             keys[name] = ",".join(_long(part) for key in listed for part in _split(key))
     return KeysFile(keys, tuple(problems))
@@ -70,11 +70,11 @@ def check_keys(file: KeysFile, bound: Sequence[DeclaredBinding], meets: Meets) -
             problems.append(f"{name} is not an action{did_you_mean(name, ids)}")
             del good[name]
         elif wrong := [key for key in keys.split(",") if not is_key(key)]:
-            problems.append(f"{name}: {_quote(wrong[0])} is no key{did_you_mean(wrong[0], _NAMED)}")
+            problems.append(f"{name}: {_quote(wrong[0])} is not a key{did_you_mean(wrong[0], _NAMED)}")
             del good[name]
     clashes = list(_clashes(good, bound, meets))
     for one, other, key in clashes:
-        problems.append(f"{_quote(key)} would mean both {one} and {other}")
+        problems.append(f"{_quote(key)} is bound to both {one} and {other}")
     spoilt = {name for one, other, _ in clashes for name in (one, other)}
     return KeysFile({name: keys for name, keys in good.items() if name not in spoilt}, tuple(dict.fromkeys(problems)))
 
@@ -90,9 +90,9 @@ def is_key(key: str) -> bool:
 def sample(bound: Iterable[DeclaredBinding]) -> str:
     """A keys.toml in which every action stands commented out, with the keys that it has."""
     lines = [
-        f"# Keys of the console. Put this at {keys_path()} and uncomment what you change.",
-        '# A key is a name such as "w", "ctrl+k", "f5" or "question_mark"; several stand in a list.',
-        "# What is saved here is in use a second later.",
+        f"# Keys of the console. Save as {keys_path()} and uncomment lines to change.",
+        '# A key is a name such as "w", "ctrl+k", "f5" or "question_mark"; several go into a list.',
+        "# Changes apply within a second.",
     ]
     place: str | None = None
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""The simulated cluster: workers, nodes, the front door, and deaths."""
+"""The simulated cluster: workers, nodes, the front end, and deaths."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("each load factor must be above 0 and below 1000", param="course")
         for name, cost in msgspec.structs.asdict(self.front).items():
             if not 0 <= cost <= 60:
-                raise InvalidRequest(f"{name} of the front door is {cost:g}; it must be between 0 and 60", param=name)
+                raise InvalidRequest(f"{name} of the front end is {cost:g}; it must be between 0 and 60", param=name)
         for death in self.deaths:
             if not (0 <= death.node < self.nodes and min(death.at_s, death.detected_s, death.restart_s) >= 0):
                 raise InvalidRequest(f"no node {death.node}: nodes are 0 to {self.nodes - 1}", param="deaths")

@@ -115,7 +115,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How it stands at a time: requests that wait for a worker, requests on workers, and how far the front door is
+    """How it stands at a time: requests that wait for a worker, requests on workers, and how far the front end is
     behind."""
 
     at_s: float
@@ -129,7 +129,7 @@ class Outcome:
     """All that a simulation found.
 
     seconds: until the last request ended.  window: what is counted.  utilisation: of each worker, the share of the
-    window that it spent in steps.  front_busy: the same of the front door.  most_behind_s: how far that was behind at
+    window that it spent in steps.  front_busy: the same of the front end.  most_behind_s: how far that was behind at
     worst.
     area: sum over time of the requests that were admitted and not ended, in request seconds.
     """

@@ -1,5 +1,5 @@
 """A discrete-event simulation of a cluster. What decides in it is the engine's own code: queue, dispatcher, scheduler,
-pages and outbox. Times come from step costs, and the front door from the costs of its work.
+pages and outbox. Times come from step costs, and the front end from the costs of its work.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ MOMENT_S = 1.0
 
 
 class OutcomeRecorder:
-    """Looks at the queue, the front door and the workers as time goes on."""
+    """Looks at the queue, the front end and the workers as time goes on."""
 
     def __init__(
         self, window: Window, model_queue: ModelQueue, front: FrontDoorQueue, worker_slots: Sequence[WorkerSlot]
@@ -156,7 +156,7 @@ class OutcomeRecorder:
         self._counted_s = 0.0
 
     def note_busy(self, now: float) -> None:
-        """How long the front door and each worker were busy until now."""
+        """How long the front end and each worker were busy until now."""
         front_s = self._front.busy_s_until(now)
         self._busy_s.append((front_s, *(worker_slot.busy_until(now) for worker_slot in self._worker_slots)))
 
@@ -386,13 +386,13 @@ class _Simulation:
         self._begin(worker_slot, worker, now)
 
     def _share(self, worker: SimulatedWorker, stretch: Stretch) -> float:
-        """Share of the front door that the messages about such a stretch take while it goes on."""
+        """Share of the front end that the messages about such a stretch take while it goes on."""
         assert stretch.pace is not None, "only leaps have evenly spaced messages"
         message_s = stretch.message_steps * stretch.pace.first_s
         return self._front.message_s(len(worker.scheduler.running)) / message_s
 
     def _stolen(self, now: float) -> float:
-        """CPU time that the front door took from a worker since the last step began."""
+        """CPU time that the front end took from a worker since the last step began."""
         shared = self._front.costs.shared
         if not shared:
             return 0.0

@@ -1,4 +1,4 @@
-"""Questions to the simulator: how many workers it takes, a node's death, where the front door saturates."""
+"""Questions to the simulator: how many workers it takes, a node's death, where the front end saturates."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ MAX_WORKERS = 100_000
 MARGINS = (1.1, 1.25, 1.5, 2.0)
 """Times the demand that are tried on the workers that were found, as far as they meet the goal."""
 FRONT_LOADS = (0.9, 1.1)
-"""Loads of the front door that are simulated, as shares of what it can do."""
+"""Loads of the front end that are simulated, as shares of what it can do."""
 _MIN_NEAR_FULL_S = 10.0
 _ALONE = 300
 """Requests that are looked at one by one, and up to twice as many."""
 _DEVIATIONS = 3.0
 _FULL = 0.99
-"""A front door that is busy for such a share of the time is full."""
+"""A front end that is busy for such a share of the time is full."""
 _MAX_GROWTH = 64
 _FIRST_STEP = 16
 """A search begins with two sizes that are a sixteenth of the estimate apart."""
 
 Why = Literal["requests", "front", "most"]
-"""Why no number of workers meets a goal: requests miss it even alone, the front door is full, all were tried."""
+"""Why no number of workers meets a goal: requests miss it even alone, the front end is full, all were tried."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,16 +333,16 @@ def node_death(
 def front_door_limit(
     cluster: Cluster, demand: DemandOf, goal: Goal, show: Show, run: RunCases = in_turn, today: Summary | None = None
 ) -> FrontAnswer:
-    """Where the front door is full if the cluster grows with the demand, each worker as busy as now. today: of this
+    """Where the front end is full if the cluster grows with the demand, each worker as busy as now. today: of this
     cluster under this demand, if it was simulated already. Raises InvalidRequest."""
     if today is None:
-        show("simulating the front door")
+        show("simulating the front end")
         today = _counted(run([(cluster, demand(1.0), goal.window)])[0], goal)
     offered = today.requests / today.seconds
     request_s = today.front_busy / offered
     times = _strength_of_a_full_loop(request_s * offered, cluster.front.slot_s * cluster.workers * offered)
     sizes = [max(1, min(MAX_WORKERS, math.ceil(cluster.workers * times * load))) for load in FRONT_LOADS]
-    show(f"simulating the front door close to full, with {sizes[0]} and {sizes[-1]} workers")
+    show(f"simulating the front end close to full, with {sizes[0]} and {sizes[-1]} workers")
     window = near_full_window(goal.window, today.seconds, times)
     cases = [
         (

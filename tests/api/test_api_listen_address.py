@@ -245,10 +245,10 @@ async def test_a_folder_that_another_program_has_locked_is_not_waited_for_for_ev
     ("host", "reason"),
     [
         ("unix:", "a socket needs a path"),
-        ("unix:/" + "x" * 107, "the path of a socket may have 107 bytes"),
-        ("127.0.0.1:8000", "the port has a setting of its own"),
-        ("http://127.0.0.1", "without a scheme or a path"),
-        (" ", "an address is needed"),
+        ("unix:/" + "x" * 107, "the path of a socket has max 107 bytes"),
+        ("127.0.0.1:8000", "the port is a separate setting"),
+        ("http://127.0.0.1", "without scheme or path"),
+        (" ", "enter an address"),
     ],
 )
 async def test_what_is_no_address_is_refused_by_what_it_lacks(api: Served, host: str, reason: str) -> None:

@@ -66,5 +66,5 @@ async def test_each_client_behind_a_proxy_has_the_requests_of_an_address(tmp_pat
 
 
 def test_what_is_neither_an_address_nor_a_network_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"10\.0\.0\.1/8 is neither an address nor a network"):
+    with pytest.raises(InvalidRequest, match=r"10\.0\.0\.1/8 is not an address or network"):
         load_settings({"trusted_proxies": "127.0.0.1,10.0.0.1/8"}, env={}, file=Path("nowhere.toml"))

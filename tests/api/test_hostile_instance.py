@@ -112,7 +112,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 
 async def lost(link: RemoteLink) -> str:
-    """Why the connection broke off: one clean line."""
+    """Why connection lost: one clean line."""
     await until(lambda: link.standing().reach in ("lost", "refused"))
     said = link.standing().reason
     assert said.isprintable()
@@ -148,20 +148,20 @@ def with_field(path: tuple[str, ...], value: object) -> bytes:
         (whole(b"data: " + b"[" * 10**5 + b"\n\n"), "nested too deeply"),
         (whole(b"data: " + b"9" * 400 + b"\n\n"), "a number of too many digits"),
         (whole(b'data: "\xff"\n\n'), "it is not JSON"),
-        (whole(b"data: [1, 2]\n\n"), "is of another version"),
-        (whole(b"data: 5\n\n"), "is of another version"),
+        (whole(b"data: [1, 2]\n\n"), "has a different version"),
+        (whole(b"data: 5\n\n"), "has a different version"),
         (whole(b'data: {"error": 5}\n\n'), "no cause given"),
         (whole(b'data: {"error": {"code": [], "message": {}, "param": 1e18}}\n\n'), "{}"),
         (whole(event({"error": {"message": "\x1b]0;x\x07" * 10_000}})), r"\x1b]0;x\x07"),
-        (whole(event({"full": 5})), "is of another version"),
-        (whole(event({"full": [], "delta": {}})), "is of another version"),
-        (whole(event({"delta": {"at": [1]}})), "is of another version"),
-        (whole(doubling()), "is of another version"),
-        (whole(with_field(("snapshot", "at"), "now")), "is of another version"),
-        (whole(with_field(("snapshot", "requests"), 7)), "is of another version"),
-        (whole(with_field(("snapshot", "status", "spec", "path"), 7)), "is of another version"),
-        (whole(with_field(("api",), None)), "is of another version"),
-        (whole(with_field(("snapshot", "log_total"), -1) + event({"delta": {"gone": None}})), "another version"),
+        (whole(event({"full": 5})), "has a different version"),
+        (whole(event({"full": [], "delta": {}})), "has a different version"),
+        (whole(event({"delta": {"at": [1]}})), "has a different version"),
+        (whole(doubling()), "has a different version"),
+        (whole(with_field(("snapshot", "at"), "now")), "has a different version"),
+        (whole(with_field(("snapshot", "requests"), 7)), "has a different version"),
+        (whole(with_field(("snapshot", "status", "spec", "path"), 7)), "has a different version"),
+        (whole(with_field(("api",), None)), "has a different version"),
+        (whole(with_field(("snapshot", "log_total"), -1) + event({"delta": {"gone": None}})), "a different version"),
         (packed(event({"full": 5})), "ended the connection"),
         (whole(b"x" * 10_000, 302, Location="http://127.0.0.1:1/"), "not EricLLM (HTTP 302)"),
         (endless(b"", b"x" * 2**16, 500), "not EricLLM (HTTP 500)"),
@@ -180,11 +180,11 @@ async def test_whatever_it_sends_is_one_sentence(stream: Answer, said: str, capl
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        (whole(b"5"), "is of another version"),
-        (whole(b"[]"), "is of another version"),
-        (whole(b'{"result": [-1, []]}'), "is of another version"),
+        (whole(b"5"), "has a different version"),
+        (whole(b"[]"), "has a different version"),
+        (whole(b'{"result": [-1, []]}'), "has a different version"),
         (whole(b'{"result": [' + b"9" * 300 + b", []]}"), "too many digits"),
-        (whole(b'{"result": [1, [{"at": "now"}]]}'), "is of another version"),
+        (whole(b'{"result": [1, [{"at": "now"}]]}'), "has a different version"),
         (endless(b"[", b" " * 2**16), "sends more than 16 MiB in one answer"),
         (packed(b""), "it is not JSON"),
     ],
@@ -200,11 +200,11 @@ async def test_whatever_its_log_is_is_one_sentence(log: Answer, said: str, caplo
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (whole(b"data: 5\n\n"), "is of another version"),
-        (whole(b'data: {"result": 5}\n\n'), "is of another version"),
-        (whole(b'data: {"result": {"' + b"x" * 1000 + b'": 1}}\n\n'), "is of another version"),
+        (whole(b"data: 5\n\n"), "has a different version"),
+        (whole(b'data: {"result": 5}\n\n'), "has a different version"),
+        (whole(b'data: {"result": {"' + b"x" * 1000 + b'": 1}}\n\n'), "has a different version"),
         (whole(b"data: " + b'{"result": [' * 10**5 + b"\n\n"), "nested too deeply"),
-        (whole(b"\n"), "ended the connection before it was done"),
+        (whole(b"\n"), "closed the connection too early"),
         (endless(b"data: ", b"[" * 2**16), "sends more than 16 MiB before an event ends"),
     ],
 )

@@ -141,7 +141,7 @@ PROVOKED: dict[str, Provoke] = {
     "The package 'console' in ...": not_ours,
     "There is no home folder to keep settings and state in": no_home,
     "stderr is not a terminal; running headless": no_screen,
-    "This terminal can show no screen (TERM=dumb)": dumb,
+    "This terminal cannot show the console (TERM=dumb)": dumb,
     "there is no folder /models/x": no_folder,
     "no model is called x": no_name,
     "org/name could not be downloaded from the hub ...": no_hub,

@@ -70,7 +70,7 @@ class SimulatedRig:
         if self.windows in self._fails:
             raise self._fails[self.windows]
         if self._silent(self.at) or seconds < self._answers_within_s:
-            raise WorkerFailed("no request was answered within the window")
+            raise WorkerFailed("no answer within the measurement time")
         return self._noise.window(self.device, self.at, seconds)
 
     async def rest(self) -> None:

@@ -53,7 +53,7 @@ class Sending:
             try:
                 yield decode_json(event)
             except ValueError:
-                raise OutOfReach("What gpu1 sends is refused") from None
+                raise OutOfReach("Invalid data from gpu1") from None
         raise OutOfReach("gpu1 cannot be reached: connection refused")
 
     async def get(self, path: str, query: Any = None) -> Any:

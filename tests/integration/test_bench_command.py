@@ -61,7 +61,7 @@ def test_a_result_notes_that_the_native_kernels_could_not_be_had(
     file = tmp_path / "result.json"
     asked = ["--users", "1", "--requests", "1", "--prompt-tokens", "4", "--output-tokens", "2", "--devices", "sim:8"]
     assert main(["bench", "users", str(tiny), *asked, "--json", str(file), "--no-history"]) == 0
-    assert "The native kernels did not compute" in read_result(file).notes[0]
+    assert "The native kernels were not used" in read_result(file).notes[0]
     assert "no C++ compiler is on PATH" in read_result(file).notes[0]
 
 
@@ -104,14 +104,14 @@ async def test_ctrl_c_ends_a_bench_with_what_was_measured_by_then(tiny: Path, tm
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["users", "demo", "--users", "0"], "users are numbers of at least 1"),
-        (["grid", "demo", "--workers", "0"], "workers are numbers of at least 1"),
-        (["serve", "demo", "--rates", "0"], "a rate is more than 0"),
-        (["serve", "demo", "--prompt-tokens", "trace"], "lengths of a trace need a trace"),
+        (["users", "demo", "--users", "0"], "users must be 1 or more"),
+        (["grid", "demo", "--workers", "0"], "workers must be 1 or more"),
+        (["serve", "demo", "--rates", "0"], "a rate must be above 0"),
+        (["serve", "demo", "--prompt-tokens", "trace"], "lengths from a trace need --trace"),
         (["serve", "demo", "--trace", "no-such-file.json"], "no-such-file.json cannot be read"),
         (["latency", "demo", "--prompt-tokens", "900000"], "do not fit the model's"),
         (["latency", "demo", "--max-model-len", "100"], "answers of up to 200 do not fit the model's 100"),
-        (["load", "--url", "http://127.0.0.1:9"], "loads a model, which it cannot do on a server; leave --url out"),
+        (["load", "--url", "http://127.0.0.1:9"], "loads a model, which a server does not allow; leave --url out"),
     ],
 )
 def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
@@ -127,8 +127,8 @@ def test_what_is_known_to_fail_is_refused_before_anything_is_loaded_or_asked(
     [
         (["--prompts", "0"], "0 is not between 1 and 1000000"),
         (["demo", "--model", "other"], "the model is given twice"),
-        (["--dialect", "tgi"], "give its --url"),
-        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is about loading a model here"),
+        (["--dialect", "tgi"], "need --url"),
+        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is a load option"),
         (["--url", "http://127.0.0.1:9"], "connection refused"),
         (["--promts", "3"], "there is no --promts"),
         (["no-such-model"], "no model is called no-such-model"),

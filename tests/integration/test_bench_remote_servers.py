@@ -66,13 +66,13 @@ async def test_a_server_is_measured_with_its_key_and_kept_under_its_address(tmp_
     [
         ({"url": "ftp://x"}, "url", "is not an address of a server"),
         ({"url": "http://[::1"}, "url", "is not an address of a server"),
-        ({"url": "http://me:pw@x"}, "url", "a key is given by itself"),
-        ({"url": "http://127.0.0.1:9"}, "url", "cannot be asked: connection refused"),
-        ({"dialect": "morse"}, "dialect", "morse is no dialect"),
+        ({"url": "http://me:pw@x"}, "url", "use --key-file"),
+        ({"url": "http://127.0.0.1:9"}, "url", "cannot be reached: connection refused"),
+        ({"dialect": "morse"}, "dialect", "unknown dialect morse"),
         ({"dialect": "ollama"}, "dialect", "/api/generate answered 404"),
         ({"key": "another"}, "key", "answered 401: that key is none of ours"),
-        ({"bench": "grid"}, "bench", "changes settings of the engine in this process"),
-        ({"bench": "users", "users": "0"}, "users", "users are numbers of at least 1"),
+        ({"bench": "grid"}, "bench", "changes engine settings"),
+        ({"bench": "users", "users": "0"}, "users", "users must be 1 or more"),
     ],
 )
 async def test_a_server_that_cannot_be_asked_is_one_sentence_before_anything_begins(
@@ -146,7 +146,7 @@ async def test_lengths_of_a_trace_are_asked_for(tmp_path: Path, place: str) -> N
     [
         (None, "cannot be read: No such file"),
         ("[]", "holds no conversation"),
-        ("{", "is no trace in ShareGPT's format"),
+        ("{", "is not a trace in ShareGPT format"),
         (" " * (MAX_TRACE_BYTES + 1), "has 64 MiB, and reading more than 64 would delay"),
     ],
 )

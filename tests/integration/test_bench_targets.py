@@ -124,12 +124,12 @@ async def test_guessing_is_turned_off_with_its_number_of_tokens(tmp_path: Path) 
 async def test_a_model_that_others_use_is_not_loaded_anew(engine: Engine) -> None:
     result = await run_bench(Threads(clients=(2,), requests=2, guessed=(0, 2), **SHORT), EngineTarget(engine))
     assert [row.keys["guessed"] for row in result.rows] == [0]
-    assert "not reloaded" in result.notes[0]
+    assert "cannot be reloaded" in result.notes[0]
 
 
 async def test_load_leaves_a_model_that_others_use(engine: Engine) -> None:
     save_file({"unused": torch.zeros(8)}, engine.publish().status.spec.path / "model.safetensors")  # type: ignore[union-attr]
-    with pytest.raises(InvalidRequest, match="not reloaded"):
+    with pytest.raises(InvalidRequest, match="cannot be reloaded"):
         await run_bench(Load(), EngineTarget(engine))
     assert engine.status.state == "ready"
 

@@ -77,7 +77,7 @@ def test_where_one_of_the_three_streams_is_no_terminal_it_says_which_and_shows_n
 def test_a_dumb_terminal_is_refused_in_one_sentence(tmp_path: Path, model: Path) -> None:
     with in_terminal(tmp_path, "--model", str(model), TERM="dumb") as (process, read):
         assert process.wait(timeout=60) == 2
-        assert read("\n") == "ericllm: This terminal can show no screen (TERM=dumb); --headless serves without one\r\n"
+        assert read("\n") == "ericllm: This terminal cannot show the console (TERM=dumb); use --headless\r\n"
 
 
 def _control(terminal: int) -> None:
@@ -187,18 +187,18 @@ def test_without_a_terminal_a_hang_up_has_the_settings_read_again(
         server.process.send_signal(signal.SIGHUP)
         server.wait_for(said)
 
-    reload("max_prompts = 3\n", f"{config} was reloaded; nothing has changed")
+    reload("max_prompts = 3\n", f"{config} was reloaded; no changes")
     reload("max_prompts = 5\ndrain_seconds = 9\nport = 1\n", "used now: max_prompts$")
-    server.wait_for("used by the next load or start: port$")
-    reload("max_prompts = 'many'\n", f"the settings stay as they are: 'max_prompts' in {config} many: ")
-    reload("max_prompts = [\n", f"the settings stay as they are: {config} cannot be read: ")
+    server.wait_for("applies to the next load or start: port$")
+    reload("max_prompts = 'many'\n", f"settings unchanged: 'max_prompts' in {config} many: ")
+    reload("max_prompts = [\n", f"settings unchanged: {config} cannot be read: ")
     reload("max_prompts = 4\n", "used now: max_prompts$")
     if not any("max_prompts 5 -> 4" in line for line in server.lines):  # a thread writes the log: before or after
         server.wait_for("max_prompts 5 -> 4")
     reload("", "used now: max_prompts$")
     config.unlink()
     server.process.send_signal(signal.SIGHUP)
-    server.wait_for(f"{config} is not there; nothing has changed")
+    server.wait_for(f"{config} does not exist; no changes")
     assert server.end() == 0
 
 

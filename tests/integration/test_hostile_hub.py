@@ -505,7 +505,7 @@ def test_a_password_in_the_endpoint_is_in_no_message(hub: FakeHub, monkeypatch: 
 @pytest.mark.parametrize("endpoint", ["http://x:notaport", "http://[::1"])
 def test_an_endpoint_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch, hub: FakeHub, endpoint: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert "HF_ENDPOINT is not an address of a hub" in refused()
+    assert "HF_ENDPOINT is not the address of a hub" in refused()
 
 
 def test_a_hub_that_never_answers_can_be_cancelled(hub: FakeHub) -> None:

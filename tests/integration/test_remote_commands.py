@@ -89,11 +89,11 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
     [
         (("top", "ftp://x"), "is not an address of an instance"),
         (("top", "--interval", "soon"), "soon is not a number between"),
-        (("attach", "http://user@host"), "says more than where the instance is"),
+        (("attach", "http://user@host"), "is more than the URL of an instance"),
         (("replay", "pyproject.toml"), "is not a recording of ericllm"),
         (("replay", "nothing.rec"), "There is no file nothing.rec"),
         (("attach", NOBODY), "There is no terminal"),
-        (("--headless", "--read-only"), "--read-only is about the screens"),
+        (("--headless", "--read-only"), "--read-only has no effect with --headless"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:

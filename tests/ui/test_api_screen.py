@@ -63,7 +63,7 @@ async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> N
         text = screen_text(pilot.app)
     for words in (
         "http://127.0.0.1:8000",
-        "a key is needed",
+        "key required",
         "14 under way",
         "214 requests/min",
         "3 failed/min",
@@ -149,8 +149,8 @@ async def test_a_key_with_limits_is_made_and_its_limits_are_told() -> None:
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ((), "Type a name for the key."),
-        (tuple("app"), "There is a key called app already."),
+        ((), "Enter a name for the key."),
+        (tuple("app"), "A key app already exists."),
         (("c", "i", "tab", "down", "space", "shift+tab"), "A key that may do nothing is of no use"),
     ],
 )
@@ -186,7 +186,7 @@ async def test_revoking_the_last_key_says_what_follows() -> None:
         await seen(pilot, "app")
         await pilot.press("down", "x")
         await asked(pilot, ConfirmScreen)
-        assert "It is the last one: clients need no key then." in screen_text(pilot.app)
+        assert "This is the last key; without it no key is required." in screen_text(pilot.app)
 
 
 async def test_the_settings_key_is_not_revoked_here() -> None:
@@ -247,13 +247,13 @@ async def test_opening_it_to_other_machines_without_a_key_is_asked_about_where_t
     async with an_app(link).run_test() as pilot:
         await address(pilot, "0.0.0.0", "8000")
         await asked(pilot, ConfirmScreen)
-        assert "0.0.0.0 is open to other machines, and there is no key." in screen_text(pilot.app)
+        assert "0.0.0.0 is reachable from the network, and no key is set." in screen_text(pilot.app)
         await pilot.press("n")
         assert "listen" not in link.names()
         await address(pilot, "0.0.0.0", "8000")
         await asked(pilot, ConfirmScreen)
         await pilot.press("y")
-        await seen(pilot, "✖ open to other machines without a key")
+        await seen(pilot, "✖ open to the network without a key")
 
 
 async def test_opening_it_to_other_machines_with_a_key_asks_nothing() -> None:
@@ -370,7 +370,7 @@ def test_the_api_looks_right(snap_compare: Any) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (160, 45)])
 def test_every_panel_has_its_first_rows_whatever_the_size(size: tuple[int, int]) -> None:
     app = an_app(link_of(SERVED))
-    head = "● on", "✓ a key is needed", "214 requests/min", "c copies curl http://127.0.0.1:8000/v1/chat/completions"
+    head = "● on", "✓ key required", "214 requests/min", "c copies curl http://127.0.0.1:8000/v1/chat/completions"
     beside = size[0] > 120
     panels = (
         "Keys",
@@ -394,7 +394,7 @@ def test_the_form_of_a_key_covers_the_screen() -> None:
         "○ watch",
         "○ admin",
         "requests/min  any",
-        "Make key (enter)     Cancel (esc)",
+        "Create (enter)     Cancel (esc)",
         "Failures",
     )
     assert shows(an_app(link_of(OPEN)), *form, terminal_size=(120, 40), run_before=ready, press=["w"])
@@ -402,7 +402,7 @@ def test_the_form_of_a_key_covers_the_screen() -> None:
 
 def test_the_form_of_an_address_fits_a_small_terminal() -> None:
     form = (
-        "Where to listen",
+        "Listen address",
         "address  127.0.0.1",
         "port     8000",
         "0.0.0.0 every machine",

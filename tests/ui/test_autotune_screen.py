@@ -53,7 +53,7 @@ async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_th
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _shown(pilot, "Effect of changes")
         await pilot.press("v")
-        await _shown(pilot, "No settings tried yet. Press f to find the best.")
+        await _shown(pilot, "No autotune results yet. Press f to start.")
         _link(app).script["tuning.report"] = tune_scenes.found()
         app.refresh_screen()
         await _shown(pilot, "8 of 540 tried")
@@ -107,7 +107,7 @@ async def test_a_bad_setting_is_told_at_its_field() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await _formed(pilot)
         await pilot.press("tab", "tab", *"soon", "enter")
-        await _shown(pilot, "✖ Soon is not a time, such as 500ms or 0.5s")
+        await _shown(pilot, "✖ Soon is not a duration; examples: 500ms, 0.5s")
         assert app.focused is not None and app.focused.has_class("-wrong")
         assert _link(app).names() == []
 
@@ -117,7 +117,7 @@ async def test_elsewhere_no_trace_is_asked_for() -> None:
     app = EricApp(link, start="tune")
     async with app.run_test(size=(120, 40)) as pilot:
         await _formed(pilot)
-        await _shown(pilot, "Traces: only on a console on that machine.")
+        await _shown(pilot, "Traces need a console on that machine.")
         assert "ShareGPT" not in screen_text(app)
 
 
@@ -151,30 +151,30 @@ async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
         await _shown(pilot, "No best settings yet.")
         _link(app).script["tuning.report"] = tune_scenes.found("done")
         app.refresh_screen()
-        await _shown(pilot, "it keeps what is asked of latency")
+        await _shown(pilot, "meets the latency SLO")
         await pilot.press("w")
         await until(pilot, lambda: _link(app).names() == ["use_best"])
 
 
 async def test_a_refusal_is_said_and_the_form_stays() -> None:
     app = _app()
-    _link(app).failures["start"] = EngineBusy("settings are being tried already; cancel that first")
+    _link(app).failures["start"] = EngineBusy("Autotune is already running. Cancel it first.")
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _formed(pilot)
         await pilot.press("enter")
-        await _shown(pilot, "✖ Settings are being tried already; cancel that first")
+        await _shown(pilot, "✖ Autotune is already running. Cancel it first")
         assert isinstance(app.screen, TuneFormScreen)
 
 
 async def test_settings_that_failed_and_what_else_happened_are_told_above_the_table() -> None:
     report = msgspec.structs.replace(
         tune_scenes.found(),
-        notes=("somebody turned workers to 3: that window does not count, and it is put back",),
-        failed=(Failed(setting=Setting(cache_bits=8), reason="no request was answered within the window"),),
+        notes=("somebody turned workers to 3: run discarded, setting restored",),
+        failed=(Failed(setting=Setting(cache_bits=8), reason="no answer within the measurement time"),),
     )
     app = _app(report)
     async with app.run_test(size=(160, 50)) as pilot:
-        await _shown(pilot, "cache bits 8: no request was answered within the window (and 1 more)")
+        await _shown(pilot, "cache bits 8: no answer within the measurement time (and 1 more)")
 
 
 def test_the_plot_has_the_best_the_front_and_the_others() -> None:
@@ -224,5 +224,5 @@ def test_the_form_of_autotune_fits(size: tuple[int, int]) -> None:
         await _shown(pilot, "stays" if size[0] > 80 else "○ threads")
 
     knobs = "● workers", "max TTFT", "● prompts", "max ITL", "○ threads", "● cache bits", "● guesses", "trace"
-    end = "Other clients go first", "cannot be changed here", "Start (enter)    Knob on or off (space)    Cancel (esc)"
+    end = "Client requests take priority", "cannot be changed here", "Start (enter)    Toggle (space)    Cancel (esc)"
     assert shows(_app(), "Autotune", *knobs, *end, terminal_size=size, run_before=formed)

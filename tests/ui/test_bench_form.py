@@ -61,7 +61,7 @@ async def test_the_address_of_a_server_asks_for_its_dialect_model_and_key(size: 
         await pilot.press("ctrl+o", *URL)
         await shown(pilot, "dialect openai ▼ model the first listed key none")
         await shown(pilot, "/v1/completions (vLLM, others)")
-        await shown(pilot, "Measures that server")
+        await shown(pilot, "Measures the server")
 
 
 async def test_enter_runs_the_bench_on_the_server() -> None:

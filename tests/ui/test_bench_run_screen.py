@@ -36,7 +36,7 @@ async def test_the_form_says_what_is_measured_and_that_others_share_the_engine(s
             *PLANS,
             "numbers of users",
             "1,2,4",
-            "Measures the engine while it serves",
+            "Runs on the serving engine",
             "Start (enter)",
         ):
             assert words in text, words
@@ -69,12 +69,12 @@ async def test_ctrl_t_fills_in_the_bench_as_it_is_on_the_command_line() -> None:
 
 async def test_a_refusal_is_said_in_the_form_at_the_field() -> None:
     app = app_with()
-    link_of(app).failures["start"] = InvalidRequest("users are numbers of at least 1", param="users")
+    link_of(app).failures["start"] = InvalidRequest("users must be 1 or more", param="users")
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot)
         await formed(pilot)
         await pilot.press("down", "enter")
-        await shown(pilot, "✖ Users are numbers of at least 1")
+        await shown(pilot, "✖ Users must be 1 or more")
         assert app.focused is not None
         assert app.focused.id == "field-0"
 
@@ -110,7 +110,7 @@ async def test_c_cancels_and_says_what_is_kept() -> None:
         await opened(pilot)
         await shown(pilot, "measuring users")
         await pilot.press("c")
-        await shown(pilot, "users: Cancelled: what was measured by then is kept as number 3.")
+        await shown(pilot, "users: Cancelled: what was measured by then is saved as #3.")
         assert link_of(app).names() == ["cancel"]
 
 
@@ -129,10 +129,10 @@ async def test_when_it_ends_its_result_is_selected() -> None:
         await opened(pilot)
         await shown(pilot, "measuring users")
         link_of(app).benches.results[5] = bench_scenes.grid()
-        done = BenchReport(state="done", bench="grid", outcome="1,148.0 tok/s; kept as number 5.", number=5)
+        done = BenchReport(state="done", bench="grid", outcome="1,148.0 tok/s; saved as #5.", number=5)
         link_of(app).script["benches.report"] = done
         app.refresh_screen()
-        await shown(pilot, "✓ grid: 1,148.0 tok/s; kept as number 5.")
+        await shown(pilot, "✓ grid: 1,148.0 tok/s; saved as #5.")
         await shown(pilot, "output (tok/s)")
         assert "measuring" not in screen_text(app)
 
@@ -164,12 +164,12 @@ async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench(
 
 async def test_another_that_goes_on_is_said() -> None:
     app = app_with()
-    link_of(app).failures["start"] = EngineBusy("bench users goes on already; cancel that first")
+    link_of(app).failures["start"] = EngineBusy("Bench users is already running. Cancel it first")
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await formed(pilot)
         await pilot.press("enter")
-        await shown(pilot, "✖ Bench users goes on already; cancel that first")
+        await shown(pilot, "✖ Bench users is already running. Cancel it first")
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

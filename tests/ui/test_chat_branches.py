@@ -71,7 +71,7 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
         await opened(pilot)
         await pilot.press("alt+n")
         await until(pilot, lambda: len(app._notifications) == 1)
-        assert "no other branch that way" in next(iter(app._notifications)).message
+        assert "no more branches" in next(iter(app._notifications)).message
         assert answers(pilot) == ["two"]
 
 

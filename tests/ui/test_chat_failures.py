@@ -38,7 +38,7 @@ async def test_a_question_too_long_for_the_context_is_refused_before_it_is_sent_
         question = "word " * 60
         await ask(pilot, question)
         await until(pilot, lambda: bool(said(pilot)))
-        assert "Too long to send: 64 of 50 tokens" in said(pilot)[0]
+        assert "Too long: 64 tokens, limit 50" in said(pilot)[0]
         assert (draft(pilot), link.chats, questions(pilot)) == (question, [], [])
 
 

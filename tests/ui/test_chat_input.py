@@ -107,7 +107,7 @@ async def test_no_key_is_offered_that_would_be_typed() -> None:
             assert "API" not in rows(app)[-1]
             assert "Quit" not in rows(app)[-1].replace("^q Quit", "")
         found = {entry.title: entry.keys for entry in entries(app.screen)}
-        assert found["Alerts: what went wrong lately"] == ""
+        assert found["Show recent alerts"] == ""
         assert found["Copy the selected message, or the last answer"] == "^y or alt+y"
 
 

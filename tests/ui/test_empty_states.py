@@ -64,7 +64,7 @@ class Elsewhere(FakeLink):
             LinkStatus(reach="recording", read_only=True, name="night.rec"),
             READY,
             ON,
-            "No requests at this time in the recording.",
+            "No requests at this time of the recording.",
         ),
         (LinkStatus(reach="starting", model="demo"), Snapshot(at=scenes.NOW), ApiStatus(), "Starting demo…"),
         (

@@ -251,7 +251,7 @@ def test_each_worker_of_a_load_shows_its_phase_and_its_pace() -> None:
     assert "w1 ◔ loading  weights 3.1/9.4 GiB, 1.5 GiB/s, 4.20 s left" in shown
     loading = fleet_scenes.second_loading()
     assert "weights" in loaded_models_text(loading, None, {"demo": Pace(0.0, None)}).plain
-    assert "nothing moves" in loaded_models_text(loading, None, {"demo": Pace(0.0, None)}).plain
+    assert "stalled" in loaded_models_text(loading, None, {"demo": Pace(0.0, None)}).plain
 
 
 async def test_a_download_that_stopped_is_gone_on_with_by_its_hub_id() -> None:

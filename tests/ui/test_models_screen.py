@@ -121,7 +121,7 @@ def test_the_engine_says_which_attention_computes_and_why() -> None:
 
 def test_the_session_says_how_many_guesses_held() -> None:
     totals = Totals(draft_tokens=1200, draft_accepted=900)
-    assert dict(session_facts(scenes.busy(totals=totals)))["drafts"] == "1,200 tokens drafted · 75% accepted"
+    assert dict(session_facts(scenes.busy(totals=totals)))["drafts"] == "1,200 draft tokens · 75% accepted"
     assert "drafts" not in dict(session_facts(scenes.busy()))
 
 

@@ -54,7 +54,7 @@ async def test_a_screen_that_does_what_a_command_does_has_its_own_words_in_its_p
     async with app.run_test() as pilot:
         await listed(pilot)
         first = next(iter(palette_entries(app.screen)))
-        assert (first.title, first.keys) == ("Load the selected model in place of the first", "⏎ or l")
+        assert (first.title, first.keys) == ("Load the selected model, replacing the first", "⏎ or l")
 
 
 async def test_the_palette_goes_to_where_a_worker_is_chosen() -> None:
@@ -113,7 +113,7 @@ async def test_help_leaves_out_what_does_nothing_here_and_now() -> None:
         await until(pilot, lambda: "What the numbers mean" in screen_text(app))
         shown = screen_text(app)
         assert "Apply the advice" not in shown
-        assert "Show the next model" not in shown
+        assert "Switch to the next loaded model" not in shown
         assert [title for title in ("This panel", "This screen", "Everywhere") if title in shown] == [
             "This panel",
             "This screen",

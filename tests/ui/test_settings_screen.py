@@ -243,7 +243,7 @@ async def test_a_knob_turned_elsewhere_says_so_and_what_the_next_start_has() -> 
     link.settings.turned["max_prompts"] = 12
     async with an_app(link).run_test(size=(140, 40)) as pilot:
         table = await at(pilot, "max_prompts")
-        assert cells(table, "max_prompts")[1:] == ["12", "turned here", "→ 8 at next start"]
+        assert cells(table, "max_prompts")[1:] == ["12", "changed at runtime", "→ 8 at next start"]
 
 
 async def test_the_file_is_named() -> None:
@@ -283,13 +283,13 @@ def test_the_settings_look_right(snap_compare: Any) -> None:
             (80, 24),
             "max_prompts",
             ("enter", "0", "enter"),
-            ("num_workers", "max_prompts", "value    8", "✖ --max_prompts 0: must be"),
+            ("num_workers", "max_prompts", "value    8", "✖ --max_prompts 0: min 1"),
         ),
         (
             (120, 40),
             "backend",
             ("enter",),
-            ("Inference backend.", "choose, enter saves", "● auto", "○ torch", "○ exllamav2"),
+            ("Inference backend.", "enter: save", "● auto", "○ torch", "○ exllamav2"),
         ),
         (
             (140, 40),

@@ -50,7 +50,7 @@ async def test_v_goes_through_all_views_and_escape_back_to_the_changes() -> None
     app, _ = an_app()
     async with app.run_test(size=WIDE) as pilot:
         await until(pilot, lambda: "Effect of changes" in screen_text(app))
-        for words in ("No settings tried yet", "Latency breakdown", "Benchmark results", "Effect of changes"):
+        for words in ("No autotune results yet", "Latency breakdown", "Benchmark results", "Effect of changes"):
             await pilot.press("v")
             await until(pilot, lambda: words in screen_text(app))  # noqa: B023
         await pilot.press("v", "v", "escape")
@@ -176,7 +176,7 @@ async def test_resetting_the_counters_asks_once() -> None:
         await pilot.press("y")
         await settled(pilot)
         assert link.names() == ["reset"]
-        await until(pilot, lambda: "No request has ended yet." in screen_text(app))
+        await until(pilot, lambda: "No finished requests yet" in screen_text(app))
 
 
 async def test_a_reset_can_be_cancelled() -> None:
@@ -211,6 +211,6 @@ def test_one_answer_has_a_histogram_with_labelled_columns() -> None:
 
 
 def test_nothing_yet_is_a_sentence_in_each_section() -> None:
-    words = "No answer has ended yet.", "■ queue           –", "No SLO set.", "No request has ended yet."
+    words = "No finished answers yet", "■ queue           –", "No SLO set.", "No finished requests yet"
     app = EricApp(FakeLink(scenes.empty()), start="tune")
     assert shows(app, *words, "no model is loaded", terminal_size=(100, 40), press=OPEN)

@@ -151,7 +151,7 @@ async def test_a_worker_that_is_open_goes_on_changing() -> None:
         link.show(scenes.changed(snapshot, workers=snapshot.workers[:1]))
         app.refresh_screen()
         await pilot.pause()
-        assert "it is gone" in screen_text(app)
+        assert "stopped" in screen_text(app)
 
 
 async def test_a_click_selects_a_worker_and_two_open_it() -> None:
@@ -226,7 +226,7 @@ async def test_d_asks_once_and_drains() -> None:
     async with app.run_test(size=(100, 40)) as pilot:
         await _opened(pilot, 0)
         await pilot.press("d")
-        assert "It finishes 7 requests, takes no new requests and stops: one worker less." in screen_text(app)
+        assert "It finishes 7 requests and then stops. The model runs with one worker fewer." in screen_text(app)
         await pilot.press("n")
         assert link.commands == []
         await pilot.press("d", "y")
@@ -336,7 +336,7 @@ def test_a_dead_worker_fits_a_small_terminal() -> None:
         "✖ dead after 5 crashes: exit 139  on SIM1 (simulated)",
         "Last crash",
         "left dead",
-        "Its last lines:",
+        "Last lines:",
         "line 118 in forward",
     )
     placement = "Placement", "weights      KV    work     GiB", "planned", "used", "Work", "0 of 8"
@@ -349,7 +349,7 @@ async def test_a_worker_says_what_the_time_of_its_requests_went_into() -> None:
     app = EricApp(FakeLink(_worker(busy, busy.workers[0].id, why=why)))
     async with app.run_test(size=(100, 50)) as pilot:
         seen = await _opened(pilot, 0)
-    assert "Why requests take as long  their time on it by cause, last minute" in seen
+    assert "Latency  by cause, last minute" in seen
     assert "▒ sharing steps with other prompts     30.0 s   50%" in seen
     assert "Requests shared steps with the prompts of other requests for 30.0 s (50%): lower" in seen
     assert "(now 512)." in seen

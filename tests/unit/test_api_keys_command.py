@@ -63,7 +63,7 @@ def test_a_revoked_key_is_gone(state: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["api-keys", "revoke", "ci"]) == 0
     capsys.readouterr()
     main(["api-keys", "list"])
-    assert capsys.readouterr().out == "There are no keys.\n"
+    assert capsys.readouterr().out == "No keys.\n"
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def test_settings_that_failed_are_told_with_their_reasons_and_so_are_windows_tha
     failed = [Failed(setting=each, reason="no request was answered") for each in (small, large)]
     failed += [Failed(setting=small, reason=f"short by {size} GiB") for size in range(6)]
     report = msgspec.structs.replace(
-        DONE, failed=tuple(failed), notes=("another operator turned workers to 3: that window does not count",)
+        DONE, failed=tuple(failed), notes=("changed by another operator: workers to 3: run discarded",)
     )
     lines = remarks_of(report)
-    assert lines[0].startswith("another operator turned workers to 3")
+    assert lines[0].startswith("changed by another operator: workers to 3")
     assert lines[1].endswith("prompts 4, step tokens 512, cache bits 16 and 1 more setting: no request was answered")
     assert lines[-1] == "2 more reasons for failed runs"
     assert lines[1] in as_text(report)
@@ -87,38 +87,37 @@ BEST = next(each for each in DONE.tried if each.best)
 @pytest.mark.parametrize(
     ("said", "how"),
     [
-        ("1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.", {}),
-        ("1,420 tok/s. The engine is as it was before.", {"asked": False}),
+        ("1,420 tok/s; meets the latency SLO. Settings restored.", {}),
+        ("1,420 tok/s. Settings restored.", {"asked": False}),
         (
-            "1,420 tok/s; it keeps what is asked of latency. It is in use, and will be from now on.",
+            "1,420 tok/s; meets the latency SLO. Applied and saved as the default for this model.",
             {"apply": True, "applied": True},
         ),
         (
-            "1,420 tok/s; it keeps what is asked of latency. It is in use, but not from the next start on: no room.",
+            "1,420 tok/s; meets the latency SLO. It is in use, but not from the next start on: no room.",
             {"apply": True, "applied": True, "unkept": "no room"},
         ),
         (
-            "1,420 tok/s; it keeps what is asked of latency. The engine is as it was before. What was found is not "
-            "kept: no room.",
+            "1,420 tok/s; meets the latency SLO. Settings restored. What was found is not kept: no room.",
             {"unkept": "no room"},
         ),
         (
-            "1,420 tok/s; it keeps what is asked of latency. The engine could not be put there: w0 died. The engine "
+            "1,420 tok/s; meets the latency SLO. The engine could not be put there: w0 died. The engine "
             "could not be put back to where it was: w1 died.",
             {"apply": True, "unapplied": "w0 died", "not_put_back": "w1 died."},
         ),
         (
-            "Cancelled. Best so far: 1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.",
+            "Cancelled. Best so far: 1,420 tok/s; meets the latency SLO. Settings restored.",
             {"early": "cancelled"},
         ),
-        ("Cancelled. The engine is as it was before.", {"early": "cancelled", "best": None}),
+        ("Cancelled. Settings restored.", {"early": "cancelled", "best": None}),
     ],
 )
 def test_what_came_of_it_is_told_in_sentences(said: str, how: dict[str, Any]) -> None:
     assert sentences(Outcome(**{"best": BEST, "asked": True, **how})) == said
 
 
-@pytest.mark.parametrize(("verdict", "does"), [("broken", "breaks"), ("unsure", "seems to break")])
+@pytest.mark.parametrize(("verdict", "does"), [("broken", "breaks"), ("unsure", "probably misses")])
 def test_a_best_that_breaks_the_slo_is_told_and_that_it_is_not_applied(verdict: Verdict, does: str) -> None:
     best = msgspec.structs.replace(BEST, verdict=verdict, keeps=False)
     said = sentences(Outcome(best=best, asked=True, apply=True))
@@ -129,12 +128,12 @@ def test_of_a_long_table_the_best_and_the_front_are_kept() -> None:
     kept = shortened(DONE.tried, 3)
     assert [each.best for each in kept].count(True) == 1
     assert all(each.best or each.front for each in kept)
-    assert "5 more that nothing speaks for" in table_of(DONE, 3)
+    assert "5 more, dominated" in table_of(DONE, 3)
 
 
 def test_without_an_slo_the_heading_says_so() -> None:
     report = msgspec.structs.replace(DONE, slo_ttft_s=None, slo_itl_s=None)
-    assert "Most tok/s, whatever the latency" in as_text(report)
+    assert "Goal: highest tok/s, no latency SLO" in as_text(report)
 
 
 def test_programs_get_everything() -> None:
@@ -169,7 +168,7 @@ def test_elsewhere_every_window_is_a_line() -> None:
 
 def test_a_trace_and_lengths_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autotune", "demo", "--trace", str(tmp_path / "none.json"), "--prompt", "8"]) == 2
-    assert "--trace has lengths of its own" in capsys.readouterr().err
+    assert "--trace has its own lengths" in capsys.readouterr().err
 
 
 def test_a_trace_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +200,7 @@ async def test_interrupted_it_still_tells_what_was_found(tmp_path: Path, monkeyp
         await running
     assert (reports[0].state, len(reports[0].tried) >= 1) == ("cancelled", True)
     said = reports[0].outcome
-    assert said.startswith("Cancelled. Best so far: ") and "The engine is as it was before." in said
+    assert said.startswith("Cancelled. Best so far: ") and "Settings restored." in said
     assert said in as_text(reports[0])
     assert not TunedProfiles(tmp_path).knows(str(resolve_local("demo", ())))
     assert '"applied": false' in (tmp_path / "tuned.json").read_text()

@@ -55,7 +55,7 @@ def test_all_of_it_is_in_the_order() -> None:
         ("percentile", "100", "100 is not a number from 1 to 99.9"),
         ("users", "0", "0 is not a number from 1 to 10000"),
         ("users", "1.5", "1.5 is not a whole number"),
-        ("slo_ttft_s", "0", "0 is not a time, such as 500ms or 0.5s"),
+        ("slo_ttft_s", "0", "0 is not a duration; examples: 500ms, 0.5s"),
         ("slo_itl_s", "-5ms", "-5ms is not a time"),
     ],
 )
@@ -69,5 +69,5 @@ def test_with_no_knob_left_there_is_nothing_to_begin() -> None:
     found = draft()
     for knob in KNOBS:
         found.switch(knob)
-    with pytest.raises(InvalidRequest, match="no knob is on"):
+    with pytest.raises(InvalidRequest, match="No knob selected"):
         found.order("")

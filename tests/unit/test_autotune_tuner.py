@@ -35,7 +35,7 @@ def rig_of(device: Device = DEVICE, **more: Any) -> SimulatedRig:
 
 
 def silence() -> WorkerFailed:
-    return WorkerFailed("no request was answered within the window")
+    return WorkerFailed("no answer within the measurement time")
 
 
 async def test_everything_is_put_back_unless_it_is_to_be_applied() -> None:
@@ -66,9 +66,9 @@ async def test_cancelled_it_is_put_back() -> None:
 
 
 async def test_where_the_model_is_gone_it_ends_with_the_reason_and_what_was_measured() -> None:
-    rig = rig_of(fails={6: NoModelLoaded("NeuralHermes is loaded no more")})
+    rig = rig_of(fails={6: NoModelLoaded("NeuralHermes was unloaded")})
     run = tuner(rig)
-    with pytest.raises(NoModelLoaded, match="loaded no more"):
+    with pytest.raises(NoModelLoaded, match="was unloaded"):
         await run.run(apply=True)
     assert (rig.at, rig.loaded, run.applied) == (DEVICE.start, False, False)
     assert sum(each.windows for each in tried_of(run.search)) == 5
@@ -85,7 +85,7 @@ async def test_settings_that_answer_nothing_are_out_with_the_reason_and_the_sear
     assert best is not None and best.setting.workers != 2 and run.applied
     silent = [each.setting for each in run.failed]
     assert silent and all(each.workers == 2 for each in silent)
-    assert {each.reason for each in run.failed} == {"no request was answered within the window"}
+    assert {each.reason for each in run.failed} == {"no answer within the measurement time"}
     assert not any(each.setting.workers == 2 for each in tried_of(run.search))
     assert sorted(silent) == sorted(each for each in rig.measured if each.workers == 2), "none is measured again"
 
@@ -117,8 +117,8 @@ async def test_where_nothing_is_answered_in_the_first_window_longer_ones_are_tri
     run = tuner(rig)
     assert await run.run(apply=False) is not None
     assert run.notes == [
-        "no answer within 4 s: windows of 8 s are tried",
-        "no answer within 8 s: windows of 16 s are tried",
+        "no answer within 4 s: trying runs of 8 s",
+        "no answer within 8 s: trying runs of 16 s",
     ]
     assert not run.failed
     assert rig.now_s <= 300 + 2 * 16 + DEVICE.space.turn_s(rig.used[-2], DEVICE.start)
@@ -127,7 +127,7 @@ async def test_where_nothing_is_answered_in_the_first_window_longer_ones_are_tri
 async def test_where_the_setting_in_use_never_answers_it_ends_with_one_sentence() -> None:
     rig = rig_of(silent=lambda _: True)
     run = tuner(rig)
-    with pytest.raises(WorkerFailed, match="cannot be measured at the setting it began with: no request was answered"):
+    with pytest.raises(WorkerFailed, match="the current settings cannot be measured: no request was answered"):
         await run.run(apply=True)
     assert set(rig.measured) == {DEVICE.start}
     assert rig.now_s < BEGIN_SHARE * 300 + WINDOW_S
@@ -142,7 +142,7 @@ async def test_a_window_in_which_another_operator_turned_a_knob_does_not_count_a
     rig = rig_of(fails={2: KnobsChanged(DEVICE.start, found)})
     run = tuner(rig)
     assert await run.run(apply=False) is not None
-    assert run.notes == ["another operator turned workers to 3: that window does not count, and it is put back"]
+    assert run.notes == ["changed by another operator: workers to 3: run discarded, setting restored"]
     assert rig.measured[1] == rig.measured[2] and rig.used[1] == rig.used[2]
     assert run.windows == rig.windows - 1
 

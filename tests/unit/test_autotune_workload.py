@@ -168,10 +168,15 @@ def test_only_knobs_that_are_wished_for_are_turned() -> None:
 @pytest.mark.parametrize(
     ("knob", "model", "cores", "sentence"),
     [
-        ("threads", loaded(), 2, "threads cannot be turned here: 2 cores are too few to be shared out"),
-        ("threads", loaded(device="cuda:0"), 16, "threads cannot be turned here: the model computes on a GPU"),
-        ("step_tokens", loaded("exllamav2", "cuda:0"), 16, "step_tokens cannot be turned here: exllamav2 cuts prompts"),
-        ("workers", loaded(), 1, "workers cannot be turned here: it has one value"),
+        ("threads", loaded(), 2, "threads cannot be tuned here: 2 cores are too few to share"),
+        ("threads", loaded(device="cuda:0"), 16, "threads cannot be tuned here: the model runs on a GPU"),
+        (
+            "step_tokens",
+            loaded("exllamav2", "cuda:0"),
+            16,
+            "step_tokens cannot be tuned here: exllamav2 has no step-token limit",
+        ),
+        ("workers", loaded(), 1, "workers cannot be tuned here: it has only one value"),
     ],
 )
 def test_a_knob_that_was_asked_for_and_cannot_be_turned_is_refused_by_its_name(
@@ -183,14 +188,14 @@ def test_a_knob_that_was_asked_for_and_cannot_be_turned_is_refused_by_its_name(
 
 def test_guesses_beside_a_draft_model_are_refused_by_name() -> None:
     spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
-    with pytest.raises(InvalidRequest, match="demo has a draft model, which guesses already"):
+    with pytest.raises(InvalidRequest, match="demo already uses a draft model"):
         knobs_of(loaded("exllamav2", "cuda:0"), spec=spec, order=TuneOrder(knobs=("draft_tokens",)))
 
 
 def test_where_nothing_can_be_turned_one_sentence_says_so() -> None:
     spec = msgspec.structs.replace(demo(), draft_model=Path("/models/draft"))
     order = TuneOrder(fixed=("max_prompts",), least_cache_bits=16)
-    with pytest.raises(InvalidRequest, match="nothing to be turned"):
+    with pytest.raises(InvalidRequest, match="nothing to tune"):
         space_of(loaded("exllamav2"), spec, Setting(), cores=1, load_s=None, order=order)
 
 

@@ -78,7 +78,7 @@ def test_a_flag_that_is_not_about_loading_is_refused_by_its_name(
     bench = "latency" if (flag, bench) in (("--slo-ttft", "serve"), ("--slo-itl", "serve")) else bench
     for argv in ((flag, "1", "demo"), ("demo", flag, "1"), (f"{flag}=1", "demo"), ("--model", "demo", flag, "1")):
         said = refused(capsys, *argv, bench=bench)
-        assert f"{flag} says nothing of how a model is loaded, so 'bench {bench}' does not take it" in said
+        assert f"{flag} is not a load option and is not accepted by 'bench {bench}' does not take it" in said
 
 
 def test_what_is_refused_does_not_show_a_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,9 +96,9 @@ def test_serve_judges_the_time_between_tokens_under_both_of_its_names() -> None:
         (("--promts", "3", "demo"), "there is no --promts; did you mean --prompts?"),
         (("--cash-bits", "8", "demo"), "there is no --cash-bits; did you mean --cache-bits?"),
         (("demo", "--num-worker=2"), "there is no --num-worker; did you mean --num-workers?"),
-        (("demo", "other"), "one model is measured, so other is one name too many"),
+        (("demo", "other"), "unexpected argument other: only one model"),
         (("demo", "--model", "other"), "the model is given twice: demo and other"),
-        (("--url", "http://here", "--cache-bits", "8"), "--cache-bits is about loading a model here"),
+        (("--url", "http://here", "--cache-bits", "8"), "--cache-bits is a load option"),
     ],
 )
 def test_what_cannot_be_understood_is_one_sentence(

@@ -205,7 +205,7 @@ async def test_a_server_that_answers_in_another_dialect_is_one_sentence() -> Non
     kind = Server("/v1/completions", [{"choices": 3}])
     async with kind.server, HttpTarget(str(kind.server.make_url("")), model="m") as target:
         with pytest.raises(
-            TargetFailed, match=r"/v1/completions answered what cannot be read: Expected `array`, got `int`"
+            TargetFailed, match=r"/v1/completions sent an unreadable answer: Expected `array`, got `int`"
         ):
             await run_bench(PLAN, target)
 
@@ -241,7 +241,7 @@ async def test_an_event_that_cannot_be_read_is_a_request_that_failed(dialect: st
         result, where = await run_bench(PLAN, target), f"{kind.url}{path}"
     assert result.complete
     assert (result.rows[0].median("completed"), result.rows[0].median("failed")) == (1, 1)
-    assert f"1 of 2 requests failed: {where} answered what cannot be read" in result.notes[0]
+    assert f"1 of 2 requests failed: {where} sent an unreadable answer" in result.notes[0]
     assert said in result.notes[0]
 
 
@@ -300,7 +300,7 @@ async def test_an_answer_over_a_websocket_is_whole_only_with_its_end(ends: bool)
             result = await run_bench(PLAN, target)
             assert (result.rows[0].median("answer_tokens"), result.target.counted_by) == (2, "asked")
         else:
-            with pytest.raises(TargetFailed, match="closed the connection before the answer's end"):
+            with pytest.raises(TargetFailed, match="closed the connection before the end of the answer"):
                 await run_bench(PLAN, target)
 
 

@@ -69,7 +69,7 @@ def test_a_result_is_remembered_before_its_files_are_written(
     told = capsys.readouterr()
     assert told.out.startswith("bench latency: fake")
     assert f"{file} cannot be written: No space left on device\n" in told.err and "r.csv cannot be written" in told.err
-    assert "kept as number 1" in told.err
+    assert "saved as #1" in told.err
 
 
 def test_a_file_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.fakes.scenes import ready_status
     [
         (True, ""),
         (None, ""),
-        (False, "The native kernels did not compute: no C++ compiler is on PATH."),
+        (False, "The native kernels were not used: no C++ compiler is on PATH."),
     ],
 )
 def test_where_the_native_kernels_could_not_be_used_a_note_says_why(native: bool | None, note: str) -> None:

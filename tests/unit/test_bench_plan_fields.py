@@ -88,7 +88,7 @@ def test_prompts_that_take_too_long_to_make_beside_others_are_refused() -> None:
 def test_nobody_who_asks_is_no_number_of_clients(name: str) -> None:
     field = {"users": "users", "threads": "clients"}[name]
     plan = plan_from(PLANS[name], {field: "0,4"}, quick=True)
-    with pytest.raises(InvalidRequest, match=f"{field} are numbers of at least 1"):
+    with pytest.raises(InvalidRequest, match=f"{field} must be 1 or more"):
         plan.check()
 
 
@@ -134,6 +134,6 @@ def test_servers_and_files_are_not_for_who_orders_from_elsewhere() -> None:
     with pytest.raises(InvalidRequest, match="'ericllm bench users --url http://host' asks it from here") as refused:
         refuse_from_elsewhere(BenchOrder(bench="users", server=BenchServer(url="http://host")))
     assert refused.value.details["param"] == "url"
-    with pytest.raises(InvalidRequest, match="a trace is a file of the engine's machine") as refused:
+    with pytest.raises(InvalidRequest, match="a trace is a file on the engine's machine") as refused:
         refuse_from_elsewhere(BenchOrder(bench="serve", settings={"trace": "/etc/passwd"}))
     assert refused.value.details["param"] == "trace"

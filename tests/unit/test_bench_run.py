@@ -60,7 +60,7 @@ async def test_latency_tells_the_mean_and_what_others_got_beside() -> None:
     assert (row.median("answer_tokens"), row.median("completed")) == (4, 3)
     assert row.median("tokens_per_s") == pytest.approx(4 / (row.median("answer_s") or 0), rel=0.5)
     text = result_text(result)
-    for part in ("ExLlama", "A6000", "77.0", "on their hardware", "fake", "mean (tok/s)"):
+    for part in ("ExLlama", "A6000", "77.0", "on other hardware", "fake", "mean (tok/s)"):
         assert part in text
 
 
@@ -121,11 +121,11 @@ async def test_a_result_is_not_lost_where_the_knobs_cannot_be_turned_back() -> N
     target = TurnedTarget()
 
     def told(news: BenchProgress) -> None:
-        target.stuck = TargetFailed("worker w2 did not get ready") if len(news.rows) == 2 else None
+        target.stuck = TargetFailed("worker w2 did not become ready") if len(news.rows) == 2 else None
 
     result = await run_bench(GRID, target, told)
     assert (result.complete, len(result.rows)) == (True, 2)
-    assert result.notes == ("The knobs were not turned back: worker w2 did not get ready",)
+    assert result.notes == ("The settings were not restored: worker w2 did not become ready",)
 
 
 async def test_a_target_that_fails_later_leaves_what_was_measured() -> None:
@@ -169,7 +169,7 @@ def test_the_most_frequent_reasons_of_failures_are_told() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("grid", "changes settings of the engine"), ("load", "loads a model, which it cannot do on a server")],
+    [("grid", "changes engine settings"), ("load", "loads a model, which a server does not allow")],
 )
 async def test_benches_of_an_engine_refuse_a_server_and_say_why(name: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{said}.*; leave --url out"):
@@ -184,7 +184,7 @@ async def test_requests_that_do_not_fit_the_model_are_refused_with_numbers() -> 
 
 
 async def test_the_lengths_of_a_trace_need_one() -> None:
-    with pytest.raises(InvalidRequest, match="lengths of a trace need a trace"):
+    with pytest.raises(InvalidRequest, match="lengths from a trace need --trace"):
         await run_bench(Serve(prompt_tokens=TRACE), FakeTarget())
     with pytest.raises(InvalidRequest, match="none is 'trace'"):
         await run_bench(Serve(trace="file.json"), FakeTarget())
@@ -199,7 +199,7 @@ def test_a_trace_gives_the_lengths_that_were_not_given() -> None:
 @pytest.mark.parametrize(("name", "field"), [("threads", "clients"), ("prefix", "concurrent")])
 async def test_clients_without_a_request_are_refused(name: str, field: str) -> None:
     plan = PLANS[name](requests=4, **{field: (8,) if field == "clients" else 8})  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="8 concurrent clients need as many requests, not 4"):
+    with pytest.raises(InvalidRequest, match="8 concurrent clients need at least 8 requests, not 4"):
         await run_bench(plan, FakeTarget())
 
 
@@ -207,7 +207,7 @@ async def test_a_server_is_measured_without_guessing_since_it_cannot_be_told() -
     plan = PLANS["threads"](clients=(2,), requests=4, output_tokens=SMALL)  # type: ignore[call-arg]
     result = await run_bench(plan, FakeTarget(kind="http"))
     assert [row.keys for row in result.rows] == [{"guessed": 0, "clients": 2}]
-    assert "speculation is as it was started" in result.notes[0]
+    assert "speculation of a server cannot be changed" in result.notes[0]
 
 
 def test_gaps_are_those_that_the_long_prompt_falls_into() -> None:
@@ -280,12 +280,12 @@ def test_a_number_below_the_least_is_told_between_what_it_lies() -> None:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Users(users=(0,)), "users are numbers of at least 1"),
-        (Grid(workers=(1, 0)), "workers are numbers of at least 1"),
-        (Grid(max_prompts=(0,)), "max_prompts are numbers of at least 1"),
-        (Serve(rates=(0.0,)), "a rate is more than 0"),
-        (Serve(prompt_tokens=TRACE), "lengths of a trace need a trace"),
-        (Prefix(requests=1, concurrent=2), "2 concurrent clients need as many requests"),
+        (Users(users=(0,)), "users must be 1 or more"),
+        (Grid(workers=(1, 0)), "workers must be 1 or more"),
+        (Grid(max_prompts=(0,)), "max_prompts must be 1 or more"),
+        (Serve(rates=(0.0,)), "a rate must be above 0"),
+        (Serve(prompt_tokens=TRACE), "lengths from a trace need --trace"),
+        (Prefix(requests=1, concurrent=2), "2 concurrent clients need at least 2 requests"),
     ],
 )
 def test_what_no_target_could_take_is_refused_without_one(plan: Plan, said: str) -> None:

@@ -29,7 +29,7 @@ def test_results_of_other_work_are_left_out_of_a_trend_and_counted(other: dict[s
     over = trend(shown, RATE, {3: shown, 2: run(99.0, **other), 1: run(20.0)})
     assert [(row.keys["number"], row.values["tok_s"]) for row in over.found.rows] == [(3, [10.0]), (1, [20.0])]
     assert over.left_out == 1
-    assert over.about == " of users 4, over time, 1 result of other work left out"
+    assert over.about == " of users 4, over time, 1 result with other workloads left out"
 
 
 def test_a_trend_keeps_what_was_only_set_otherwise() -> None:

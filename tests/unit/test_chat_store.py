@@ -254,4 +254,4 @@ def test_a_preset_without_a_system_prompt_or_model_leaves_those_there_are() -> N
 def test_settings_are_described_in_a_line() -> None:
     settings = ChatSettings(temperature=0.3, top_p=0.9, max_tokens=200, system_prompt="x")
     assert describe_settings(settings) == "temperature 0.3 · top_p 0.9 · max 200 tokens · system prompt"
-    assert describe_settings(ChatSettings()) == "as the model suggests"
+    assert describe_settings(ChatSettings()) == "model defaults"

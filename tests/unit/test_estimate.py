@@ -138,7 +138,7 @@ def test_the_command_prints_a_table_a_line_per_worker_and_a_verdict(tmp_path: Pa
     assert lines[0] == "demo: torch, " + lines[0].split(", ")[1] + ", context 2,048 tokens, 3 workers of 16 prompts"
     assert [line.split()[0] for line in lines[3:6]] == ["device", "sim:0", "sim:1"]
     assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV pages for 32,768 tokens" in lines
-    assert "The devices are simulated: their workers would compute on the CPU." in lines
+    assert "The devices are simulated: workers compute on the CPU." in lines
     assert lines[-1] == "Fits: 3 workers, KV cache for 32,768 tokens each."
 
 

@@ -103,7 +103,7 @@ def test_a_frame_that_is_a_bomb_or_none_is_one_sentence(path: Path, data: Any) -
     value = data() if callable(data) else data  # what is large is made when it is used
     change(path, "UPDATE frames SET data = ? WHERE id = 1", values=(value,))
     said = played(path)
-    assert said == f"{path} is damaged or cut off"
+    assert said == f"{path} is damaged or truncated"
 
 
 def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_segment_of_bombs_ends_before_the_memory_does(path: Path) -> None:
     recording = Recording(path)
     assert recording.frame(0).snapshot.requests == frame(0).snapshot.requests
     said = outcome(lambda: recording.frame(899), size_of(path), RecordingUnusable)
-    assert said == f"{path} is damaged or cut off"
+    assert said == f"{path} is damaged or truncated"
 
 
 def test_changes_that_multiply_a_list_are_one_sentence(path: Path) -> None:
@@ -136,7 +136,7 @@ def test_changes_that_multiply_a_list_are_one_sentence(path: Path) -> None:
         for at, data in enumerate((first, *rows)):
             database.execute(insert, (BEGAN + at, data))
     database.close()
-    assert played(path) == f"{path} is damaged or cut off"
+    assert played(path) == f"{path} is damaged or truncated"
 
 
 def test_a_segment_that_costs_too_much_is_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,12 +196,12 @@ def test_an_index_that_makes_no_sense_plays_until_there_and_says_so(path: Path, 
     recording = played(path)
     assert isinstance(recording, Recording)
     assert len(recording.times) == 99
-    assert recording.damage == f"{path} is damaged or cut off, and ends where that begins"
+    assert recording.damage == f"{path} is damaged or truncated; it ends there"
 
 
 def test_an_index_that_begins_with_nonsense_is_one_sentence(path: Path) -> None:
     change(path, "UPDATE frames SET at = -5")
-    assert played(path) == f"{path} is damaged or cut off, and ends where that begins"
+    assert played(path) == f"{path} is damaged or truncated; it ends there"
 
 
 def test_a_segment_without_an_end_is_read_no_further_than_one_may_be(path: Path) -> None:
@@ -331,13 +331,13 @@ def test_a_log_line_of_another_type_is_one_sentence(path: Path, damage: str) -> 
         _, lines = found.lines(found.ends, 0)
         assert all(isinstance(line.message, str) and isinstance(line.level, int) for line in lines)
     else:
-        assert found == f"{path} is damaged or cut off"
+        assert found == f"{path} is damaged or truncated"
 
 
 @pytest.mark.parametrize("data", [zeros, 10**9, "x", bomb(b"\x05"), bomb(b"\x91\x05")])
 def test_a_past_that_is_a_bomb_is_one_sentence(path: Path, data: Any) -> None:
     change(path, "UPDATE seconds SET data = ?", values=(data() if callable(data) else data,))
-    assert played(path) == f"{path} is damaged or cut off"
+    assert played(path) == f"{path} is damaged or truncated"
 
 
 def test_a_past_of_many_empty_segments_is_looked_through_no_further_than_it_is_shown(path: Path) -> None:

@@ -220,7 +220,7 @@ def test_the_command_answers_three_questions(costs: str, capsys: pytest.CaptureF
     for sentence in (
         "It takes ",
         "A node with 1 of ",
-        "The front door is full at ",
+        "The front end is full at ",
         "TTFT 400 ms and ITL 60 ms",
         "(cuda:0, torch, bfloat16, int8 weights, 8-bit KV cache)",
         "A worker: 16 requests at once, 512 tokens a step, KV pages for 16384 tokens, 4096 of context. Queue: 1024.",
@@ -234,10 +234,10 @@ def test_what_was_not_measured_is_told(costs: str, capsys: pytest.CaptureFixture
     assert main(["plan", "--costs", costs, *flags, "--ask", "cards"]) == 0
     said = capsys.readouterr().out
     for note in (
-        "16 answers at once were measured at most, so steps of up to 64 are extrapolated",
-        "steps of 512 tokens were measured at most",
-        "contexts of 1536 tokens were measured at most, and 100% of requests",
-        "requests count, a share of which says little",
+        "measured up to 16 concurrent answers; up to 64 are extrapolated",
+        "measured steps of up to 512 tokens",
+        "measured contexts of up to 1536 tokens; 100% of requests",
+        "requests were counted, so shares are imprecise",
     ):
         assert note in said
 
@@ -253,7 +253,7 @@ def test_costs_from_before_their_configuration_was_kept_are_read(
         main(["plan", "--costs", str(tmp_path / "old.json"), "--rate", "20", "--duration", "20", "--ask", "cards"]) == 0
     )
     said = capsys.readouterr().out
-    assert "does not say how many answers at once were measured" in said and "16 requests at once" in said
+    assert "has no measured concurrency" in said and "16 requests at once" in said
 
 
 def test_the_death_question_goes_on_until_well_after_the_restart(
@@ -275,20 +275,20 @@ def test_a_death_is_known_when_a_connection_is_given_up(costs: str, capsys: pyte
 def test_a_goal_that_cannot_be_met_says_why(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", costs, "--rate", "5", "--prompt", "5000"]) == 0
     said = capsys.readouterr().out
-    assert "requests miss it even where each has a worker to itself" in said
+    assert "requests miss it even one by one" in said
     assert "have a prompt of more than the 4095 tokens that the context can take" in said
     slow = ["--front-request", "20ms", "--slo-ttft", "1"]
     assert main(["plan", "--costs", costs, "--rate", "200", "--duration", "120", *slow]) == 0
     said = capsys.readouterr().out
-    assert "the one front door is full" in said and "wait longer than 1000 ms for the first token" in said
+    assert "the front end is full" in said and "wait longer than 1000 ms for the first token" in said
 
 
 def test_workers_that_are_too_few_say_what_becomes_of_requests(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--rate", "60", "--duration", "20", "--workers", "1", "--max-queue", "5", "--timeout", "3"]
     assert main(["plan", "--costs", costs, *flags, "--ask", "death"]) == 0
     said = capsys.readouterr().out
-    assert "Even in the calm the goal is not met." in said
-    assert "find the queue full (--max-queue 5)" in said and "not done within --timeout 3 s" in said
+    assert "The goal is not met even without the failure." in said
+    assert "find the queue full (--max-queue 5)" in said and "not finished within --timeout 3 s" in said
 
 
 def test_json_has_what_was_asked_and_nothing_else(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,9 +324,9 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--users", "3", "--rate", "2"], "three ways to say who asks"),
+        (["--users", "3", "--rate", "2"], "only one of --users"),
         (["--prompt", "long"], "prompt: long is not a length"),
-        (["--shared", "2"], "it is a share"),
+        (["--shared", "2"], "max 1"),
         (["--share", "3"], "share is 3"),
         (["--trace", "/nowhere.csv"], "/nowhere.csv could not be read"),
         (["--slo-ttft", "0"], "slo_ttft is 0"),
@@ -334,19 +334,19 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
         (["--duration", "0"], "--duration is 0 s"),
         (["--rate", "0.001"], "none comes between 30 and 120 s"),
         (["--users", "1", "--think", "100h"], "no request comes between 30 and 120 s"),
-        (["a model"], "MODEL would change nothing: the costs in "),
-        (["--threads", "2"], "--threads would change nothing: the costs in "),
-        (["--dtype", "float32"], "--dtype would change nothing: the costs in "),
-        (["--trace", "day.csv", "--prompt", "9"], "--prompt would change nothing: --trace says"),
-        (["--trace", "day.csv", "--seed", "9"], "--seed would change nothing: --trace says"),
-        (["--trace", "day.csv", "--think", "9"], "--think would change nothing: --trace says"),
-        (["--trace", "day.csv", "--ask", "front"], "--ask front makes the demand stronger"),
-        (["--rate", "9", "--think", "9"], "--think would change nothing: --rate"),
-        (["--users", "9", "--burstiness", "2"], "--burstiness would change nothing: users"),
-        (["--shared-tokens", "9"], "--shared-tokens would change nothing: no prompt"),
-        (["--workers", "9", "--ask", "cards"], "--workers says how many there are"),
-        (["--workers", "9", "--most-workers", "10"], "--most-workers would change nothing"),
-        (["--ask", "cards", "--restart", "2m"], "--restart would change nothing: no node dies"),
+        (["a model"], "MODEL has no effect: "),
+        (["--threads", "2"], "--threads has no effect: "),
+        (["--dtype", "float32"], "--dtype has no effect: "),
+        (["--trace", "day.csv", "--prompt", "9"], "--prompt has no effect: --trace has"),
+        (["--trace", "day.csv", "--seed", "9"], "--seed has no effect: --trace has"),
+        (["--trace", "day.csv", "--think", "9"], "--think has no effect: --trace has"),
+        (["--trace", "day.csv", "--ask", "front"], "--ask front needs --users"),
+        (["--rate", "9", "--think", "9"], "--think has no effect: --rate"),
+        (["--users", "9", "--burstiness", "2"], "--burstiness has no effect: it needs --rate"),
+        (["--shared-tokens", "9"], "--shared-tokens has no effect: it needs --shared"),
+        (["--workers", "9", "--ask", "cards"], "--workers sets"),
+        (["--workers", "9", "--most-workers", "10"], "--most-workers has no effect"),
+        (["--ask", "cards", "--restart", "2m"], "--restart has no effect: it needs --ask death"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

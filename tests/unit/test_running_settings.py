@@ -318,6 +318,6 @@ async def test_a_pipe_that_settings_came_from_is_not_waited_for_again(config: Pa
     os.mkfifo(config.with_name("pipe"))
     os.replace(config.with_name("pipe"), config)  # noqa: PTH105
     for again in (runtime.live_settings.reload(), runtime.live_settings.save("max_prompts", "9")):
-        with pytest.raises(InvalidRequest, match=r"config\.toml is a pipe, which is read at the start alone"):
+        with pytest.raises(InvalidRequest, match=r"config\.toml is a pipe, which is read only at start"):
             await again
     assert row(runtime, "max_prompts").value == "8"

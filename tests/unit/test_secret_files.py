@@ -122,9 +122,7 @@ def test_a_key_that_others_may_read_is_warned_of_by_the_name_of_its_file(
     config = tmp_path / "config.toml"
     config.write_text(f'api_key = "{KEY}"\n')
     config.chmod(mode)
-    assert warnings(sources(config)) == [
-        f"{config} holds a key, and other users of this machine may read it: `chmod 600 {config}`"
-    ]
+    assert warnings(sources(config)) == [f"{config} holds a key and is readable by other users: `chmod 600 {config}`"]
     config.chmod(0o600)
     assert warnings(sources(config)) == []
     key_file.chmod(mode)

@@ -293,7 +293,7 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
     [
         ({"workers": 0}, "workers is 0"),
         ({"kv_tokens": 3}, "kv_tokens is 3"),
-        ({"front": FrontDoor(request_s=-1)}, "request_s of the front door is -1"),
+        ({"front": FrontDoor(request_s=-1)}, "request_s of the front end is -1"),
         ({"deaths": (Death(at_s=1, node=2),)}, "no node 2"),
         ({"costs": StepCosts(fixed_s=0.0)}, "step costs must have"),
     ],

@@ -197,7 +197,7 @@ def test_a_setting_becomes_settings_as_far_as_its_knobs_were_turned() -> None:
         (["--minutes", "0"], "0 is not a number from 0.05 to 1440"),
         (["--percentile", "100"], "100 is not a number from 1 to 99.9"),
         (["--users", "none"], "none is not a number from 1 to 10,000"),
-        (["--knobs", "workers,gears"], "gears is not a knob; there are workers, max_prompts"),
+        (["--knobs", "workers,gears"], "unknown knob gears; valid: workers, max_prompts"),
         (["--least-cache-bits", "3"], "invalid choice: 3"),
     ],
 )

@@ -176,7 +176,7 @@ def test_goodput_is_a_share_and_a_rate() -> None:
 
 
 def test_goodput_before_the_first_answer_is_unknown() -> None:
-    assert "no answer has ended yet" in said(workload.goodput, of(goodput=Goodput(slo_itl_s=0.05)))
+    assert "no finished answers yet" in said(workload.goodput, of(goodput=Goodput(slo_itl_s=0.05)))
 
 
 def test_context_is_held_against_what_the_model_takes() -> None:
@@ -203,8 +203,8 @@ def test_energy_has_its_cost_where_a_rate_is_set() -> None:
     ("energy", "words"),
     [
         (Energy(unmetered=1), "power not reported by this device"),
-        (Energy(), "no device is in use"),
-        (Energy(power_w=5.0, unmetered=1), "1 device in use not counted: power not reported"),
+        (Energy(), "no device in use"),
+        (Energy(power_w=5.0, unmetered=1), "1 device in use without power reading, not included"),
     ],
 )
 def test_power_that_no_device_reports_is_said_to_be_unknown(energy: Energy, words: str) -> None:

@@ -179,7 +179,7 @@ class Keys:
         """Revoke a key. Raises InvalidRequest for an unknown name or that of the settings' key; KeysUnavailable where
         that cannot be stored. Blocking."""
         if name == SETTINGS_KEY:
-            raise InvalidRequest("That key comes from --api-key: change it there, and restart", param="name")
+            raise InvalidRequest("That key comes from --api-key: change it there and restart", param="name")
 
         def without_key(records: KeyRecords) -> KeyRecords:
             remaining = tuple(stored for stored in records.keys if stored.name != name)

@@ -20,8 +20,8 @@ MAX_SEED = 2**63
 
 
 Concurrent = Annotated[int, Meta(ge=1, le=10**5, title="clients", description="concurrent clients")]
-OutputTokens = Annotated[Length, Meta(title="answer tokens", description="tokens of an answer")]
-PromptTokens = Annotated[Length, Meta(description="tokens of a prompt")]
+OutputTokens = Annotated[Length, Meta(title="answer tokens", description="answer tokens")]
+PromptTokens = Annotated[Length, Meta(description="prompt tokens")]
 
 
 class BenchPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,13 +112,15 @@ class SkipPart(Exception):
 def enough(requests: int, clients: int) -> None:
     """Raise InvalidRequest where there are fewer requests than clients."""
     if requests < clients:
-        raise InvalidRequest(f"{clients} concurrent clients need as many requests, not {requests}", param="requests")
+        raise InvalidRequest(
+            f"{clients} concurrent clients need at least {clients} requests, not {requests}", param="requests"
+        )
 
 
 def at_least_one(name: str, numbers: Collection[int]) -> None:
     """Raise InvalidRequest where there is no number, or one below 1."""
     if min(numbers, default=0) < 1:
-        raise InvalidRequest(f"{name} are numbers of at least 1", param=name)
+        raise InvalidRequest(f"{name} must be 1 or more", param=name)
 
 
 def refuse_server(plan: Plan) -> None:
@@ -168,5 +170,5 @@ class Traced(Plan, frozen=True, kw_only=True):
         uses_trace = "trace" in (self.prompt_tokens.kind, self.output_tokens.kind)
         if uses_trace != bool(self.trace):
             if uses_trace:
-                raise InvalidRequest("lengths of a trace need a trace: a file of conversations", param="trace")
-            raise InvalidRequest("a trace is given for lengths, and none is 'trace'", param="trace")
+                raise InvalidRequest("lengths from a trace need --trace FILE", param="trace")
+            raise InvalidRequest("a trace is given, but no length is 'trace'", param="trace")

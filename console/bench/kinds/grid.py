@@ -39,7 +39,7 @@ class Grid(Plan, frozen=True, kw_only=True):
     """Workers times max_prompts. Both are changed live, without a restart between two rows."""
 
     name: ClassVar[str] = "grid"
-    about: ClassVar[str] = "throughput of each pair of workers and max prompts, changed meanwhile and restored"
+    about: ClassVar[str] = "throughput by workers and max prompts, which are changed and restored"
     form: ClassVar = (
         *("workers", "max_prompts", "concurrent", "requests"),
         *("prompt_tokens", "output_tokens", "repeats"),
@@ -53,13 +53,13 @@ class Grid(Plan, frozen=True, kw_only=True):
         _published("Mistral-7B 8.0bpw", 2, 16, 238.0),
         _published("TinyLlama", 3, 8, 422.0),
     )
-    no_server: ClassVar = "This bench changes settings of the engine in this process, which it cannot do on a server"
+    no_server: ClassVar = "This bench changes engine settings, which a server does not allow"
     quick: ClassVar = {"workers": (1, 2), "max_prompts": (4, 8), "concurrent": 8, "requests": 16}
 
     workers: Annotated[tuple[int, ...], Meta(description="numbers of workers")] = (1, 2, 3)
-    max_prompts: Annotated[tuple[int, ...], Meta(description="concurrent requests of a worker")] = (4, 8, 16)
+    max_prompts: Annotated[tuple[int, ...], Meta(description="max prompts of a worker")] = (4, 8, 16)
     concurrent: Concurrent = 32
-    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each pair")] = 128
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests per setting")] = 128
     prompt_tokens: PromptTokens = fixed(128)
     output_tokens: OutputTokens = fixed(128)
 

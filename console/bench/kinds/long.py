@@ -23,7 +23,7 @@ class Long(Plan, frozen=True, kw_only=True):
     """One prompt of 8192 tokens, or of the model's context, during 16 streams."""
 
     name: ClassVar[str] = "long"
-    about: ClassVar[str] = "pauses of streams while one long prompt is prefilled: longest and typical gaps"
+    about: ClassVar[str] = "gaps of streams while one long prompt is prefilled"
     form: ClassVar = ("streams", "long_tokens", "prompt_tokens", "repeats")
     keys: ClassVar = (
         Column(name="streams", title="streams", digits=0),
@@ -31,11 +31,11 @@ class Long(Plan, frozen=True, kw_only=True):
     )
     columns: ClassVar = (
         Column(name="longest_gap_ms", title="longest gap", unit="ms", better="lower"),
-        Column(name="p99_gap_ms", title="gap p99 meanwhile", unit="ms", better="lower"),
-        Column(name="median_gap_ms", title="gap p50 meanwhile", unit="ms", better="lower"),
+        Column(name="p99_gap_ms", title="gap p99 during", unit="ms", better="lower"),
+        Column(name="median_gap_ms", title="gap p50 during", unit="ms", better="lower"),
         Column(name="alone_longest_gap_ms", title="longest before", unit="ms", better="lower"),
         Column(name="alone_median_gap_ms", title="p50 before", unit="ms", better="lower"),
-        Column(name="long_ttft_ms", title="TTFT of the long one", unit="ms", better="lower"),
+        Column(name="long_ttft_ms", title="TTFT of the long prompt", unit="ms", better="lower"),
     )
     quick: ClassVar = {"streams": 4, "long_tokens": 1024}
 
@@ -84,7 +84,7 @@ class Long(Plan, frozen=True, kw_only=True):
         tokens = int(part.keys["long_tokens"])
         [late] = context.items(Mix(prompt=fixed(tokens), output=fixed(_SETTLE_TOKENS)), 1, also="long")
         if tokens < self.long_tokens:
-            context.note(f"The long prompt has {tokens} tokens: the model takes no more.")
+            context.note(f"The long prompt has {tokens} tokens, the limit of the model.")
         endless = context.endless(self.mix(context), self.streams)
         streams, long = await context.during_streams(endless, late, settle_tokens=_SETTLE_TOKENS)
         if long.error:

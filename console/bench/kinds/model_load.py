@@ -22,16 +22,14 @@ class Load(Plan, frozen=True, kw_only=True):
     """Both ways twice: with the files out of the page cache, and with them in it."""
 
     name: ClassVar[str] = "load"
-    no_server: ClassVar = "This bench loads a model, which it cannot do on a server"
-    about: ClassVar[str] = "time to load the model, against raw reading of its files from disk and from the page cache"
-    no_serving: ClassVar = (
-        "This bench unloads the model, which serves others here; 'ericllm bench load MODEL' uses its own engine"
-    )
+    no_server: ClassVar = "This bench loads a model, which a server does not allow"
+    about: ClassVar[str] = "time to load the model, compared with reading its files from disk and from the page cache"
+    no_serving: ClassVar = "This bench unloads the model, which is serving; use 'ericllm bench load MODEL'"
     keys: ClassVar = (Column(name="files", title="files"),)
     columns: ClassVar = (
         Column(name="read_s", title="raw reading", unit="s", digits=2, better="lower"),
         Column(name="load_s", title="load", unit="s", digits=2, better="lower"),
-        Column(name="load_to_read", title="load to reading", unit="x", digits=2, better="lower"),
+        Column(name="load_to_read", title="load / reading", unit="x", digits=2, better="lower"),
         Column(name="read_gib_per_s", title="reading", unit="GiB/s", digits=2, better="higher"),
         Column(name="load_gib_per_s", title="loading", unit="GiB/s", digits=2, better="higher"),
         Column(name="size_gib", title="size", unit="GiB", digits=2),
@@ -51,7 +49,7 @@ class Load(Plan, frozen=True, kw_only=True):
     async def measure(self, part: BenchPart, context: BenchContext) -> Values:
         files = [Path(name) for name in context.engine.weight_files()]
         if not files:
-            raise SkipPart("The model has no files of weights to be read.")
+            raise SkipPart("The model has no weight files.")
         forgotten = part.keys["files"] == "from disk"
         read_s = await asyncio.to_thread(read_through, files, forgotten=forgotten)
         context.done(None)

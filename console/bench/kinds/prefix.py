@@ -22,7 +22,9 @@ class Prefix(Plan, frozen=True, kw_only=True):
     """The same lengths twice: prefixes shared by groups of prompts, and a prefix of its own for each prompt."""
 
     name: ClassVar[str] = "prefix"
-    about: ClassVar[str] = "prefix cache: hit rate and TTFT of prompts with shared prefixes, against prompts without"
+    about: ClassVar[str] = (
+        "prefix cache: hit rate and TTFT of prompts with shared prefixes, compared with prompts without"
+    )
     form: ClassVar = ("requests", "concurrent", "prefix_tokens", "prefix_groups", "prompt_tokens", "repeats")
     keys: ClassVar = (Column(name="prefix", title="prefix"),)
     columns: ClassVar = (

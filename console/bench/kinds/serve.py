@@ -22,7 +22,7 @@ class Serve(Traced, frozen=True, kw_only=True):
     """Open-loop arrivals at given rates."""
 
     name: ClassVar[str] = "serve"
-    about: ClassVar[str] = "latency and goodput at given request rates, Poisson or gamma: TTFT, TPOT, ITL, response"
+    about: ClassVar[str] = "latency and goodput at given request rates: TTFT, TPOT, ITL, response"
     form: ClassVar = (
         *("rates", "requests", "prompt_tokens", "output_tokens", "trace"),
         *("slo_ttft", "slo_tpot", "repeats"),
@@ -48,21 +48,17 @@ class Serve(Traced, frozen=True, kw_only=True):
         4.0,
         math.inf,
     )
-    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests of each rate")] = 100
+    requests: Annotated[int, Meta(ge=1, le=10**6, description="requests per rate")] = 100
     burstiness: Annotated[
-        float, Meta(gt=0, le=1000, description="shape of the gamma distribution of the intervals; 1 is Poisson")
+        float, Meta(gt=0, le=1000, description="burstiness of arrivals (gamma shape); 1: Poisson")
     ] = 1.0
-    prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens of shared prefixes")] = 0
+    prefix_tokens: Annotated[int, Meta(ge=0, le=10**6, description="tokens of a shared prefix")] = 0
     prefix_groups: Annotated[int, Meta(ge=1, le=10**6, description="number of shared prefixes")] = 1
-    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of the prompts with a shared prefix")] = 1.0
-    max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="max concurrent requests; 0 is no limit")] = 0
-    slo_ttft: Annotated[float | None, Meta(title="max TTFT", description="seconds to the first token (also 500ms)")] = (
-        None
-    )
-    slo_tpot: Annotated[float | None, Meta(title="max TPOT", description="mean seconds between tokens (also 50ms)")] = (
-        None
-    )
-    slo_response: Annotated[float | None, Meta(description="max seconds to the last token")] = None
+    prefix_share: Annotated[float, Meta(ge=0, le=1, description="share of prompts with a shared prefix")] = 1.0
+    max_concurrent: Annotated[int, Meta(ge=0, le=10**6, description="max concurrent requests; 0: no limit")] = 0
+    slo_ttft: Annotated[float | None, Meta(title="max TTFT", description="TTFT target, for example 500ms")] = None
+    slo_tpot: Annotated[float | None, Meta(title="max TPOT", description="TPOT target, for example 50ms")] = None
+    slo_response: Annotated[float | None, Meta(description="response time target, for example 5s")] = None
 
     def mix(self, context: BenchContext) -> Mix:
         prefix = PrefixMix(tokens=self.prefix_tokens, groups=self.prefix_groups, share=self.prefix_share)
@@ -71,7 +67,7 @@ class Serve(Traced, frozen=True, kw_only=True):
     def check(self) -> None:
         super().check()
         if any(rate <= 0 for rate in self.rates):
-            raise InvalidRequest("a rate is more than 0 requests a second, or inf", param="rates")
+            raise InvalidRequest("a rate must be above 0 requests per second, or inf", param="rates")
 
     @property
     def max_concurrent_requests(self) -> int:

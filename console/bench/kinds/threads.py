@@ -24,7 +24,7 @@ class Threads(Traced, frozen=True, kw_only=True):
     """
 
     name: ClassVar[str] = "threads"
-    about: ClassVar[str] = "throughput of the same inputs by number of clients, and with n-gram speculation"
+    about: ClassVar[str] = "throughput of fixed inputs by number of clients, with and without n-gram speculation"
     form: ClassVar = ("clients", "requests", "prompt_tokens", "output_tokens", "trace", "repeats")
     keys: ClassVar = (
         Column(name="guessed", title="draft tokens", digits=0),
@@ -71,7 +71,7 @@ class Threads(Traced, frozen=True, kw_only=True):
         tokens, clients = int(part.keys["guessed"]), int(part.keys["clients"])
         here = context.target if isinstance(context.target, EngineHere) else None
         if here is None:
-            context.note("A server's speculation is as it was started: it cannot be changed over HTTP.")
+            context.note("The speculation of a server cannot be changed over HTTP.")
         else:
             await _set_draft_tokens(here, tokens)
         before = here.totals() if here else None
@@ -89,4 +89,4 @@ async def _set_draft_tokens(here: EngineHere, tokens: int) -> None:
     try:
         await here.set_draft_tokens(tokens)
     except (InvalidRequest, ModelLoadFailed) as error:
-        raise SkipPart(f"Guessing {tokens} tokens ahead was not measured: {error.message}") from error
+        raise SkipPart(f"{tokens} draft tokens were not measured: {error.message}") from error

@@ -20,12 +20,12 @@ class Users(Plan, frozen=True, kw_only=True):
     """1..N users with 64 requests each."""
 
     name: ClassVar[str] = "users"
-    about: ClassVar[str] = "mean response time by number of users, each with one request after the other"
+    about: ClassVar[str] = "mean response time by number of users, one request at a time each"
     form: ClassVar = ("users", "requests", "prompt_tokens", "output_tokens", "repeats")
     keys: ClassVar = (Column(name="users", title="users", digits=0),)
     columns: ClassVar = (
         Column(name="response_s", title="mean response", unit="s", digits=2, better="lower"),
-        Column(name="to_one_user", title="to the least users", unit="x", digits=2, better="lower"),
+        Column(name="to_one_user", title="vs. fewest users", unit="x", digits=2, better="lower"),
         *columns("request_throughput", "output_throughput", "mean_ttft_ms", "p99_e2el_ms"),
     )
     published: ClassVar = tuple(

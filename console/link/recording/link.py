@@ -190,4 +190,4 @@ class ReplayLink(RpcLink):
 
 
 def _refusal() -> OnlyRecorded:
-    return OnlyRecorded("This is a recording: nothing can be requested or changed")
+    return OnlyRecorded(LinkStatus(reach="recording").refusal)

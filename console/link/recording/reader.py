@@ -52,7 +52,7 @@ class Recording:
         with recording_errors(path):
             self._read_index()
         if not self.times:
-            raise RecordingUnusable(self.damage or f"{path} holds no frame yet", path=str(path))
+            raise RecordingUnusable(self.damage or f"{path} has no frames yet", path=str(path))
         self._index = -1
         self._tree = PatchedValue(None)
         self._packer = Packer()
@@ -136,7 +136,7 @@ class Recording:
             self._say_damaged()
 
     def _say_damaged(self) -> None:
-        self.damage = f"{self.path} is damaged or cut off, and ends where that begins"
+        self.damage = f"{self.path} is damaged or truncated; it ends there"
 
     def _log_until(self, until: float) -> int:
         return next((int(count) for (count,) in self._rows("SELECT count(*) FROM lines WHERE at <= ?", until)), 0)

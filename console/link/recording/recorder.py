@@ -44,7 +44,7 @@ class RecordingWriter:
         except OSError:
             self._database.close()
             self._lock.close()
-            raise RecordingUnusable(f"{path} is being recorded to by another program", path=str(path)) from None
+            raise RecordingUnusable(f"{path} is in use by another recording", path=str(path)) from None
         with recording_errors(path):
             self._at = self._newest("SELECT max(at) FROM frames")
             self._line_at = self._newest("SELECT max(at) FROM lines")

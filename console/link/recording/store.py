@@ -88,8 +88,7 @@ class Packer:
         raw = msgspec.msgpack.encode(round_fractions(value))
         if len(raw) > MAX_MSGPACK_BYTES:
             raise RecordingUnusable(
-                f"What is to be recorded is too much: {len(raw) / 2**20:.1f} MiB at once, of"
-                f" {MAX_MSGPACK_BYTES // 2**20} MiB"
+                f"Too much to record: {len(raw) / 2**20:.1f} MiB at once, of {MAX_MSGPACK_BYTES // 2**20} MiB"
             )
         compressor = zlib.compressobj(_LEVEL, zdict=self._seen)
         data = compressor.compress(raw) + compressor.flush()
@@ -140,7 +139,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
         if there:
             _harden(database, path)
             if is_cut_off(path, database):
-                raise RecordingUnusable(f"{path} is cut off: the end of the recording is missing", path=str(path))
+                raise RecordingUnusable(f"{path} is truncated: the end of the recording is missing", path=str(path))
             _check(path, database)
             database.execute("PRAGMA writable_schema=OFF")
             database.set_progress_handler(None, 0)
@@ -156,7 +155,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 def open_to_read(path: Path) -> sqlite3.Connection:
     """A recording, also while it is being made, or what is left of one. Raises RecordingUnusable."""
     if not is_file(path):
-        raise RecordingUnusable(f"There is no file {path}", path=str(path))
+        raise RecordingUnusable(f"No such file: {path}", path=str(path))
     with recording_errors(path):
         where = path.absolute().as_uri()
         database = sqlite3.connect(f"{where}?mode=ro", uri=True)
@@ -231,7 +230,7 @@ def recording_errors(path: Path) -> Iterator[None]:
             raise RecordingUnusable(f"{path} is not a recording of ericllm", path=str(path)) from None
         if isinstance(error, sqlite3.OperationalError):
             raise RecordingUnusable(f"{path} cannot be used: {quote_value(str(error))}", path=str(path)) from None
-        raise RecordingUnusable(f"{path} is damaged or cut off", path=str(path)) from None
+        raise RecordingUnusable(f"{path} is damaged or truncated", path=str(path)) from None
     except OSError as error:
         raise RecordingUnusable(f"{path} cannot be used: {error.strerror}", path=str(path)) from None
 

@@ -59,7 +59,7 @@ def chat_body(
     """The request. Raises InvalidRequest for parameters that cannot be sent."""
     for name in _NOT_SENT:
         if getattr(params, name) != getattr(_NEUTRAL, name):
-            raise InvalidRequest(f"{name} cannot be asked of an instance elsewhere", param=name)
+            raise InvalidRequest(f"{name} is not available on a remote instance", param=name)
     sampling = {
         PARAMETERS[name].http_name: value
         for name in params.__struct_fields__
@@ -86,7 +86,7 @@ async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[
             try:
                 chunk: _Chunk = from_plain(event, _Chunk)
             except msgspec.ValidationError:
-                raise OutOfReach(f"{instance.address.name} sent an answer that cannot be read") from None
+                raise OutOfReach(f"{instance.address.name} sent an unreadable answer") from None
             usage = chunk.usage or _Usage()
             for choice in chunk.choices or ():
                 text = choice.delta.content or ""

@@ -27,17 +27,17 @@ from engine.errors import EngineError, ErrorInfo, InvalidRequest, from_info
 def connect_error_reason(error: BaseException) -> str:
     """Of an error of aiohttp's client, or of a socket."""
     if isinstance(error, TimeoutError):
-        return "it does not answer"
+        return "no answer"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         why = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
         return f"its certificate is not trusted: {why}"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "there is no such host"
+        return "unknown host"
     if isinstance(error, aiohttp.ClientConnectorError):
         return "connection refused" if isinstance(error.os_error, ConnectionRefusedError) else str(error.os_error)
     if isinstance(error, aiohttp.InvalidURL):
-        return "that is not a URL"
-    return "the connection broke off"
+        return "not a URL"
+    return "connection lost"
 
 
 # Where an instance is. Pure.
@@ -59,11 +59,11 @@ def address_of(text: str) -> Address:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise InvalidRequest(f"{text} is not an address of an instance: {error}", param="url") from None
+        raise InvalidRequest(f"{text} is not the URL of an instance: {error}", param="url") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest(f"{text} is not an address of an instance; give one as {DEFAULT_URL}", param="url")
+        raise InvalidRequest(f"{text} is not the URL of an instance, such as {DEFAULT_URL}", param="url")
     if parts.username is not None or parts.query or parts.fragment:
-        raise InvalidRequest(f"{text} says more than where the instance is; a key is given as --api-key", param="url")
+        raise InvalidRequest(f"{text} is more than the URL of an instance; set the key with --api-key", param="url")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     if port is None:
         port = 443 if parts.scheme == "https" else 80 if "://" in text else 8000
@@ -193,9 +193,9 @@ class Instance:
         try:
             return decode_json(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise OutOfReach("The answer is not EricLLM's: it is not JSON") from None
+            raise OutOfReach("Not an answer of EricLLM: invalid JSON") from None
         except ValueError as error:
-            raise OutOfReach(f"What {self.address.name} sends is refused: {error}", url=self.address.url) from None
+            raise OutOfReach(f"Invalid data from {self.address.name}: {error}", url=self.address.url) from None
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -245,4 +245,4 @@ def _error_of(error: object, status: int) -> EngineError:
 
 def _reason(error: BaseException) -> str:
     untrusted = isinstance(error, aiohttp.ClientConnectorCertificateError)
-    return f"{connect_error_reason(error)}{'; --ca FILE names who is' if untrusted else ''}"
+    return f"{connect_error_reason(error)}{'; trust it with --ca FILE' if untrusted else ''}"

@@ -153,7 +153,7 @@ class RemoteLink(RpcLink):
     async def stop_api(self, *, finish: bool = False) -> None:
         """Refused: it could not be switched on again from here."""
         name = self.standing().name
-        raise EngineBusy(f"The API of {name} carries this console; it can be switched off on that machine alone")
+        raise EngineBusy(f"This console uses the API of {name}; it can be switched off only on that machine")
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """The last answer that came."""
@@ -192,13 +192,13 @@ class RemoteLink(RpcLink):
                 num_values(document, MAX_TEXT)
             return from_plain(document["result"], call.result)
         except (ValueError, KeyError, TypeError):  # msgspec's errors are ValueErrors
-            raise OutOfReach(f"{self.standing().name} is of another version than this console") from None
+            raise OutOfReach(f"{self.standing().name} has a different version than this console") from None
 
     async def _only_event(self, path: str, body: Mapping[str, object]) -> Any:
         async with aclosing(self._instance.events(path, body=body)) as events:
             async for event in events:
                 return event
-        raise OutOfReach(f"{self.standing().name} ended the connection before it was done")
+        raise OutOfReach(f"{self.standing().name} closed the connection too early")
 
 
 class RemoteConversation(RpcGroup):

@@ -98,8 +98,8 @@ class ConfirmScreen(_Question[bool]):
     """True: do it. yes, no: what the buttons say; Enter means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Do it"),
-        Binding("n,escape", "answer(False)", "No", id="confirm.no", tooltip="Change nothing", key_display="n"),
+        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Confirm"),
+        Binding("n,escape", "answer(False)", "No", id="confirm.no", tooltip="Close without a change", key_display="n"),
     ]
 
     def __init__(self, title: str, question: str, *, yes: str, no: str) -> None:
@@ -124,8 +124,8 @@ class FinishOrCutScreen(_Question[FinishOrCut]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f", "answer('finish')", "Finish", id="stop.finish", tooltip="Finish running requests"),
-        Binding("y", "answer('cut')", "Cut", id="stop.cut", tooltip="Cut running requests off"),
-        Binding("n,escape", "answer('')", "No", id="stop.no", tooltip="Change nothing", key_display="n"),
+        Binding("y", "answer('cut')", "Cut", id="stop.cut", tooltip="Cancel running requests"),
+        Binding("n,escape", "answer('')", "No", id="stop.no", tooltip="Close without a change", key_display="n"),
     ]
 
     def __init__(self, title: str, question: str, *, finish: str, cut: str, no: str) -> None:

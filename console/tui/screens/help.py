@@ -25,21 +25,21 @@ _MEANING = 50
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
     ("TTFT", "time to first token: from a request's arrival to its first token"),
-    ("ITL", "inter-token latency: the wait between two tokens of one answer"),
-    ("p50, p95", "half, or 95%, of the samples were this fast or faster"),
-    ("queue", "requests that wait for a slot on a worker"),
-    ("KV", "KV cache pages in use: the memory of prompts and answers under way"),
+    ("ITL", "inter-token latency: time between two tokens of an answer"),
+    ("p50, p95", "50% or 95% of the samples were this fast or faster"),
+    ("queue", "requests waiting for a slot on a worker"),
+    ("KV", "KV cache pages in use: memory of running prompts and answers"),
     ("prefix hits", "share of prompt tokens found in the prefix cache"),
-    ("active", "requests on a worker now, of its slots: max prompts, or fewer where memory ran out"),
+    ("active", "running requests of a worker, of its slots: max prompts, or fewer if memory ran out"),
     ("workers", "copies of the model, each on its own device"),
-    ("max prompts", "requests that one worker runs at a time: more means more tok/s and a longer ITL"),
+    ("max prompts", "concurrent requests per worker: more means more tok/s and a longer ITL"),
     ("weights", "the model itself"),
-    ("work", "working memory: what computing needs besides weights and KV"),
-    ("others", "memory held by other programs"),
-    ("planned, used", "memory of a worker as estimated, and as measured after its load"),
-    ("simulated", "a device that exists only in the accounts: its workers compute on the CPU"),
-    ("SIM0+1", "a worker whose layers lie on both devices"),
-    ("memory allows", "slots that a worker had when its memory ran out"),
+    ("work", "working memory: needed in addition to weights and KV cache"),
+    ("others", "memory used by other programs"),
+    ("planned, used", "memory of a worker: estimated, and measured after its load"),
+    ("simulated", "simulated device: its workers compute on the CPU"),
+    ("SIM0+1", "a worker with layers on both devices"),
+    ("memory allows", "slots of a worker when its memory ran out"),
     ("length", "the answer was cut at its token limit"),
 )
 
@@ -62,7 +62,7 @@ class HelpScreen(Dialog[None]):
         """Keys first, numbers below."""
         with VerticalScroll(classes="dialog help") as page:
             page.border_title = "Keys and numbers"
-            page.border_subtitle = "a click does it"
+            page.border_subtitle = "click to run"
             lines = [*self._keys(), Content(""), *_numbers()]
             yield Static(for_terminal(self.app, Content("\n").join(lines)))
 
@@ -82,7 +82,7 @@ class HelpScreen(Dialog[None]):
         if len(self._behind.focus_chain) > 1:
             yield _line("tab", "Go to the next panel")
         if (palette := self._behind.active_bindings.get(self.app.COMMAND_PALETTE_BINDING)) is not None:
-            yield _line(self.app.get_key_display(palette.binding), "The palette: every command by name")
+            yield _line(self.app.get_key_display(palette.binding), "Command palette")
 
     def _place(self, node: DOMNode) -> str:
         """Return the title of a group."""

@@ -127,7 +127,7 @@ def _cells(texts: Sequence[str], keys: int) -> tuple[Cell, ...]:
     return tuple(cell(each, "$muted" if at < keys else "bold" if at == keys else "") for at, each in enumerate(texts))
 
 
-NO_ROW = "Measuring the first row."
+NO_ROW = "Measuring the first row…"
 _AFTER = 30
 """Cells behind the bar, for what is left."""
 

@@ -69,7 +69,7 @@ def pace_text(progress: LoadProgress, pace: Pace | None) -> str:
     if pace is None:
         return ""
     if pace.left_s is None:
-        return "nothing moves"
+        return "stalled"
     rate = f"{text.size(pace.per_s)}/s, " if progress.unit == "bytes" else ""
     return f"{rate}{text.seconds(pace.left_s) if pace.left_s >= 1 else '< 1 s'} left"
 
@@ -186,7 +186,7 @@ def crash_reason(worker: WorkerReading) -> str:
         return f"exit {code}"
     if isinstance(silent_s := details.get("silent_s"), float | int):
         return f"hung, silent for {silent_s:.0f} s"
-    last = worker.last_error.message.rpartition("the last time: ")[2]  # of one that is left dead
+    last = worker.last_error.message.rpartition("last error: ")[2]  # of one that is left dead
     return last.removeprefix(f"worker {worker.id} ")
 
 

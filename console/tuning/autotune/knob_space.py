@@ -58,10 +58,10 @@ def space_of(
     turned = {knob.name for knob in knobs}
     for name in wanted if order.knobs else ():
         if name not in turned:
-            raise InvalidRequest(f"{name} cannot be turned here: {_reason(name, model, spec, cores)}", param="knobs")
+            raise InvalidRequest(f"{name} cannot be tuned here: {_reason(name, model, spec, cores)}", param="knobs")
     if not knobs:
         others = "every other knob" if order.fixed else "every knob"
-        raise InvalidRequest(f"there is nothing to be turned: {others} has one value here", param="knobs")
+        raise InvalidRequest(f"nothing to tune: {others} has only one value here", param="knobs")
     return Space(knobs=tuple(knobs), start=start)
 
 
@@ -69,14 +69,14 @@ def _reason(name: KnobName, model: LoadedModel, spec: ModelSpec, cores: int) -> 
     """Why a knob that was asked for has no two values."""
     on_cpu = not any(device.startswith("cuda") for device in model.devices)
     if name == "threads":
-        return f"{cores} cores are too few to be shared out" if on_cpu else "the model computes on a GPU"
+        return f"{cores} cores are too few to share" if on_cpu else "the model runs on a GPU"
     if name == "draft_tokens":
-        return f"{spec.name} has a draft model, which guesses already"
+        return f"{spec.name} already uses a draft model"
     if name == "step_tokens":
-        return f"{model.backend} cuts prompts as it likes"
+        return f"{model.backend} has no step-token limit"
     if name == "cache_bits":
-        return "neither the heads of the model nor the fewest bits that may be tried leave a choice"
-    return "it has one value"
+        return "the heads of the model and the min bits leave no choice"
+    return "it has only one value"
 
 
 def _with(values: Iterable[int], now: int) -> list[int]:

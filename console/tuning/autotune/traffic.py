@@ -108,7 +108,7 @@ def _drawn(lengths: Lengths, draw: random.Random) -> list[int]:
 def _parsed(text: str | None, usual: Length, param: str) -> Length:
     found = usual if text is None else Length.parse(text, param, traced=True)
     if found.kind == "trace":
-        raise InvalidRequest("lengths of a trace are taken with --trace FILE", param=param)
+        raise InvalidRequest("lengths of a trace need --trace FILE", param=param)
     return found
 
 
@@ -224,7 +224,7 @@ class LoadGenerator:
             await asyncio.sleep(seconds / SLICES)
             slices.append(meter.cut(time.perf_counter()))
         if not any(each.tokens for each in slices):
-            raise from_info(self._error) if self._error else WorkerFailed("no request was answered within the window")
+            raise from_info(self._error) if self._error else WorkerFailed("no answer within the measurement time")
         return Sample(slices=tuple(slices))
 
     async def _ask_on(self) -> None:

@@ -104,7 +104,7 @@ class Tuner:
         try:
             sample = await self._measured(trial)
         except KnobsChanged as turned:
-            self.notes.append(f"{turned.sentence}: that window does not count, and it is put back")
+            self.notes.append(f"{turned.sentence}: run discarded, setting restored")
         except _GONE:
             raise
         except EngineError as error:
@@ -123,7 +123,7 @@ class Tuner:
         _log.info("autotune: %s: %s", trial.setting, error.message)
         others = any(not record.failed for record in self.search.records if record.setting != trial.setting)
         if not others and not self._begin_again(trial, error):
-            raise WorkerFailed(f"the model cannot be measured at the setting it began with: {error.message}")
+            raise WorkerFailed(f"the current settings cannot be measured: {error.message}")
         if not others:
             return
         self.failed.append(Failed(setting=trial.setting, reason=error.message))
@@ -141,7 +141,7 @@ class Tuner:
         late = self.elapsed_s + seconds > BEGIN_SHARE * self.search.budget_s
         if self._restart is None or late or self._attempts >= MAX_ATTEMPTS:
             return False
-        self.notes.append(f"no answer within {trial.seconds:g} s: windows of {seconds:g} s are tried")
+        self.notes.append(f"no answer within {trial.seconds:g} s: trying runs of {seconds:g} s")
         self.search = self._restart(seconds)
         self.search.spent_s = self.elapsed_s
         return True
@@ -164,7 +164,7 @@ class Tuner:
         try:
             await self._rig.use(setting)
         except EngineError as error:
-            _log.error("autotune: the engine could not be put to %s: %s", setting, error.message)
+            _log.error("autotune: settings could not be restored to %s: %s", setting, error.message)
             return error.message
         return ""
 

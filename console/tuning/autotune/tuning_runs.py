@@ -235,9 +235,9 @@ class Tuning:
         self._refuse_if_busy()
         best = self._report.best
         if self._run is None or best is None:
-            raise InvalidRequest("nothing was found yet that could be used")
+            raise InvalidRequest("No result to apply yet")
         if not best.keeps:
-            raise InvalidRequest("the best that was found breaks what is asked of latency: it is not put to use")
+            raise InvalidRequest("The best result misses the SLO and was not applied")
         await self._run.go_to(best)
         self._report = msgspec.structs.replace(self._report, applied=True, outcome=self._run.summary())
         if self._run.unkept:
@@ -250,15 +250,15 @@ class Tuning:
 
     def _refuse_if_busy(self) -> None:
         if self._task is not None and not self._task.done():
-            raise EngineBusy("settings are being tried already; cancel that first", state="tuning")
+            raise EngineBusy("Autotune is already running. Cancel it first.", state="tuning")
         if self._is_measured():
-            raise EngineBusy("a bench goes on, which would measure what is tried; cancel that first", state="bench")
+            raise EngineBusy("A benchmark is running. Cancel it first.", state="bench")
 
     def _refuse_users(self, order: TuneOrder) -> None:
         most = self._engine.config.max_queue
         if order.users is not None and order.users > most:
             raise InvalidRequest(
-                f"{order.users:,} users would fill the queue, which takes {most:,}, and others would be turned away",
+                f"{order.users:,} users exceed the queue limit ({most:,}); other clients would get 429",
                 param="users",
             )
 
@@ -280,7 +280,7 @@ class Tuning:
         except EngineError as error:
             early = error.message
         except Exception as error:
-            early = f"it failed: {error!r}"
+            early = f"failed: {error!r}"
             raise
         finally:
             applied = run.tuner.applied
@@ -296,7 +296,7 @@ async def mix_of_order(order: TuneOrder, serving: Serving) -> Mix | None:
     if not order.trace:
         return asked_mix(order.prompt or None, order.output or None, order.seed)
     if order.prompt or order.output:
-        raise InvalidRequest("a trace has lengths of its own: give it alone", param="trace")
+        raise InvalidRequest("a trace has its own lengths: leave prompt and answer tokens empty", param="trace")
     await asyncio.to_thread(check_trace, order.trace)
     exchanges = await asyncio.to_thread(read_trace, home_expanded(order.trace))
     return await traced_mix(exchanges, serving, order.seed)

@@ -64,10 +64,10 @@ async def test_another_answer_and_an_edit_keep_what_was_there(chrome: str, tmp_p
     async with chatting(chrome, tmp_path, FakeBackend(reply=script)) as chat:
         page = chat.page
         assert await chat.ask("one") == "first"
-        await chat.press_in_last("Answer again")
+        await chat.press_in_last("Regenerate")
         await page.until(f"{IDLE} && {LAST}.innerText.includes('second')")
         assert await page.run(f"{LAST}.querySelector('.version').textContent") == "2/2"
-        await chat.press_in_last("Version before")
+        await chat.press_in_last("Previous version")
         assert await chat.answer() == "first"
 
         await page.run("document.querySelector('.mine [aria-label=\"Edit this message\"]').click()")
@@ -76,7 +76,7 @@ async def test_another_answer_and_an_edit_keep_what_was_there(chrome: str, tmp_p
         await page.type("two")
         await page.press("Enter")
         await page.until(f"{IDLE} && {LAST}.innerText.includes('third')")
-        await page.run("document.querySelector('.mine [aria-label=\"Version before\"]').click()")
+        await page.run("document.querySelector('.mine [aria-label=\"Previous version\"]').click()")
         await page.until(f"{LAST}.innerText.includes('second')")
         assert script.prompts == ["user: one\nassistant: "] * 2 + ["user: two\nassistant: "]
 

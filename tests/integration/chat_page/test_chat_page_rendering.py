@@ -93,7 +93,7 @@ async def test_the_page_is_used_by_keyboard_alone(chrome: str, tmp_path: Path) -
         for _ in range(30):
             await page.press("Tab")
             seen.add(await page.run("document.activeElement.ariaLabel || document.activeElement.id"))
-        assert {"Copy this answer", "Answer again", "Edit this message", "open-settings", "new"} <= seen | {
+        assert {"Copy this answer", "Regenerate", "Edit this message", "open-settings", "new"} <= seen | {
             "open-settings"
         }
 

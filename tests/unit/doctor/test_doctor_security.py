@@ -74,7 +74,7 @@ def test_who_may_use_a_server_of_this_machine_is_said() -> None:
     assert "without a key: the socket's owner and group may" in rows(host="unix:/run/ericllm.sock")["API"].value
     assert "`ericllm api-keys make NAME`" in rows()["API"].advice
     Keys(state_dir()).make("app", ("use",))
-    assert rows()["API"].value == "on 127.0.0.1, for programs of this machine that have a key"
+    assert rows()["API"].value == "on 127.0.0.1, for local programs with a key"
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, pair: Pair) -> None:
@@ -166,7 +166,7 @@ def test_a_hub_without_tls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "http://mirror.example has no TLS" in said and "HF_TOKEN" in said and "password" not in said
     for none in ("http://[::1", "http://hub:port", "hub.example", "ftp://hub.example", "http://"):
         monkeypatch.setenv("HF_ENDPOINT", none)
-        assert "not an address of a hub" in broken()["hub"]
+        assert "not the address of a hub" in broken()["hub"]
     for private in ("https://mirror.example", "http://127.0.0.1:8080"):
         monkeypatch.setenv("HF_ENDPOINT", private)
         assert broken() == {}

@@ -12,11 +12,11 @@ from console.settings.addresses import is_loopback
 from console.tui.screens.dialogs import ConfirmScreen
 
 _QUESTION = (
-    "Every machine that reaches this one could use the model without a key.\n"
-    "A key is made on the API screen (6, then w). Listen without one?"
+    "Anyone on the network could use this server without a key.\n"
+    "Create a key on the API screen (6, w), or listen without one?"
 )
 _REFUSAL = (
-    "{host} is open to other machines, and there is no key. Make one on the API screen (6, then "
+    "{host} is reachable from the network, and no key is set. Make one on the API screen (6, then "
     "w), or start with --no-auth."
 )
 
@@ -31,6 +31,6 @@ def confirm_exposure(app: App[Any], host: str, status: ApiStatus, *, go: Callabl
         app.notify(_REFUSAL.format(host=host), severity="error", markup=False, timeout=12)
         return
     question = ConfirmScreen(
-        f"{host} is open to other machines, and there is no key.", _QUESTION, yes="Listen", no="Cancel"
+        f"{host} is reachable from the network, and no key is set.", _QUESTION, yes="Listen", no="Cancel"
     )
     app.push_screen(question, lambda sure: go() if sure else None)

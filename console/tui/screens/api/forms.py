@@ -19,15 +19,15 @@ from console.tui.widgets.table import Column, Row, Table, cell
 from engine.text.printable import printable
 
 _CLOSE = Binding("escape", "dismiss", "Cancel", id="form.close", tooltip="Close without a change")
-_SCOPE_COLUMNS = (Column("it may", 9), Column("space or double-click switches", 40, grow=30))
+_SCOPE_COLUMNS = (Column("Scopes", 9), Column("space: toggle", 40, grow=30))
 _SCOPE_WORDS: dict[Scope, str] = {
-    "use": "use models: completions, chat, the list of models",
-    "watch": "read everything: snapshot, log, metrics",
-    "admin": "everything, including loading models and making keys",
+    "use": "use models: completions, chat, model list",
+    "watch": "read status: snapshot, log, metrics",
+    "admin": "full control: load models, create keys",
 }
 
 
-_LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrent": "at once"}
+_LIMITS = {"requests_per_min": "requests/min", "tokens_per_min": "tokens/min", "concurrent": "concurrent"}
 
 
 def _complain(form: Screen[Any], sentence: str) -> None:
@@ -36,7 +36,7 @@ def _complain(form: Screen[Any], sentence: str) -> None:
 
 
 class AddressScreen(Dialog[tuple[str, int] | None]):
-    """Where to listen instead of where `status` says; None to stay there."""
+    """Listen address instead of where `status` says; None to stay there."""
 
     AUTO_FOCUS = "#host"
     BINDINGS: ClassVar[list[BindingType]] = [accept_key("Listen"), _CLOSE]
@@ -48,13 +48,13 @@ class AddressScreen(Dialog[tuple[str, int] | None]):
     def compose(self) -> ComposeResult:
         """Address and port."""
         with Vertical(classes="dialog api-form") as page:
-            page.border_title = "Where to listen"
+            page.border_title = "Listen address"
             with Horizontal(classes="api-field"):
                 yield Label("address", classes="api-label")
                 yield Input(self._status.host, placeholder="127.0.0.1", id="host", compact=True)
             with Horizontal(classes="api-field"):
                 yield Label("port", classes="api-label")
-                yield Input(str(self._status.port), placeholder="8000; 0 takes a free port", id="port", compact=True)
+                yield Input(str(self._status.port), placeholder="8000; 0: any free port", id="port", compact=True)
             yield Static(
                 "127.0.0.1 is this machine alone, 0.0.0.0 every machine that reaches it. Running requests continue. "
                 "Settings (8) has the address for the next start.",
@@ -76,9 +76,9 @@ class AddressScreen(Dialog[tuple[str, int] | None]):
         """Listen there, or say what is wrong."""
         host, port = (self.query_one(box, Input).value.strip() for box in ("#host", "#port"))
         if not host:
-            _complain(self, "Type an address, as 127.0.0.1 or 0.0.0.0.")
+            _complain(self, "Enter an address, such as 127.0.0.1 or 0.0.0.0.")
         elif not port.isdecimal() or int(port) > 65_535:
-            _complain(self, "A port is a number from 0 to 65535.")
+            _complain(self, "Ports are 0 to 65535.")
         else:
             self.dismiss((host, int(port)))
 
@@ -100,7 +100,7 @@ class KeyScreen(Dialog[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
             page.border_title = "New key"
             with Horizontal(classes="api-field"):
                 yield Label("name", classes="api-label -long")
-                yield Input(placeholder="who will use it", id="key-name", max_length=40, compact=True)
+                yield Input(placeholder="label, such as an app name", id="key-name", max_length=40, compact=True)
             yield _Scopes()
             for limit, what in _LIMITS.items():
                 with Horizontal(classes="api-field"):
@@ -108,7 +108,7 @@ class KeyScreen(Dialog[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
                     yield Input(placeholder="any", id=_input_of(limit), max_length=9, type="integer", compact=True)
             yield Static(id="problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Make key (enter)", id="make", compact=True)
+                yield Button("Create (enter)", id="make", compact=True)
                 yield Button("Cancel (esc)", id="close", compact=True)
 
     def on_mount(self) -> None:
@@ -139,11 +139,11 @@ class KeyScreen(Dialog[tuple[str, tuple[Scope, ...], KeyLimits] | None]):
         """Create the key, or say what is wrong."""
         name = self.query_one("#key-name", Input).value.strip()
         if not name:
-            _complain(self, "Type a name for the key.")
+            _complain(self, "Enter a name for the key.")
         elif name in self._existing:
-            _complain(self, f"There is a key called {name} already.")
+            _complain(self, f"A key {name} already exists.")
         elif not self._scopes:
-            _complain(self, "Switch at least one scope on.")
+            _complain(self, "Select at least one scope.")
         elif wrong := next((what for limit, what in _LIMITS.items() if not self._number(limit).isdecimal()), ""):
             _complain(self, f"{wrong} must be a number, or empty for no limit.")
         else:
@@ -158,7 +158,7 @@ class _Scopes(Table):
     """Scopes of a key, each of which can be switched."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "choose", "Switch", id="key.scope", tooltip="Switch this scope on or off"),
+        Binding("space", "choose", "Toggle", id="key.scope", tooltip="Toggle the scope"),
     ]
 
     def __init__(self) -> None:
@@ -188,8 +188,8 @@ class NewKeyScreen(Dialog[None]):
     def compose(self) -> ComposeResult:
         """The key, alone on its line so that it can be selected as well."""
         with Vertical(classes="dialog api-form"):
-            yield Label(f"The key {self._made.name} is made.", classes="dialog-title", markup=False)
-            yield Label("It is shown only once: copy it now. The server keeps a digest.", markup=False)
+            yield Label(f"Key {self._made.name} created", classes="dialog-title", markup=False)
+            yield Label("Shown only once: copy it now.", markup=False)
             yield Static(self._made.key, id="key", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Copy (c)", id="copy", compact=True)
@@ -205,7 +205,7 @@ class NewKeyScreen(Dialog[None]):
     def action_copy(self) -> None:
         """To the clipboard, by way of the terminal."""
         self.app.copy_to_clipboard(printable(self._made.key))  # one line, whatever another instance made
-        self.notify(f"Copied the key {self._made.name}", markup=False)
+        self.notify(f"Key {self._made.name} copied", markup=False)
 
 
 def _scope_row(scope: Scope, on: bool) -> Row:

@@ -115,10 +115,10 @@ def place_line(status: ApiStatus, width: int) -> Content:
 
 def _who(status: ApiStatus) -> Content:
     if status.key_required:
-        return Content.styled("✓ a key is needed", "$success")
+        return Content.styled("✓ key required", "$success")
     if is_loopback(status.host):
-        return Content.styled("no key is needed on this machine", "$muted")
-    return Content.styled("✖ open to other machines without a key", "bold $error")
+        return Content.styled("no key (local only)", "$muted")
+    return Content.styled("✖ open to the network without a key", "bold $error")
 
 
 def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
@@ -126,7 +126,7 @@ def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
     failures = report.failures_per_min
     return _as_fits(
         [
-            Content.assemble((str(report.under_way), "bold"), " under way"),
+            Content.assemble((str(report.under_way), "bold"), " active"),
             Content.assemble(
                 (f"{report.requests_per_min:,}", "bold"),
                 " requests/min ",
@@ -142,8 +142,8 @@ def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
 def curl_row(curl: str) -> Content:
     """The line, cut where it is too long: what is copied is all of it."""
     if not curl:
-        return Content.styled("No dialect is on: clients get a 404. d switches one on.", "$warning")
-    return Content.assemble(_link(Content.styled("c copies ", "$accent"), "screen.copy"), (curl, "$muted"))
+        return Content.styled("All dialects are off: clients get a 404. d switches one on.", "$warning")
+    return Content.assemble(_link(Content.styled("c copy: ", "$accent"), "screen.copy"), (curl, "$muted"))
 
 
 def _curve(per_second: tuple[int, ...], *, ascii_only: bool) -> Content:
@@ -183,11 +183,13 @@ class ApiScreen(ConsoleScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         replace(API_SWITCH, primary=True),
         DRAIN,
-        Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl line that asks the model"),
+        Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl command for a chat request"),
         ConsoleBinding(
-            "l", "address", "Address", id="api.address", mutates=True, tooltip="Listen at another address or port"
+            "l", "address", "Address", id="api.address", mutates=True, tooltip="Change the listen address or port"
         ),
-        ConsoleBinding("w", "make_key", "New key", id="api.key.make", mutates=True, tooltip="Make a key for a client"),
+        ConsoleBinding(
+            "w", "make_key", "New key", id="api.key.make", mutates=True, tooltip="Create a key for a client"
+        ),
         ConsoleBinding(
             "x,delete",
             "revoke_key",
@@ -214,11 +216,11 @@ class ApiScreen(ConsoleScreen):
         yield ApiHead(id="api-head")
         with Container(id="api-rules"):
             yield TablePanel(
-                "Keys", KEY_COLUMNS, empty="No keys: any client may send requests. w makes one.", id="keys"
+                "Keys", KEY_COLUMNS, empty="No keys: anyone who can connect may use the API. w: create key", id="keys"
             )
-            yield TablePanel("Dialects", DIALECT_COLUMNS, empty="There are no dialects.", id="dialects")
-        yield TablePanel("Clients", CLIENT_COLUMNS, empty="No client in the last minute.", id="clients")
-        yield TablePanel("Failures", FAILURE_COLUMNS, empty="No request failed.", id="failures")
+            yield TablePanel("Dialects", DIALECT_COLUMNS, empty="No dialects", id="dialects")
+        yield TablePanel("Clients", CLIENT_COLUMNS, empty="No clients in the last minute", id="clients")
+        yield TablePanel("Failures", FAILURE_COLUMNS, empty="No failed requests", id="failures")
 
     def update_body(self, view: View) -> None:
         """The server as it is now."""
@@ -255,11 +257,12 @@ class ApiScreen(ConsoleScreen):
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter: switch a dialect, or show a key's limits or a failure in full."""
         if event.table.id == "dialects-table":
-            self.action_dialect()
+            if not self.console.refuses_changes():
+                self.action_dialect()
         elif chosen := next(
             (key for key in self._report.keys if event.table.id == "keys-table" and key.name == event.key), None
         ):
-            self.notify(chosen.limits.in_words() or "It has no limits.", title=chosen.name, markup=False)
+            self.notify(chosen.limits.in_words() or "No limits.", title=chosen.name, markup=False)
         elif failure := self._failures.get(event.key):
             asked = f"{failure.method} {failure.path} from {failure.client}"
             key = f" with the key {failure.key}" if failure.key else ""
@@ -269,11 +272,11 @@ class ApiScreen(ConsoleScreen):
     def action_copy(self) -> None:
         """The curl line, whole."""
         if not self._curl:
-            self.notify("No dialect is on: switch one on first (d on the API screen).", severity="warning")
+            self.notify("All dialects are off. Switch one on first (d on the API screen).", severity="warning")
             return
         self.app.copy_to_clipboard(self._curl)
-        key = f"; it takes the key from ${KEY_VARIABLE}" if self._status.key_required else ""
-        self.notify(f"Copied a curl line{key}")
+        key = f"; key from ${KEY_VARIABLE}" if self._status.key_required else ""
+        self.notify(f"Copied a curl command{key}")
 
     def action_address(self) -> None:
         """Ask where to listen, then listen there."""
@@ -312,14 +315,14 @@ class ApiScreen(ConsoleScreen):
         """Ask once, then refuse the key under the cursor."""
         name = self.query_one("#keys", TablePanel).table.cursor_key
         if name is None:
-            self.notify("Choose a key with the arrow keys first.", severity="warning")
+            self.notify("Select a key first.", severity="warning")
         elif name == SETTINGS_KEY:
-            self.notify("That key comes from --api-key: change it there, and start again.", severity="warning")
+            self.notify("That key comes from --api-key: change it there and restart.", severity="warning")
         else:
             last = len(self._report.keys) == 1
-            after = "It is the last one: clients need no key then." if last else "Its clients are refused from now on."
+            after = "This is the last key; without it no key is required." if last else "Its clients will be refused."
             question = ConfirmScreen(f"Revoke the key {name}?", after, yes="Revoke", no="Keep")
-            self._ask(question, lambda: self.perform(self.link.api.revoke_key(name), done=f"{name} is revoked"))
+            self._ask(question, lambda: self.perform(self.link.api.revoke_key(name), done=f"{name} revoked"))
 
     def action_dialect(self) -> None:
         """The dialect under the cursor, off after a question, or on."""
@@ -328,15 +331,13 @@ class ApiScreen(ConsoleScreen):
         if chosen is None:
             table.focus()
             table.move_to(0)
-            self.notify("Choose a dialect with the arrow keys; d switches it.")
+            self.notify("Select a dialect first.")
             return
         switch, title = self.link.api.switch_dialect, chosen.title
         if not chosen.on:
             self.perform(switch(chosen.name, True), done=f"{title} is on")
             return
-        question = ConfirmScreen(
-            f"Switch {title} off?", "Its clients get a 404 that says so.", yes="Switch off", no="Cancel"
-        )
+        question = ConfirmScreen(f"Switch {title} off?", "Its clients will get a 404.", yes="Switch off", no="Cancel")
         self._ask(question, lambda: self.perform(switch(chosen.name, False), done=f"{title} is off"))
 
     def _ask(self, question: ConfirmScreen, go: Callable[[], None]) -> None:

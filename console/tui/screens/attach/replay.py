@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Where to go in a recording.
 
-_HINT = "14:02 or 14:02:11, +90 or -90 seconds from either end, or 50%"
+_HINT = "14:02, 14:02:11, 50%, +90 s from the start or -90 s from the end"
 
 
 class GoToScreen(Dialog[float | None]):

@@ -27,7 +27,7 @@ _VERDICTS = {
     "same": ("≈ same", "$muted"),
     "unclear": ("? unclear", "$muted"),
 }
-_NOISE = "± is half the distance of the least and the most of the repeats; what lies within it, or within 10%, is same."
+_NOISE = "± is half the range of the repeats; differences within ± or 10% count as equal."
 
 
 class BenchComparisonScreen(Dialog[None]):
@@ -35,8 +35,8 @@ class BenchComparisonScreen(Dialog[None]):
 
     AUTO_FOCUS = "Table"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("d", "only", "Differences", id="bench.only", tooltip="Show only what differs, then all again"),
-        Binding("a", "all", "All numbers", id="bench.all", tooltip="Show all numbers, then those of the table again"),
+        Binding("d", "only", "Differences", id="bench.only", tooltip="Show only differences, then all"),
+        Binding("a", "all", "All numbers", id="bench.all", tooltip="Show all numbers, then the main ones"),
         Binding(
             "escape,v,q",
             "dismiss",

@@ -72,7 +72,7 @@ class BenchPlace(Vertical):
                 id="place-dialect",
             )
             yield Label("model", classes="place-label")
-            yield Input(server.model, placeholder="the first listed", id="place-model", compact=True)
+            yield Input(server.model, placeholder="first listed", id="place-model", compact=True)
             yield Label("key", classes="place-label")
             yield Input(server.key, placeholder="none", password=True, id="place-key", compact=True)
 
@@ -124,12 +124,12 @@ class BenchPlace(Vertical):
         return self.query_one(box, Input).value.strip()
 
 
-_SHARED = "Measures the engine while it serves: other clients share it, and both are slower."
-_SERVER = "Measures that server as a client: other load on it, or on this machine, changes the numbers."
-_ELSEWHERE = "Servers and traces: only on a console on that machine, or with 'ericllm bench'."
-_SIZES = {True: "a first look: fewer and shorter requests", False: "in full, as on the command line"}
+_SHARED = "Runs on the serving engine; bench and clients slow each other down."
+_SERVER = "Measures the server as a client; other load changes the numbers."
+_ELSEWHERE = "Servers and traces need a console on that machine, or 'ericllm bench'."
+_SIZES = {True: "quick: fewer and shorter requests", False: "full, as on the command line"}
 
-_SWITCHES = {True: "In full (ctrl+t)", False: "Quick (ctrl+t)"}
+_SWITCHES = {True: "Full run (ctrl+t)", False: "Quick (ctrl+t)"}
 
 
 class BenchFormScreen(Dialog[bool | None]):
@@ -138,12 +138,8 @@ class BenchFormScreen(Dialog[bool | None]):
     AUTO_FOCUS = "#bench-kinds"
     BINDINGS: ClassVar[list[BindingType]] = [
         accept_key("Start"),
-        Binding(
-            "ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="A first look, or the bench in full"
-        ),
-        Binding(
-            "ctrl+o,ctrl+l", "place", "A server", id="bench.place", tooltip="Type the address of the server to measure"
-        ),
+        Binding("ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="Quick or full run"),
+        Binding("ctrl+o,ctrl+l", "place", "Server", id="bench.place", tooltip="Enter the URL of the server to measure"),
         Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Start the bench", show=False),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
@@ -286,7 +282,7 @@ class BenchFormScreen(Dialog[bool | None]):
 
     async def _start(self, order: BenchOrder) -> None:
         if order.server is not None:
-            self._say(f"◔ Asking {order.server.url}", "$muted")
+            self._say(f"◔ Connecting to {order.server.url}", "$muted")
         try:
             await self._link.benches.start(order)
         except EngineError as error:

@@ -84,7 +84,7 @@ def local_minute(started: str) -> str:
         return clip(started, _TIME_CELLS)
 
 
-_CUT = "Ended early: these are the results until then."
+_CUT = "Ended early; partial results."
 _NAME_LENGTH = 40
 
 
@@ -125,7 +125,7 @@ class BenchResultScreen(Dialog[None]):
         result = self._result
         columns, rows = table_of(result.keys, result.columns, result.rows)
         with VerticalScroll(id="bench-page") as page:
-            page.border_title = Content(f"{result.name} of {local_minute(result.started)}, number {self._kept_as}")
+            page.border_title = Content(f"{result.name} of {local_minute(result.started)}, #{self._kept_as}")
             yield Static(for_terminal(self.app, Content(heading_text(result))), id="bench-about", markup=False)
             table = Table(columns, empty="Nothing was measured.")
             table.can_focus = False

@@ -112,7 +112,7 @@ class ConversationsScreen(ConsoleScreen):
         try:
             self._store = ChatStore(self.console.chats)
         except ChatStoreError as error:
-            self.notify(f"{error.message} New ones are kept in memory.", severity="error", markup=False)
+            self.notify(f"{error.message} New ones are kept in memory only.", severity="error", markup=False)
             self._store = ChatStore(None)
         self._chat = OpenChat(self._store, None, ChatSettings())
         self._counter = DraftCounter(lambda: self._panes, self.query_one(ChatInput), self.query_one(ChatLine))

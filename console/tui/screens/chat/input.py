@@ -38,7 +38,7 @@ def count_line(count: DraftCount, max_tokens: int | None = None) -> tuple[str, b
         return f"{line} tokens", False
     line = f"{line} of {count.context:,} tokens"
     if count.left <= 0:
-        return f"{line} · {1 - count.left:,} too many", True
+        return f"{line} · {1 - count.left:,} over", True
     if count.left < (max_tokens if max_tokens is not None else count.context * NEAR):
         return f"{line} · {count.left:,} left for the answer", True
     return line, False

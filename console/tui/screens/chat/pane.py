@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from console.tui.app import EricApp
 
 ANSWERING = ("ready", "idle")  # an idle model loads first
-HINT = "Ask the model something. Its answer streams here, with its speed beneath."
+HINT = "Send a message to start. Each answer shows its speed below."
 
 
 class Pane:

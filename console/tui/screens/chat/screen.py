@@ -43,18 +43,18 @@ def _key(
 
 
 CHAT_BINDINGS: list[BindingType] = [
-    _key("escape", "stop", "Stop", "stop", "Stop the answers; else leave the box, or go back to it", show=True),
+    _key("escape", "stop", "Stop", "stop", "Stop the answers; else leave or enter the box", show=True),
     _key(
         "ctrl+r,alt+r",
         "again",
-        "Again",
+        "Regenerate",
         "again",
-        "Another answer to the last question, as a branch",
+        "Regenerate the last answer, as a branch",
         show=True,
         mutates=True,
     ),
     _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Continue the last answer", show=True, mutates=True),
-    _key("alt+e", "edit", "Edit", "edit", "Edit a question and ask it again, as a branch", show=True),
+    _key("alt+e", "edit", "Edit", "edit", "Edit a question and resend it, as a branch", show=True),
     _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy the selected message, or the last answer", show=True),
     _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the previous one"),
     _key(
@@ -74,7 +74,7 @@ CHAT_BINDINGS: list[BindingType] = [
     _key("alt+t", "rename", "Rename", "rename", "Rename the conversation"),
     _key("ctrl+s,alt+s", "settings", "Settings", "settings", "Model, system prompt and sampling", show=True),
     _key("alt+p", "presets", "Presets", "presets", "Choose a system prompt and sampling"),
-    _key("alt+v", "split", "Split", "split", "Ask two models or settings side by side, or one again", show=True),
+    _key("alt+v", "split", "Split", "split", "Compare two models or settings side by side", show=True),
     _key("alt+w", "export('md')", "Export", "export", "Write the branch to a Markdown file"),
     _key("alt+shift+w", "export('json')", "JSON", "export.json", "Write all branches to a JSON file"),
     _key("alt+shift+r", "read_back", "Import", "import", "Read an exported JSON file"),
@@ -82,14 +82,14 @@ CHAT_BINDINGS: list[BindingType] = [
 ]
 
 
-NO_MODEL = "No model is loaded. Press F2 to choose one; your question stays here."
-NOTHING_ASKED = "No question to ask again."
+NO_MODEL = "No model loaded. Press F2 to choose one; your question is kept."
+NOTHING_ASKED = "No question to regenerate."
 NOTHING_SAID = "No answer to continue."
-NO_BRANCH = "No other branch there. Another answer (ctrl+r) or an edited question (alt+e) makes one."
+NO_BRANCH = "No more branches. Ctrl+R regenerates, Alt+E edits."
 NOTHING_TO_DELETE = "No turn to delete."
-TOO_LONG = "This is too long for the terminal's clipboard; alt+w writes the conversation to a file."
-TOO_LONG_TO_SEND = "Too long to send: {:,} of {:,} tokens."
-SHORTEN = "Shorten the question; it stays in the box."
+TOO_LONG = "Too long for the terminal clipboard. Alt+W exports the conversation."
+TOO_LONG_TO_SEND = "Too long: {:,} tokens, limit {:,}."
+SHORTEN = "Shorten the question; it is kept in the box."
 SHORTEN_OR_DELETE = "Shorten the question, delete turns (alt+d) or start a new conversation (ctrl+n)."
 _QUOTED = 60
 """Characters of a turn in the question whether to delete it."""
@@ -212,7 +212,7 @@ class ChatScreen(ConversationsScreen):
             return
         after = len(self._chat.tree.beneath(turn.id)) - 1
         kind = "question" if turn.role == "user" else "answer"
-        follows = f"What follows it in all branches is deleted, too: {plural(after, 'turn')}.\n" if after else ""
+        follows = f"Also deletes {plural(after, 'following turn')}, in all branches.\n" if after else ""
         words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
         question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
 

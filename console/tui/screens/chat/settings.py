@@ -36,7 +36,7 @@ class PresetsScreen(Dialog[Preset | None]):
         ConsoleBinding("enter", "use", "Use", id="presets.use", tooltip="Use the preset", priority=True, primary=True),
         Binding("n", "keep", "Save", id="presets.keep", tooltip="Save the current settings under a name"),
         Binding("d,delete", "delete", "Delete", id="presets.delete", tooltip="Delete a saved preset", key_display="d"),
-        Binding("escape", "leave", "Cancel", id="presets.leave", tooltip="Change nothing"),
+        Binding("escape", "leave", "Cancel", id="presets.leave", tooltip="Close without a change"),
     ]
 
     def __init__(self, store: ChatStore, settings: ChatSettings) -> None:
@@ -111,7 +111,7 @@ class PresetsScreen(Dialog[Preset | None]):
 _ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if name in PARAMETERS)
 """Parameters in the form."""
 
-MODEL_IN_VIEW = "Model in view"
+MODEL_IN_VIEW = "Selected model"
 
 
 def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
@@ -249,4 +249,4 @@ class ChatSettingsScreen(Dialog[ChatSettings | None]):
             return kind(text)
         except ValueError:
             noun = "whole number" if kind is int else "number"
-            raise InvalidRequest(f"{row.label} is {text!r}; it must be a {noun}", param=row.name) from None
+            raise InvalidRequest(f"{row.label} is {text!r}; must be a {noun}", param=row.name) from None

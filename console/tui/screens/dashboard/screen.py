@@ -36,16 +36,16 @@ class DashboardScreen(RequestActions, AdvisedScreen):
             "toggle_ended",
             "Ended",
             id="request.ended",
-            tooltip="Show the last requests that ended, or only the live ones",
+            tooltip="Show ended requests, or only live ones",
             show=False,
         ),
         Binding("i", "inspect", "Worker", id="worker.open", tooltip="Show the selected worker"),
-        Binding("d", "devices", "Devices", id="devices.open", tooltip="Show every reading of the devices", show=False),
+        Binding("d", "devices", "Devices", id="devices.open", tooltip="Show all device readings", show=False),
         *KNOBS,
         API_SWITCH,
         DRAIN,
         *READOUT,
-        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Show a longer or shorter time in the graphs"),
+        Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Change the time range of the graphs"),
         Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest requests", show=False),
     ]
 
@@ -103,7 +103,7 @@ class DashboardScreen(RequestActions, AdvisedScreen):
             self.action_inspect()
 
     def action_devices(self) -> None:
-        """Show every reading of the devices."""
+        """Show all device readings."""
         self.app.push_screen(DevicesScreen())
 
     def action_zoom(self) -> None:

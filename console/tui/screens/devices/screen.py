@@ -73,7 +73,7 @@ class DevicesScreen(Dialog[None]):
 def device_blocks(snapshot: Snapshot) -> Content:
     """A block for each device and one for energy, with a blank line between two."""
     if not snapshot.devices:
-        return Content.styled("No device was read yet.", "$muted")
+        return Content.styled("No device data yet", "$muted")
     work = {each.device: each for each in snapshot.insight.work}
     blocks = [*(_block(device, work.get(device.id)) for device in snapshot.devices), _energy(snapshot)]
     return Content("\n\n").join(Content("\n").join(block) for block in blocks)
@@ -96,7 +96,7 @@ def _energy(snapshot: Snapshot) -> Iterator[Content]:
     seen, session = snapshot.insight.energy, snapshot.insight.session
     yield Content.styled("Energy", "bold $primary")
     if seen.power_w is None:
-        yield _row("now", Content("power not reported by this device" if seen.unmetered else "no device is in use"))
+        yield _row("now", Content("power not reported by this device" if seen.unmetered else "no device in use"))
     else:
         per_watt = snapshot.output_tokens_per_s / seen.power_w if seen.power_w else 0.0
         yield _row("now", Content(f"{seen.power_w:,.0f} W · {text.three_digits(per_watt)} tok/s per W"))
@@ -108,7 +108,7 @@ def _energy(snapshot: Snapshot) -> Iterator[Content]:
         money = "" if seen.rate_per_kwh is None else text.cost(seen.today_joules, seen.rate_per_kwh, seen.currency)
         yield _row("today", Content(text.energy(seen.today_joules) + (f" · {money}" if money else "")))
     if seen.unmetered and seen.power_w is not None:
-        yield _row("", Content(f"{text.plural(seen.unmetered, 'device')} in use not counted: power not reported"))
+        yield _row("", Content(f"{text.plural(seen.unmetered, 'device')} in use without power reading, not included"))
 
 
 def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str, Content | None]]:

@@ -77,7 +77,7 @@ class DoctorScreen(Dialog[None]):
     """Looks once when it opens, and again when asked to; the last findings stay in sight meanwhile."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "look", "Look again", id="doctor.look", tooltip="Check the machine again"),
+        Binding("r", "look", "Check again", id="doctor.look", tooltip="Check the machine again"),
         Binding("escape,q", "dismiss", "Close", id="doctor.close", tooltip="Close the doctor", key_display="esc"),
     ]
 

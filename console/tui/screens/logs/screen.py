@@ -77,10 +77,10 @@ class LogsScreen(ConsoleScreen):
             "Find",
             id="logs.filter",
             primary=True,
-            tooltip="Search: show only lines with a word",
+            tooltip="Search: show only matching lines",
             key_display="/",
         ),
-        Binding("v", "level", "Level", id="logs.level", tooltip="Hide the lowest level, then show all levels"),
+        Binding("v", "level", "Level", id="logs.level", tooltip="Hide the lowest level; again: hide more, then none"),
         Binding("w", "warning(1)", "Warning", id="logs.warning", tooltip="Go to the next warning or error"),
         Binding(
             "h", "access", "Access", id="logs.access", tooltip="Show or hide the access lines, one per HTTP request"

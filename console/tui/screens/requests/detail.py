@@ -155,7 +155,7 @@ def phase_list(detail: RequestDetail) -> Iterator[Content]:
             (more, "$muted"),
         )
         if phase.lost:
-            yield Content.styled(f"✖ {phase.worker} was lost; the request went back to the queue", "$request-failed")
+            yield Content.styled(f"✖ {phase.worker} crashed; request requeued", "$request-failed")
 
 
 # Everything about one request, as lines: state, timeline, numbers, sampling, and its text where that is allowed.
@@ -167,8 +167,8 @@ NOT_ALLOWED = (
     "Prompts and answers are not kept. Start with --show-prompts, or set show_prompts = true in config.toml, "
     "to read those of the last requests here."
 )
-NOT_KEPT = "Its text is no longer kept: only that of the last requests is."
-NO_TIMELINE = "Its timeline is no longer kept: only those of the last requests are."
+NOT_KEPT = "Text no longer kept (only for the last requests)"
+NO_TIMELINE = "Timeline no longer kept (only for the last requests)"
 
 
 def request_card(detail: RequestDetail, width: int, *, ascii_only: bool = False, lettered: bool = False) -> Content:
@@ -187,7 +187,7 @@ def prompt_and_answer(detail: RequestDetail) -> Content:
     """Prompt and answer, unsafe characters as escapes; or why they cannot be read."""
     if detail.text is None:
         return Content.assemble(_title("Text"), "\n", (NOT_KEPT if detail.texts else NOT_ALLOWED, "$muted"))
-    cut = "  both ends of what is long" if detail.text.cut else ""
+    cut = "  start and end of long texts" if detail.text.cut else ""
     prompt, answer = printable_lines(detail.text.prompt), printable_lines(detail.text.answer)
     return Content.assemble(_title("Prompt", cut), "\n", prompt, "\n\n", _title("Answer"), "\n", answer)
 
@@ -207,7 +207,7 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
     if not detail.timeline:
         return [_title("Timeline"), Content.styled(NO_TIMELINE, "$muted")]
     lines = [
-        _title("Timeline", "tokens per second, and latency breakdown"),
+        _title("Timeline", "tok/s and phases"),
         *timeline_chart(detail, width, ascii_only=ascii_only),
     ]
     lines += [Content(""), *phase_list(detail)]
@@ -219,14 +219,14 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
 
 def _why(detail: RequestDetail, width: int, lettered: bool) -> list[Content]:
     lines = [] if detail.why is None else cause_lines(detail.why, width, lettered=lettered)
-    return [_title("Why it took as long", "its time by cause"), *lines] if lines else []
+    return [_title("Latency", "by cause"), *lines] if lines else []
 
 
 def _numbers(detail: RequestDetail) -> Iterator[Content]:
     row = detail.row
     yield _title("Numbers")
     yield _fact(
-        "submitted", clock(row.created_at), "took" if row.state == "finished" else "so far", text.seconds(row.age_s)
+        "submitted", clock(row.created_at), "took" if row.state == "finished" else "elapsed", text.seconds(row.age_s)
     )
     yield _fact("from", _from(row), "priority", str(row.priority))
     cached = f", {row.cached_tokens:,} cached" if row.cached_tokens else ""

@@ -86,9 +86,9 @@ class RequestActions(ConsoleScreen):
         if (row := self.chosen_request) is not None:
             self.run_worker(self._copy_curl(row), group="curl", exclusive=True, exit_on_error=False)
         elif line := self._example():
-            self._copied(line, "Copied a curl command that sends a request")
+            self._copied(line, "Copied a curl command for a request")
         else:
-            self.notify("No dialect is on: switch one on first (d on the API screen).", severity="warning")
+            self.notify("All dialects are off. Switch one on first (d on the API screen).", severity="warning")
 
     async def _copy_curl(self, row: RequestRow) -> None:
         try:
@@ -98,7 +98,7 @@ class RequestActions(ConsoleScreen):
         api = self.console.view.api
         has_prompt = detail.text is not None and not detail.text.cut
         line = curl_command(self._base, _PATH, curl_body(detail), with_key=api.key_required)
-        self._copied(line, f"Copied {row.id} as a curl command{'' if has_prompt else ': put your prompt into it'}")
+        self._copied(line, f"Copied {row.id} as a curl command{'' if has_prompt else '; insert your prompt'}")
 
     def _example(self) -> str:
         spec = self.console.view.snapshot.status.spec
@@ -116,12 +116,12 @@ class RequestActions(ConsoleScreen):
 
     def _copied(self, line: str, done: str) -> None:
         self.app.copy_to_clipboard(line)
-        key = f"; it takes the key from ${KEY_VARIABLE}" if self.console.view.api.key_required else ""
+        key = f"; key from ${KEY_VARIABLE}" if self.console.view.api.key_required else ""
         self.notify(f"{done}{key}", markup=False)
 
     def _chosen(self) -> RequestRow | None:
         if (row := self.chosen_request) is None:
-            self.notify("Choose a request with the arrow keys first.", severity="warning")
+            self.notify("Select a request first.", severity="warning")
         return row
 
 

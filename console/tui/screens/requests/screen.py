@@ -42,12 +42,10 @@ class RequestsScreen(RequestActions):
             tooltip="Cancel every queued request",
         ),
         Binding(
-            "slash", "find", "Filter", id="requests.filter", tooltip="Show only requests with a word", key_display="/"
+            "slash", "find", "Filter", id="requests.filter", tooltip="Show only matching requests", key_display="/"
         ),
-        Binding("v", "states", "States", id="requests.states", tooltip="Show only requests in some states, then all"),
-        Binding(
-            "g", "group", "Group", id="requests.group", tooltip="Group by client, then by API key, then not at all"
-        ),
+        Binding("v", "states", "States", id="requests.states", tooltip="Filter by state"),
+        Binding("g", "group", "Group", id="requests.group", tooltip="Group by client, by API key, or not"),
         Binding("s", "sort(1)", "Sort", id="requests.sort", tooltip="Sort by the next column"),
         Binding("S", "reverse", "Reverse", id="requests.reverse", tooltip="Reverse the order", show=False),
         Binding(
@@ -209,7 +207,7 @@ class RequestsScreen(RequestActions):
         """Cancel all that waits; ask first."""
         queued = self.console.view.published.queued
         if not queued:
-            self.notify("No request is queued.")
+            self.notify("No queued requests.")
             return
         title = f"{text.plural(queued, 'request')} {'waits' if queued == 1 else 'wait'} for a worker."
         question = ConfirmScreen(title, "Their clients get an error. Cancel them?", yes="Cancel them", no="Keep them")

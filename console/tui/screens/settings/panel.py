@@ -27,9 +27,9 @@ COLUMNS = (
     Column("from", 16, grow=14),
     Column("", 22, grow=30, drop=1),
 )
-USED: dict[When, str] = {"now": "at once", "load": "by the next model loaded", "start": "at the next start"}
+USED: dict[When, str] = {"now": "immediately", "load": "at the next load", "start": "at the next start"}
 """When a saved value is used."""
-_NEXT: dict[When, str] = {"now": "at once", "load": "at next load", "start": "at next start"}
+_NEXT: dict[When, str] = {"now": "immediately", "load": "at next load", "start": "at next start"}
 _HEADING = "#"
 
 
@@ -37,7 +37,7 @@ class SettingTable(Table):
     """One row a setting; the cursor goes past the headings."""
 
     def __init__(self) -> None:
-        super().__init__(COLUMNS, empty="No setting matches. Escape shows all.", id="setting-table")
+        super().__init__(COLUMNS, empty="No setting matches. Esc shows all.", id="setting-table")
 
     def show_settings(self, settings: Sequence[SettingRow]) -> None:
         """Replace what is shown; the cursor stays on its setting, and is on the first where it was nowhere."""
@@ -65,13 +65,13 @@ def origin(row: SettingRow) -> str:
     """Where the value came from: "--port", "ERICLLM_PORT", "config.toml", "autotune", "default"."""
     if row.source == "file":
         return PurePath(row.where).name
-    return {"default": "default", "console": "turned here", "tuned": "autotune"}.get(row.source, row.where)
+    return {"default": "default", "console": "changed at runtime", "tuned": "autotune"}.get(row.source, row.where)
 
 
 def note(row: SettingRow) -> tuple[str, str]:
     """Return how the value differs from the file's, and a style: the next value and when it applies, or the file's."""
     if row.waits:
-        comes = "another one" if row.secret else row.saved if row.saved is not None else row.default or "nothing"
+        comes = "another value" if row.secret else row.saved if row.saved is not None else row.default or "nothing"
         return f"→ {comes} {_NEXT['start' if row.source == 'console' else row.when]}", "$warning"
     if row.wins and row.saved is not None and (row.secret or row.saved != row.value):
         return f"file: {row.saved}", "$muted"
@@ -136,7 +136,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
         """The setting's description above the field that changes it."""
         yield Static("", id="description", markup=False)
         yield Input(id="typed", compact=True, select_on_focus=True)
-        yield Table((Column("choose, enter saves", 20, grow=60),), id="choices")
+        yield Table((Column("enter: save", 20, grow=60),), id="choices")
         yield Static("", id="problem", markup=False)
 
     @property
@@ -152,7 +152,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
             return
         self._shown = row, brief
         set_title(self, row.name)
-        self.border_subtitle = f"used {USED[row.when]}"
+        self.border_subtitle = f"applies {USED[row.when]}"
         self.query_one("#description", Static).update(
             for_terminal(self.app, Content("\n").join(_about(row, brief=brief)))
         )
@@ -175,9 +175,9 @@ class SettingPanel(VerticalScroll, can_focus=False):
             box.password = row.secret and not is_ascii(self.app)
             box.highlighter = _Stars() if row.secret else None
             box.value = "" if row.secret else row.saved if row.saved is not None else row.value
-            box.placeholder = "Type it. It is saved, and not shown." if row.secret else _unset(row)
+            box.placeholder = "Type the value (hidden)" if row.secret else _unset(row)
             box.focus()
-        self.border_subtitle = "enter saves, esc cancels"
+        self.border_subtitle = "enter: save · esc: cancel"
         self.call_after_refresh(self.scroll_end, animate=False)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ def _about(row: SettingRow, *, brief: bool) -> Iterator[Content]:
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in shown)
     words, style = note(row)
     if row.wins:
-        words, style = f"{row.wins} overrides the saved value while it is given.", "$warning"
+        words, style = f"{row.wins} overrides the saved value.", "$warning"
     if words:
         yield Content.styled(words, style)
 
@@ -246,4 +246,4 @@ def _choice(choice: str, row: SettingRow) -> tuple[tuple[str, str], ...]:
 
 
 def _unset(row: SettingRow) -> str:
-    return f"{row.default} is the default" if row.default else "Not set. Leave empty to keep it so."
+    return f"{row.default} is the default" if row.default else "Not set (leave empty)"

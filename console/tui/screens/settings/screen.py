@@ -49,7 +49,7 @@ class SettingsScreen(ConsoleScreen):
             key_display="d",
         ),
         Binding("v", "all", "All/basic", id="settings.all", tooltip="Show all settings, or the basic ones"),
-        Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only what is not at its default"),
+        Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only changed settings"),
         Binding("slash", "find", "Find", id="settings.find", tooltip="Search settings", key_display="/"),
         Binding("escape", "leave", "Leave", id="settings.leave", tooltip="Cancel the edit", show=False),
     ]
@@ -65,7 +65,7 @@ class SettingsScreen(ConsoleScreen):
         """Search above the table; the setting next to them."""
         with Horizontal(id="settings"):
             with Vertical(classes="panel", id="listed"):
-                yield Input(placeholder="/ finds a setting by a word", id="find", compact=True)
+                yield Input(placeholder="/ type to filter", id="find", compact=True)
                 yield SettingTable()
             yield SettingPanel()
 
@@ -127,7 +127,8 @@ class SettingsScreen(ConsoleScreen):
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter on a row, or two clicks."""
-        self.action_edit()
+        if not self.console.refuses_changes():
+            self.action_edit()
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class SettingsScreen(ConsoleScreen):
         if row is None or self.query_one(SettingPanel).editing:
             return
         if row.saved is None:
-            self.notify(f"{row.name} is not in config.toml: nothing to reset.", markup=False)
+            self.notify(f"{row.name} is not in config.toml; nothing to reset.", markup=False)
         else:
             self._save(row, None)
 
@@ -238,6 +239,6 @@ class SettingsScreen(ConsoleScreen):
 def _outcome(row: SettingRow) -> str:
     """Return the outcome of a save."""
     if row.wins:
-        return f"{row.name} is saved; {row.wins} overrides it while it is given."
-    what = f"{row.name} is reset to its default" if row.saved is None else f"{row.name} is saved"
-    return f"{what}, used {USED[row.when]}." if row.waits else f"{what} and in use."
+        return f"{row.name} saved; {row.wins} overrides it."
+    what = f"{row.name} reset to its default" if row.saved is None else f"{row.name} saved"
+    return f"{what}, applies {USED[row.when]}." if row.waits else f"{what} and applied."

@@ -27,12 +27,12 @@ from engine.errors import EngineError, InvalidRequest
 
 # What autotune tries and has found: how it goes, and a row for each setting, the fastest first.
 
-NOTHING_YET = "Measuring the first setting."
-NOT_TRIED = "No settings tried yet. Press f to find the best ones by measurement."
-_VERDICTS = {"kept": ("✓ kept", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ broken", "$error")}
+NOTHING_YET = "Measuring the first settings…"
+NOT_TRIED = "No autotune results yet. Press f to start."
+_VERDICTS = {"kept": ("✓ met", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ missed", "$error")}
 _STATES = {
-    "running": ("◔ trying settings", "$worker-loading"),
-    "restoring": ("◔ restoring the settings", "$worker-loading"),
+    "running": ("◔ autotune running", "$worker-loading"),
+    "restoring": ("◔ restoring settings", "$worker-loading"),
     "done": ("✓ done", "$success"),
     "cancelled": ("○ cancelled", "$muted"),
     "failed": ("✖ failed", "$error"),
@@ -79,7 +79,7 @@ def _state(report: TuningReport) -> Content:
     if report.now is not None:
         now = "  ".join(f"{HEADINGS[knob]} {report.now.value(knob)}" for knob in report.knobs)
         left = text.seconds(max(0.0, report.budget_s - report.elapsed_s))
-        more = f"  {len(report.tried)} of {report.size:,} tried, max {left} left  ·  {now}"
+        more = f"  {len(report.tried)} tried (of up to {report.size:,}), max {left} left  ·  {now}"
     else:
         more = f"  {report.outcome}"
     return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
@@ -91,7 +91,7 @@ def _order_text(report: TuningReport) -> Content:
         for name, limit in (("TTFT", report.slo_ttft_s), ("ITL", report.slo_itl_s))
         if limit is not None
     ]
-    return Content.styled("  ".join((*(limits or ["no SLO is set"]), f"·  {report.mix}")), "$muted")
+    return Content.styled("  ".join((*(limits or ["no SLO set"]), f"·  {report.mix}")), "$muted")
 
 
 def _remark(report: TuningReport) -> list[Content]:
@@ -113,10 +113,10 @@ def _columns(report: TuningReport) -> tuple[Column, ...]:
         Column("±", 6, "right", drop=5),
         Column(f"ITL {percentile}", 9, "right"),
         Column("±", 6, "right", drop=4),
-        Column("good/s", 7, "right", drop=2),
+        Column("goodput/s", 7, "right", drop=2),
         *(Column(_SHORT.get(knob, HEADINGS[knob]), 7, "right") for knob in report.knobs),
         Column("SLO", 9),
-        Column("windows", 7, "right", drop=1),
+        Column("runs", 7, "right", drop=1),
     )
 
 
@@ -146,11 +146,11 @@ def _half(low: float | None, high: float | None) -> float | None:
 
 
 _MEANWHILE = (
-    "Other clients go first, no request is lost, and all settings are restored in the end. Cache bits and draft tokens "
+    "Client requests take priority. Settings are restored afterwards. Cache bits and draft tokens "
     "reload the model on each change; a knob that cannot be changed here is left out."
 )
-_HOW: dict[bool, str] = {True: "reloads", False: "as it serves"}
-_ELSEWHERE = " Traces: only on a console on that machine."
+_HOW: dict[bool, str] = {True: "reloads model", False: "live"}
+_ELSEWHERE = " Traces need a console on that machine."
 
 
 class TuneFormScreen(Dialog[bool | None]):
@@ -159,8 +159,8 @@ class TuneFormScreen(Dialog[bool | None]):
     AUTO_FOCUS = "#tune-turned"
     BINDINGS: ClassVar[list[BindingType]] = [
         accept_key("Start"),
-        Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Start trying settings", show=False),
-        Binding("space", "switch", "On or off", id="tune.switch", tooltip="Vary the selected knob, or not"),
+        Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Start autotune", show=False),
+        Binding("space", "switch", "Toggle", id="tune.switch", tooltip="Tune the selected knob, or not"),
         Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
         Binding("escape", "dismiss(None)", "Cancel", id="tune.leave", tooltip="Close the form"),
@@ -180,13 +180,13 @@ class TuneFormScreen(Dialog[bool | None]):
             page.border_title = "Autotune"
             yield Static(FORM.measures, id="tune-measures", markup=False)
             with Horizontal(id="tune-choice"):
-                yield Table((Column("turned", 13), Column("", 12, drop=1)), id="tune-turned")
+                yield Table((Column("tuned", 13), Column("", 12, drop=1)), id="tune-turned")
                 yield BenchFields(self._draft.typed, without=(TRACE,) if elsewhere else ())
             yield Static(f"{_MEANWHILE}{_ELSEWHERE if elsewhere else ''}", id="tune-meanwhile", markup=False)
             yield Static(id="tune-problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Start (enter)", id="start", compact=True)
-                yield Button("Knob on or off (space)", id="switch", compact=True)
+                yield Button("Toggle (space)", id="switch", compact=True)
                 yield Button("Cancel (esc)", id="leave", compact=True)
 
     def on_mount(self) -> None:

@@ -25,16 +25,16 @@ def _field(name: str, title: str, offered: str, hint: str) -> BenchField:
 
 FORM = BenchForm(
     bench="autotune",
-    measures="Tries settings under load for the most tok/s that keep TTFT and ITL.",
+    measures="Finds the settings with the highest tok/s within the TTFT and ITL limits.",
     fields=(
         _field("minutes", "minutes", "10", "time limit"),
-        _field("slo_ttft_s", "max TTFT", "", "500ms; empty: as in Settings"),
-        _field("slo_itl_s", "max ITL", "", "50ms; empty: as in Settings"),
+        _field("slo_ttft_s", "max TTFT", "", "500ms; default: Settings"),
+        _field("slo_itl_s", "max ITL", "", "50ms; default: Settings"),
         _field("percentile", "percentile", "95", "percentile of TTFT and ITL"),
-        _field("users", "users", "", "at once; empty: one per slot"),
-        _field("prompt", "prompt tokens", "", "64-256; empty: as in recent requests"),
-        _field("output", "answer tokens", "", "32-128; empty: as in recent requests"),
-        _field(TRACE, "trace", "", "a ShareGPT file with prompts"),
+        _field("users", "users", "", "concurrent users; default: one per slot"),
+        _field("prompt", "prompt tokens", "", "64-256; default: recent traffic"),
+        _field("output", "answer tokens", "", "32-128; default: recent traffic"),
+        _field(TRACE, "trace", "", "ShareGPT file to replay"),
     ),
 )
 
@@ -53,7 +53,7 @@ class TuneDraft:
     def order(self, model: str) -> TuneOrder:
         """All of it. Raises InvalidRequest, its param the field."""
         if len(self.fixed) == len(KNOBS):
-            raise InvalidRequest("no knob is on: space switches one on", param="knobs")
+            raise InvalidRequest("No knob selected. Space toggles one.", param="knobs")
         typed = {each.name: self.typed.value(FORM, each).strip() for each in FORM.fields}
         return TuneOrder(
             model=model,
@@ -95,5 +95,5 @@ def _duration(typed: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise InvalidRequest(f"{typed[name]} is not a time, such as 500ms or 0.5s", param=name)
+        raise InvalidRequest(f"{typed[name]} is not a duration; examples: 500ms, 0.5s", param=name)
     return value

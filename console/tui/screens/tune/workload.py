@@ -75,7 +75,7 @@ class WorkloadPanel(VerticalScroll):
             with Vertical(classes="column"):
                 yield WorkloadSection("Latency breakdown", latency_breakdown, id="workload-latency")
                 yield WorkloadSection("Goodput", goodput, id="workload-goodput")
-                yield WorkloadSection("How requests ended", endings, id="workload-endings")
+                yield WorkloadSection("Finish reasons", endings, id="workload-endings")
                 yield WorkloadSection("Draft acceptance by position", drafts, id="workload-drafts")
             with Vertical(classes="column"):
                 yield WorkloadSection("Prompts, in tokens", prompts, id="workload-prompts")
@@ -92,7 +92,7 @@ class WorkloadPanel(VerticalScroll):
         """Reset the counters, after a question."""
         question = ConfirmScreen(
             "Reset counters?",
-            "These numbers start again at zero. Totals, graphs and today's energy stay.",
+            "These numbers restart at zero. Totals, graphs and today's energy are kept.",
             yes="Reset",
             no="Cancel",
         )
@@ -115,7 +115,7 @@ def goodput(snapshot: Snapshot, room: Room) -> Lines:
         return
     yield _line("SLO", " · ".join(_slo(seen)))
     if not seen.judged:
-        yield _line("kept", "– no answer has ended yet")
+        yield _line("kept", "– no finished answers yet")
         return
     share = seen.within_slo / seen.judged
     style = "$success" if share >= 0.95 else "$warning" if share >= 0.8 else "$error"
@@ -146,7 +146,7 @@ def endings(snapshot: Snapshot, room: Room) -> Lines:
     finished = snapshot.insight.finished
     total = sum(finished.values())
     if not total:
-        yield Content.styled("No request has ended yet.", "$muted")
+        yield Content.styled("No finished requests yet", "$muted")
         return
     shares = ((reason, finished.get(reason, 0)) for reason in _ENDINGS)
     yield from share_bars(
@@ -197,7 +197,7 @@ def _line(name: str, value: str) -> Content:
 def _lengths(lengths: Lengths, style: str, room: Room) -> Lines:
     spread = lengths.spread
     if not spread.count:
-        yield Content.styled("No answer has ended yet.", "$muted")
+        yield Content.styled("No finished answers yet", "$muted")
         return
     yield from histogram(lengths, room.width, style, ascii_only=room.ascii_only)
     named = (("p50", spread.p50), ("p90", spread.p90), ("p99", spread.p99), ("longest", spread.longest))

@@ -75,7 +75,7 @@ def _placement(worker: WorkerReading, snapshot: Snapshot, width: int, ascii_only
     totals = {device.id: device.total_bytes for device in snapshot.devices}
     lines = placement_map(worker.planned, worker.used, totals, width, ascii_only=ascii_only)
     if not lines:
-        return [_title("Placement"), Content.styled("Not known yet.", "$muted")]
+        return [_title("Placement"), Content.styled("No data yet", "$muted")]
     shares = worker.used or worker.planned
     layers = ", ".join(f"{share.layers} on {device_name(share.device)}" for share in shares if share.layers)
     return [_title("Placement", f"layers: {layers}" if layers and len(shares) > 1 else ""), *lines]
@@ -91,7 +91,7 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
     stats = worker.stats
     yield _title("Work")
     allowed = num_slots(worker)
-    limit = f", memory allows {allowed}" if allowed < worker.max_prompts else ""
+    limit = f", limited to {allowed} by memory" if allowed < worker.max_prompts else ""
     yield _fact("model", worker.model or "–", "process", _process(worker))
     yield _fact("active", f"{worker.active} of {worker.max_prompts}{limit}", "tok/s", text.rate(worker.tokens_per_s))
     step = text.seconds(worker.step_s) if worker.step_s else "–"
@@ -108,13 +108,11 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
 
 def _why(worker: WorkerReading, width: int, lettered: bool) -> list[Content]:
     lines = cause_lines(worker.why, width, lettered=lettered)
-    return [_title("Why requests take as long", "their time on it by cause, last minute"), *lines] if lines else []
+    return [_title("Latency", "by cause, last minute"), *lines] if lines else []
 
 
 def _process(worker: WorkerReading) -> str:
-    pid = (
-        f"pid {worker.pid}" if worker.pid is not None else "a thread of the engine" if worker.state == "ready" else "–"
-    )
+    pid = f"pid {worker.pid}" if worker.pid is not None else "thread of the engine" if worker.state == "ready" else "–"
     return f"{pid} on {worker.node}" if worker.node else pid
 
 
@@ -123,7 +121,7 @@ def _age(worker: WorkerReading) -> str:
     if worker.last_step_age_s is None:
         return "–"
     late = worker.active and worker.last_step_age_s > _STEP_OLD_S
-    return f"{text.seconds(worker.last_step_age_s)} ago{', though it has work' if late else ''}"
+    return f"{text.seconds(worker.last_step_age_s)} ago{' (has work)' if late else ''}"
 
 
 def _last_words(worker: WorkerReading, width: int) -> list[Content]:
@@ -139,7 +137,7 @@ def _last_words(worker: WorkerReading, width: int) -> list[Content]:
     ]
     lines = [_title("Last crash", ", ".join(numbers)), *sentence]
     if worker.log_tail:
-        lines.append(Content.styled("Its last lines:", "$muted"))
+        lines.append(Content.styled("Last lines:", "$muted"))
         lines += [Content.styled(f"▏ {text.clip(line, width - 2)}", "$foreground") for line in worker.log_tail]
     return lines
 
@@ -218,7 +216,7 @@ class WorkerScreen(Dialog[None]):
         worker = self._reading(view)
         page = self.query_one(VerticalScroll)
         if worker is None:
-            page.border_subtitle = "it is gone"
+            page.border_subtitle = "stopped"
             return
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
         snapshot = view.published
@@ -240,34 +238,36 @@ class WorkerScreen(Dialog[None]):
         """Start it again; ask first where requests would have to move."""
         worker = self._reading(self.console.view)
         if worker is None:
-            self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
+            self.notify(f"Worker {self._worker} has stopped.", severity="warning", markup=False)
         elif worker.active:
-            works = f"{worker.id} works on {text.plural(worker.active, 'request')}."
-            moved = "They continue on another worker, or on this one when it is back. Restart it?"
+            works = f"{worker.id} is running {text.plural(worker.active, 'request')}."
+            moved = "They continue on another worker, or here after the restart. Restart?"
             question = ConfirmScreen(works, moved, yes="Restart", no="Cancel")
             self.app.push_screen(question, lambda yes: self._restart() if yes else None)
         else:
             self._restart()
 
     def _restart(self) -> None:
-        self.console.perform(self.console.link.restart_worker(self._worker), done=f"{self._worker} is started again")
+        self.console.perform(self.console.link.restart_worker(self._worker), done=f"{self._worker} restarted")
 
     def action_drain(self) -> None:
         """Let it finish and go; ask first: there is one worker less then."""
         worker = self._reading(self.console.view)
         if worker is None:
-            self.notify(f"{self._worker} is gone.", severity="warning", markup=False)
+            self.notify(f"Worker {self._worker} has stopped.", severity="warning", markup=False)
         elif worker.state in ("draining", "stopping"):
             self.notify(f"{worker.id} is already draining.", markup=False)
         else:
-            works = f" finishes {text.plural(worker.active, 'request')}," if worker.active else ""
+            works = f" finishes {text.plural(worker.active, 'request')} and" if worker.active else ""
             question = ConfirmScreen(
                 f"Drain {worker.id}?",
-                f"It{works} takes no new requests and stops: one worker less.",
+                f"It{works} then stops. The model runs with one worker fewer.",
                 yes="Drain",
                 no="Cancel",
             )
             self.app.push_screen(question, lambda yes: self._drain() if yes else None)
 
     def _drain(self) -> None:
-        self.console.perform(self.console.link.drain_worker(self._worker), done=f"{self._worker} drains, then stops")
+        self.console.perform(
+            self.console.link.drain_worker(self._worker), done=f"{self._worker} is draining, then stops"
+        )

@@ -93,14 +93,14 @@ class AdvisedScreen(ConsoleScreen):
             "Advice",
             id="advice.take",
             mutates=True,
-            tooltip="Apply the advice: change the knob that it names",
+            tooltip="Apply the advice",
         ),
         Binding(
             "T",
             "dismiss_advice",
             "Dismiss advice",
             id="advice.dismiss",
-            tooltip="Dismiss the first advice for this session",
+            tooltip="Dismiss the advice for this session",
             show=False,
         ),
     ]
