@@ -17,6 +17,7 @@ SLOW_READ_BYTES_PER_S = 50 * 2**20
 READ_WINDOW_S = 10.0
 """A rate is the mean over this time."""
 _SAMPLE_S = 0.5
+_WAIT_BLOCKS = 256
 
 MAX_BUSY_SHARE = 0.5
 """A load that computes for more of the time, quantizing weights say, is not held up by the disk."""
@@ -26,7 +27,7 @@ SLOW_WRITE_S = 2.0
 
 
 class ProcessUsage(NamedTuple):
-    """busy_s: CPU time of this process.  waits: how often it had to wait for a page or a block from a disk."""
+    """busy_s: CPU time of this process.  waits: pages of mapped files, or 128 KiB otherwise, that it waited for."""
 
     busy_s: float
     waits: int
@@ -35,7 +36,7 @@ class ProcessUsage(NamedTuple):
 def process_usage() -> ProcessUsage:
     """Return what this process has used since its start."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return ProcessUsage(used.ru_utime + used.ru_stime, used.ru_majflt + used.ru_inblock)
+    return ProcessUsage(used.ru_utime + used.ru_stime, used.ru_majflt + used.ru_inblock // _WAIT_BLOCKS)
 
 
 class ReadWatch:
