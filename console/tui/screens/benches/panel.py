@@ -53,11 +53,11 @@ class BenchesPanel(Vertical):
             "Cancel",
             id="bench.cancel",
             mutates=True,
-            tooltip="Cancel the running bench; its results so far are kept",
+            tooltip="Cancel the running bench; partial results are saved",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
-        Binding("P", "number(-1)", "Before", id="bench.plot.before", tooltip="Plot the previous number", show=False),
-        Binding("o", "time", "Over time", id="bench.time", tooltip="Plot the number over all such results, or of one"),
+        Binding("P", "number(-1)", "Previous", id="bench.plot.before", tooltip="Plot the previous number", show=False),
+        Binding("o", "time", "Over time", id="bench.time", tooltip="Plot the number over time, or of one result"),
         Binding("space", "mark", "Mark", id="bench.mark", tooltip="Mark the result, to compare it with another"),
         Binding(
             "C",
@@ -172,7 +172,7 @@ class BenchesPanel(Vertical):
             self._plot()
 
     def _plot(self) -> None:
-        self.run_worker(self._plotting(), group="plot", exclusive=True, exit_on_error=False)
+        self.run_worker(self._plotting, group="plot", exclusive=True, exit_on_error=False)
 
     async def _plotting(self) -> None:
         entry, plot = self._entry, self.query_one(BenchPlot)
@@ -264,7 +264,7 @@ class BenchesPanel(Vertical):
         numbers = sorted({*self._marked, *([self.table.chosen or 0] if len(self._marked) < 2 else [])})
         pair = [entry for number in numbers for entry in self._entries if entry.id == number]
         if len(pair) != 2:
-            self.notify("Mark a result with space, and select the one to compare it with.")
+            self.notify("Mark a result with space, then select another one.")
             return
         self.run_worker(self._comparing(pair[0], pair[1]), group="open", exclusive=True, exit_on_error=False)
 
@@ -284,7 +284,7 @@ class BenchesPanel(Vertical):
             return
         question = ConfirmScreen(
             f"Delete result {entry.id}?",
-            f"{entry.bench} of {entry.model}, {entry.headline}. The command line lists it no longer.",
+            f"{entry.bench} of {entry.model}, {entry.headline}. It is also removed from 'ericllm bench history'.",
             yes="Delete",
             no="Cancel",
         )
