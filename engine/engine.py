@@ -183,7 +183,7 @@ class Engine:
     async def reconfigure(self, *, model: str = "", **knobs: Unpack[Knobs]) -> None:
         """Set the targets of a model; growth and shrinking go on in the background and lose no request.
 
-        A change of `num_workers` replaces those that never got ready or died too often; other knobs leave them. While the
+        A change of `num_workers` replaces workers that never got ready or died too often; other knobs do not. While the
         model is being replaced by one of its name, or by any where no name is given, the new one gets the knobs too.
         Raises InvalidRequest out of range, InsufficientMemory where another worker does not fit, ModelNotFound,
         EngineClosed; nothing is changed then.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from console.tui.modes import MODES
-from console.tuning.knobs import KnobName
+from console.tuning.knobs import KnobName, knob_title
 
 Code = Literal[
     "preempted",
@@ -21,7 +21,6 @@ Code = Literal[
     "context_unused",
     "prefix_useless",
 ]
-_KNOBS: dict[KnobName, str] = {"workers": "workers", "max_prompts": "max prompts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Turn:
     @property
     def label(self) -> str:
         """ "max prompts +2"."""
-        return f"{_KNOBS[self.knob]} {'+' if self.by > 0 else '−'}{abs(self.by)}"
+        return f"{knob_title(self.knob)} {'+' if self.by > 0 else '−'}{abs(self.by)}"
 
 
 @dataclass(frozen=True, slots=True)

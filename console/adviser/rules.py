@@ -208,7 +208,7 @@ def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
         fits = f"{snapshot.max_prompts + more} at a time fit"
         return f"KV pages are {text.percent(snapshot.kv_usage)} full, {fits}", Turn("max_prompts", more)
     if (room := room_for_worker(evidence)) is not None:
-        return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("workers", 1)
+        return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("num_workers", 1)
     return "it takes another device, or fewer requests", None
 
 
@@ -257,7 +257,7 @@ def memory_unused(evidence: Evidence) -> Iterator[Advice]:
             f"{room.name} has {free} free, and another worker takes {need}, while {text.percent(busy)} of all slots"
             " are in use.",
             f"{room.name} has {free} free for another worker",
-            Turn("workers", 1),
+            Turn("num_workers", 1),
             room.device.id,
         )
         return

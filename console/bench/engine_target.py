@@ -138,7 +138,7 @@ class EngineTarget:
         return reading.target_workers, reading.max_prompts
 
     async def set_knobs(self, *, workers: int, max_prompts: int) -> None:
-        await self._engine.reconfigure(workers=workers, max_prompts=max_prompts, model=self._name)
+        await self._engine.reconfigure(num_workers=workers, max_prompts=max_prompts, model=self._name)
         await all_ready(self._engine, workers, self._name)
 
     async def set_draft_tokens(self, tokens: int) -> None:

@@ -14,14 +14,15 @@ from console.link.protocol import DRAIN_S, EngineLink
 from console.link.rpc import Call, RpcLink, invoke
 from console.link.status import LinkStatus, link_status
 from console.runtime.loops import EngineLoop
-from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, options_of
+from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, load_options, options_of
 from console.tuning.last_settings import LastSettings, model_key
 from engine.config import SamplingParams
 from engine.engine import Engine
+from engine.models.knobs import Knobs
 from engine.models.resolve import resolve_local
 from engine.placement.estimate import Estimate
 from engine.requests.history import RequestDetail
-from engine.snapshot import LogEntry, ModelReading, RequestRow, Snapshot
+from engine.snapshot import LogEntry, RequestRow, Snapshot
 
 if TYPE_CHECKING:
     from console.runtime.runtime import Runtime
@@ -75,15 +76,17 @@ class LocalModels:
         """Forget the options that it was last loaded with."""
         self._last.forget(await asyncio.to_thread(self._key, model))
 
-    async def note_knobs(self, model: str) -> None:
-        """Remember the knobs of a model that serves, changed since it was loaded. model: its name, "" for the first."""
+    async def note_knobs(self, model: str, knobs: Knobs) -> None:
+        """Remember knobs of a model that serves, changed since it was loaded. model: its name, "" for the first."""
         reading = next((each for each in self._runtime.engine.models() if model in ("", each.name)), None)
         if reading is None or reading.status.spec is None:
             return
         key = model_key(reading.name, reading.status.spec.path)
         last = await asyncio.to_thread(self._last.of, key)
         if last != NO_OPTIONS:
-            await asyncio.to_thread(self._last.note, key, _with_knobs(last, reading))
+            names = {flag.engine or name: name for name, _, flag in load_options()}
+            changes = {names[knob]: value for knob, value in knobs.items() if value is not None}
+            await asyncio.to_thread(self._last.note, key, msgspec.structs.replace(last, **changes))
 
     def _note(self, model: str, changes: LoadOptions) -> None:
         path = resolve_local(model, self._runtime.settings.models_dir)
@@ -92,14 +95,14 @@ class LocalModels:
             for each in self._runtime.engine.snapshot().models
             if each.status.spec is not None and each.status.spec.path == path
         ]
-        self._last.note(model_key(model, path), _with_knobs(changes, readings[-1]) if readings else changes)
+        if readings:
+            changes = msgspec.structs.replace(
+                changes, num_workers=readings[-1].target_workers, max_prompts=readings[-1].max_prompts
+            )
+        self._last.note(model_key(model, path), changes)
 
     def _key(self, model: str) -> str:
         return model_key(model, resolve_local(model, self._runtime.settings.models_dir))
-
-
-def _with_knobs(options: LoadOptions, reading: ModelReading) -> LoadOptions:
-    return msgspec.structs.replace(options, num_workers=reading.target_workers, max_prompts=reading.max_prompts)
 
 
 class LocalRequests:
@@ -175,16 +178,23 @@ class LocalEngine:
     async def reconfigure(
         self,
         *,
-        workers: int | None = None,
+        num_workers: int | None = None,
         max_prompts: int | None = None,
+        step_tokens: int | None = None,
+        threads: int | None = None,
         idle_unload_s: float | None = None,
         model: str = "",
     ) -> None:
         """Set knobs of a model, and remember them for its next load."""
-        await self._runtime.engine.reconfigure(
-            workers=workers, max_prompts=max_prompts, idle_unload_s=idle_unload_s, model=model
+        knobs = Knobs(
+            num_workers=num_workers,
+            max_prompts=max_prompts,
+            step_tokens=step_tokens,
+            threads=threads,
+            idle_unload_s=idle_unload_s,
         )
-        await self.models.note_knobs(model)
+        await self._runtime.engine.reconfigure(**knobs, model=model)
+        await self.models.note_knobs(model, knobs)
 
     async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
         """Return what loading a model would take of each device now."""

@@ -227,8 +227,10 @@ class EngineLink(Protocol):
     async def reconfigure(
         self,
         *,
-        workers: int | None = None,
+        num_workers: int | None = None,
         max_prompts: int | None = None,
+        step_tokens: int | None = None,
+        threads: int | None = None,
         idle_unload_s: float | None = None,
         model: str = "",
     ) -> None:

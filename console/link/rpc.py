@@ -176,7 +176,7 @@ _TABLE = (
             path="/admin/reconfigure",
             summary="Change a model's settings while it serves",
             about="model: the first where empty. What is left out is not changed.",
-            any_of=("workers", "max_prompts", "idle_unload_s"),
+            any_of=("num_workers", "max_prompts", "step_tokens", "threads", "idle_unload_s"),
         ),
     ),
     _call(

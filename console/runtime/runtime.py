@@ -180,9 +180,7 @@ class Runtime:
             await self._load(choice.spec, self.settings, (), beside)
             return
         name = choice.name if isinstance(choice, ModelChoice) else choice
-        fitting, tuned = await asyncio.to_thread(
-            settings_for, self.live_settings.sources, self.settings, self.state_dir, name
-        )
+        fitting, tuned = await self._settings_for(name)
         settings = changed(fitting, changes.as_settings())
         try:
             spec = await self._find(name, partial(find_model, settings, name))
@@ -224,7 +222,11 @@ class Runtime:
         await self.engine.load(
             spec,
             beside=beside,
-            **{flag.knob: getattr(settings, name) for name, _, flag in load_options() if flag.knob and name in changes},
+            **{
+                flag.engine or name: getattr(settings, name)
+                for name, _, flag in load_options()
+                if flag.knob and name in changes
+            },
         )
 
     async def cancel_load(self) -> None:
@@ -267,9 +269,7 @@ class Runtime:
     async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
         """Estimate what `load` with the same arguments would take of each device: besides what is loaded, or in place
         of the model that it replaces where it fits only so. Raises EngineError."""
-        fitting, tuned = await asyncio.to_thread(
-            settings_for, self.live_settings.sources, self.settings, self.state_dir, model
-        )
+        fitting, tuned = await self._settings_for(model)
         knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in tuned}
         settings = changed(fitting, {**knobs, **changes.as_settings(), "model": model})
         now = await self.engine.devices()

@@ -89,10 +89,11 @@ class LiveSettings:
 
     async def _use(self, name: str, coming: Settings) -> None:
         value = getattr(coming, name)
-        if knob := flag_of(name).knob:
-            await self._engine.reconfigure(**{knob: value})
+        flag = flag_of(name)
+        if flag.knob:
+            await self._engine.reconfigure(**{flag.engine or name: value})
         if name in _OBSERVED:
-            await self._engine.observe({flag_of(name).engine or name: value})
+            await self._engine.observe({flag.engine or name: value})
         if name == "prefix_sharing":
             self._engine.share_prefixes(value)
         if name == "refresh_hz":

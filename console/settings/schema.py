@@ -61,7 +61,7 @@ class Flag:
     example: what the sample file shows where there is no default.
     when: when a value saved while the program runs is used; by default, the next load for a model's settings and the
     next start for all others.
-    knob: name in Engine.load and Engine.reconfigure of what can be changed while a model serves, "" for all else.
+    knob: it can be changed while a model serves, with Engine.reconfigure.
     engine: the field of EngineConfig or ModelSpec, "" for the one of the same name, if any.
     basic: one of those that most operators set: the Settings screen begins with them.
     """
@@ -71,7 +71,7 @@ class Flag:
     backends: tuple[BackendKind, ...] | None = None
     example: str | int | float | None = None
     when: When | None = None
-    knob: str = ""
+    knob: bool = False
     engine: str = ""
     basic: bool = False
 
@@ -314,19 +314,19 @@ class Settings(ServedSettings):
 
     num_workers: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob="workers", basic=True),
+        Flag("Engine", "N", when="now", knob=True, basic=True),
         Field(
             ge=NUM_WORKERS[0], le=NUM_WORKERS[1], description="Workers: replicas of the model, each in its own process"
         ),
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob="max_prompts", basic=True),
+        Flag("Engine", "N", when="now", knob=True, basic=True),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[
         int,
-        Flag("Engine", "TOKENS", ("torch",), when="now", knob="step_tokens"),
+        Flag("Engine", "TOKENS", ("torch",), when="now", knob=True),
         Field(
             ge=STEP_TOKENS[0],
             le=STEP_TOKENS[1],
@@ -335,7 +335,7 @@ class Settings(ServedSettings):
     ] = 512
     threads: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob="threads"),
+        Flag("Engine", "N", when="now", knob=True),
         Field(ge=0, le=MAX_THREADS, description="CPU threads per worker; 0: cores divided by workers"),
     ] = 0
     timeout: Annotated[
@@ -355,7 +355,7 @@ class Settings(ServedSettings):
     ] = 60.0
     idle_unload: Annotated[
         float,
-        Flag("Engine", "SECONDS", when="now", knob="idle_unload_s", engine="idle_unload_s", basic=True),
+        Flag("Engine", "SECONDS", when="now", knob=True, engine="idle_unload_s", basic=True),
         Field(
             ge=0,
             le=MAX_TIMEOUT_S,

@@ -34,7 +34,7 @@ API_SWITCH = ConsoleBinding(
 KNOBS: tuple[ConsoleBinding, ...] = (
     ConsoleBinding(
         "left_square_bracket",
-        "app.step('workers', -1)",
+        "app.step('num_workers', -1)",
         "Workers −",
         id="workers.fewer",
         mutates=True,
@@ -43,7 +43,7 @@ KNOBS: tuple[ConsoleBinding, ...] = (
     ),
     ConsoleBinding(
         "right_square_bracket",
-        "app.step('workers', 1)",
+        "app.step('num_workers', 1)",
         "Workers +",
         id="workers.more",
         mutates=True,

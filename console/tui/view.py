@@ -67,7 +67,13 @@ def in_view(snapshot: Snapshot, key: str) -> Snapshot:
     if model is None:
         return snapshot
     return msgspec.structs.replace(
-        snapshot, status=model.status, target_workers=model.target_workers, max_prompts=model.max_prompts
+        snapshot,
+        status=model.status,
+        target_workers=model.target_workers,
+        max_prompts=model.max_prompts,
+        step_tokens=model.step_tokens,
+        threads=model.threads,
+        idle_unload_s=model.idle_unload_s,
     )
 
 

@@ -246,7 +246,7 @@ def observed_settings(
 ) -> list[ObservedSetting]:
     """Return what each pair of knob values of a model gave, those in use last; only of seconds with load, and not of
     those while workers came or went. workers, max_prompts: the values now."""
-    values = {"workers": float(workers), "max_prompts": float(max_prompts)}
+    values = {"num_workers": float(workers), "max_prompts": float(max_prompts)}
     turned = [mark for mark in marks if mark.knob in values and mark.model in ("", model)]
     groups: dict[tuple[float, float], list[Second]] = {}
     for second in reversed(history):
@@ -254,7 +254,7 @@ def observed_settings(
             mark = turned.pop()
             values[mark.knob] = mark.before if mark.before is not None else values[mark.knob]
         if load_of(second) and not _in_transition(second, marks):
-            groups.setdefault((values["workers"], values["max_prompts"]), []).append(second)
+            groups.setdefault((values["num_workers"], values["max_prompts"]), []).append(second)
     current = (float(workers), float(max_prompts))
     found = [
         _setting(pair, seconds, now=pair == current) for pair, seconds in groups.items() if len(seconds) >= ENOUGH_S

@@ -52,6 +52,9 @@ def build_snapshot(
         models=tuple(map(model_reading, models)),
         target_workers=config.num_workers,
         max_prompts=config.max_prompts,
+        step_tokens=config.step_tokens,
+        threads=config.threads,
+        idle_unload_s=config.idle_unload_s,
         max_queue=config.max_queue,
         devices=account(devices, _shares(models), models.busy_time.shares(now)),
         workers=tuple(
@@ -136,6 +139,8 @@ def model_reading(deployment: Deployment) -> ModelReading:
         max_prompts=config.max_prompts,
         queued=deployment.model_queue.queued,
         running=deployment.model_queue.running,
+        step_tokens=config.step_tokens,
+        threads=config.threads,
         idle_unload_s=config.idle_unload_s,
         adapters=deployment.adapters.readings(replicas),
         planned=loaded.planned if loaded is not None else (),

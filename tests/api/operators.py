@@ -15,6 +15,7 @@ from console.settings.load_options import NO_OPTIONS, LoadOptions
 from engine.config import AdapterSpec, ModelSpec
 from engine.engine import Engine
 from engine.errors import ModelNotFound
+from engine.models.knobs import Knobs
 from tests.fakes.model import fake_spec
 
 
@@ -63,7 +64,7 @@ class FolderModels:
     def fetching(self) -> None:
         """Nothing is ever downloaded."""
 
-    async def note_knobs(self, model: str) -> None:
+    async def note_knobs(self, model: str, knobs: Knobs) -> None:
         """Nothing is remembered."""
 
     async def load(
@@ -83,7 +84,7 @@ class FolderModels:
         await self._engine.load(
             named_spec(operator.folder, model, max_model_len=changes.max_model_len),
             beside=beside,
-            workers=changes.num_workers,
+            num_workers=changes.num_workers,
             max_prompts=changes.max_prompts,
             idle_unload_s=changes.idle_unload,
         )

@@ -124,9 +124,9 @@ async def test_a_call_that_changes_something_takes_post_alone(tmp_path: Path) ->
     async with shown(tmp_path, link) as http:
         async with http.get("/admin/call/engine.unload") as response:
             assert response.status == 405
-        async with http.post("/admin/call/engine.reconfigure", json={"workers": 3}) as response:
+        async with http.post("/admin/call/engine.reconfigure", json={"num_workers": 3}) as response:
             assert await response.json() == {"result": None}
-    assert link.commands == [("reconfigure", {"workers": 3})]
+    assert link.commands == [("reconfigure", {"num_workers": 3})]
 
 
 async def test_an_order_is_carried_out_where_its_client_leaves(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
         ("engine.fly", {}, "There is no call engine.fly"),
         ("engine.load", {"model": "demo", "fast": True}, "fast"),
         ("engine.load", {}, "model"),
-        ("engine.reconfigure", {"workers": "three"}, "workers"),
+        ("engine.reconfigure", {"num_workers": "three"}, "num_workers"),
         ("engine.load", {"model": "/etc/passwd"}, "lies in none of the folders"),
         ("engine.attach", {"name": "a", "path": "/etc"}, "lies in none of the folders"),
         ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "by way of another machine"),

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.long
 HI = [ChatMessage(role="user", content="hi")]
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "engine.load": {"model": "demo"},
-    "engine.reconfigure": {"workers": 3, "max_prompts": 5},
+    "engine.reconfigure": {"num_workers": 3, "max_prompts": 5, "step_tokens": 256, "threads": 2, "idle_unload_s": 60},
     "engine.restart_worker": {"worker_id": "w0"},
     "engine.drain_worker": {"worker_id": "w0"},
     "engine.estimate": {"model": "demo", "workers": 2},
@@ -181,7 +181,7 @@ async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> No
     await served.server.stop(drain_s=0.0)
     await until(lambda: served.standing == "lost")
     with pytest.raises(OutOfReach, match="is lost"):
-        await link.reconfigure(workers=2)
+        await link.reconfigure(num_workers=2)
     with pytest.raises(OutOfReach):
         async for _ in link.conversation.chat(HI, SamplingParams()):
             pass
@@ -189,7 +189,7 @@ async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> No
     again = ApiServer(served.engine, ApiSettings(port=port), FolderOperator(Path()).admit, lambda: served.fake)
     await again.start()
     await until(lambda: served.standing == "live")
-    await link.reconfigure(workers=2)
+    await link.reconfigure(num_workers=2)
     await again.stop(drain_s=0.0)
 
 

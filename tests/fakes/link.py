@@ -199,7 +199,9 @@ class FakeLink(RpcLink):
         """Set the knobs of the first model."""
         values = {name: value for name, value in knobs.items() if value is not None}
         if not model:
-            self.change(**{"target_workers" if name == "num_workers" else name: value for name, value in values.items()})
+            self.change(
+                **{"target_workers" if name == "num_workers" else name: value for name, value in values.items()}
+            )
 
     def on_drain(self) -> None:
         self.change(draining_since=self.current.at)

@@ -16,11 +16,11 @@ from tests.fakes import scenes
 _SECONDS = 420
 _TURNS = (
     # seconds ago, knob, before, after, seconds until in effect
-    (330, "workers", 1, 2, 14),
+    (330, "num_workers", 1, 2, 14),
     (220, "max_prompts", 8, 16, 1),
     (120, "max_prompts", 16, 32, 1),
-    (24, "idle_unload", 0, 900, 1),
-    (6, "workers", 2, 3, None),
+    (24, "idle_unload_s", 0, 900, 1),
+    (6, "num_workers", 2, 3, None),
 )
 # tokens, ITL p95 and TTFT p95 between them
 _GAVE = ((190, 0.021, 0.62), (352, 0.022, 0.34), (505, 0.027, 0.24), (512, 0.046, 0.22), (512, 0.046, 0.22))
@@ -34,6 +34,8 @@ def tuned(**changes: Any) -> Snapshot:
         marks=marks,
         target_workers=3,
         max_prompts=32,
+        step_tokens=512,
+        idle_unload_s=900.0,
         output_tokens_per_s=514.0,
         workers=(scenes.worker(0, max_prompts=32), scenes.worker(1, max_prompts=32), scenes.busy().workers[1]),
     )
@@ -46,6 +48,7 @@ def tuned(**changes: Any) -> Snapshot:
         max_prompts=32,
         queued=3,
         running=14,
+        step_tokens=512,
         idle_unload_s=900.0,
     )
     return scenes.changed(snapshot, **({"workers": workers, "models": (reading,)} | changes))

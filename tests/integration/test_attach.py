@@ -154,7 +154,7 @@ async def test_a_lost_connection_is_told_and_comes_back_by_itself(instance: Inst
     last = remote.snapshot()
     assert last.status.state == "ready"
     with pytest.raises(OutOfReach, match="is lost"):
-        await remote.reconfigure(workers=2)
+        await remote.reconfigure(num_workers=2)
     instance.start()
     await until(lambda: link_status(remote).reach == "live")
     await until(lambda: remote.snapshot().at > last.at)
@@ -174,7 +174,7 @@ async def test_what_the_key_does_not_allow_is_one_sentence(tmp_path: Path, model
         watching = RemoteLink(address_of(f"127.0.0.1:{made.port}"), loop=loop, api_key=key.key, hz=10)
         await until(lambda: watching.standing().reach == "live")
         with pytest.raises(NotAllowed, match="watcher may only watch"):
-            await as_link(watching).reconfigure(workers=2)
+            await as_link(watching).reconfigure(num_workers=2)
         watching.close()
     finally:
         link.close()

@@ -169,7 +169,7 @@ async def test_the_end_of_the_program_ends_a_bench(tmp_path: Path) -> None:
 async def test_of_several_models_the_one_that_was_chosen_is_measured_with_its_own_knobs(tmp_path: Path) -> None:
     async with serving(tmp_path / "fake") as engine:
         other = msgspec.structs.replace(fake_spec(tmp_path / "other"), name="other")
-        await engine.load(other, beside=True, workers=1, max_prompts=3)
+        await engine.load(other, beside=True, num_workers=1, max_prompts=3)
         found = benches(engine, tmp_path)
         grid = {"workers": "1", "max_prompts": "2,4", "concurrent": "2", "requests": "4", **SHORT}
         await found.start(BenchOrder(bench="grid", model="other", settings=grid))

@@ -58,7 +58,7 @@ def natives(backends: Backends) -> list[bool | None]:
 async def test_a_worker_that_is_added_or_restarted_computes_as_the_first(tmp_path: Path, first: bool) -> None:
     backends = Backends(CompilingBackend(finds=first), then=lambda: CompilingBackend(finds=True))
     async with serving(tmp_path, backends) as engine:
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await all_ready(engine)
         await engine.restart_worker("w0")
         await until(lambda: len(backends.made) == 3)

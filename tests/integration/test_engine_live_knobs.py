@@ -18,7 +18,7 @@ async def test_the_budget_of_a_step_reaches_every_worker_and_those_that_come_lat
         await engine.load(named(tmp_path, "a"))
         await engine.reconfigure(step_tokens=64)
         await until(lambda: backends[0].step_tokens == 64)
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await until(lambda: backends[1].step_tokens == 64)
         assert engine.config.step_tokens == 64
         assert (await read(engine.submit(ask("x")))).text == expected_text(b"x", 8)

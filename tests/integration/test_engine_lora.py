@@ -50,7 +50,7 @@ async def test_adapters_outlive_a_killed_worker_and_new_workers_have_them(
         assert engine.publish().totals.requeued == len(requests)
         assert [answer.token_ids for answer in disturbed] == [answer.token_ids for answer in undisturbed]
 
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await until(lambda: [each.state for each in engine.publish().workers] == ["ready", "ready"])
         together = await asyncio.gather(*(read(engine.submit(request)) for request in [*requests, *requests]))
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in undisturbed] * 2

@@ -78,7 +78,7 @@ async def test_a_model_that_sleeps_has_no_process_of_its_chat_template_and_rende
 async def test_two_models_answer_by_their_names_each_with_its_own_knobs(tmp_path: Path) -> None:
     async with started() as engine:
         await engine.load(named(tmp_path, "a"))
-        await engine.load(named(tmp_path, "b"), beside=True, workers=2, max_prompts=3)
+        await engine.load(named(tmp_path, "b"), beside=True, num_workers=2, max_prompts=3)
         assert states(engine) == {"a": "ready", "b": "ready"}
         for name in ("a", "b"):
             answer = await read(engine.submit(ask("x", model=name)))
@@ -187,7 +187,7 @@ async def test_an_adapter_is_attached_to_every_worker_and_named_as_a_model(tmp_p
         assert [(each.name, each.workers) for each in models(engine)["a"].adapters] == [("polite", 2)]
         serving = await engine.serving("polite")
         assert (serving.name, serving.adapter) == ("a", "polite")
-        await engine.reconfigure(workers=3)
+        await engine.reconfigure(num_workers=3)
         await until(lambda: [each.workers for each in models(engine)["a"].adapters] == [3])
         await engine.detach("polite")
         assert models(engine)["a"].adapters == ()

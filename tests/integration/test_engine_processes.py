@@ -136,10 +136,10 @@ async def test_processes_come_and_go_with_the_number_of_workers(
     async with processes(monkeypatch, tmp_path) as engine:
         before = children()
         await engine.load(fake_spec(tmp_path))
-        await engine.reconfigure(workers=3)
+        await engine.reconfigure(num_workers=3)
         await all_ready(engine)
         assert len(children() - before) == 3
-        await engine.reconfigure(workers=1)
+        await engine.reconfigure(num_workers=1)
         await all_ready(engine)
         assert len(children() - before) == 1
         await engine.unload()

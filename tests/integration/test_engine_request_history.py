@@ -93,11 +93,11 @@ async def test_a_turned_knob_leaves_a_mark_with_its_values_that_says_when_it_was
     backend = FakeBackend(load_gate=(gate := Gate()))
     async with serving(tmp_path, Backends(FakeBackend(), backend)) as engine:
         name = engine.status.spec.name if engine.status.spec else ""
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await engine.reconfigure(idle_unload_s=60)
         _, workers, idle = engine.publish().marks
-        assert (workers.knob, workers.before, workers.after, workers.model) == ("workers", 1, 2, name)
-        assert (idle.knob, idle.before, idle.after, idle.text) == ("idle_unload", 0, 60, "idle_unload 0 -> 60")
+        assert (workers.knob, workers.before, workers.after, workers.model) == ("num_workers", 1, 2, name)
+        assert (idle.knob, idle.before, idle.after, idle.text) == ("idle_unload_s", 0, 60, "idle_unload_s 0 -> 60")
         assert workers.settled_at is None
         gate.open()
         await until(lambda: engine.publish().marks[1].settled_at is not None)

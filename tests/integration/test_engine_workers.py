@@ -127,7 +127,7 @@ async def test_changing_workers_and_max_prompts_under_load_loses_nothing(tmp_pat
         prompts = [f"marker {number}" for number in range(60)]
         reading = [asyncio.create_task(read(engine.submit(ask(prompt, max_tokens=40)))) for prompt in prompts]
         for workers, max_prompts in ((3, 4), (1, 1), (4, 8), (2, 3)):
-            await engine.reconfigure(workers=workers, max_prompts=max_prompts)
+            await engine.reconfigure(num_workers=workers, max_prompts=max_prompts)
             await all_ready(engine)
         answers = await asyncio.gather(*reading)
         assert [answer.text for answer in answers] == [expected_text(prompt.encode(), 40) for prompt in prompts]
@@ -139,7 +139,7 @@ async def test_a_new_worker_takes_what_waits(tmp_path: Path) -> None:
     async with serving(tmp_path, held, max_prompts=1) as engine:
         engine.submit(ask("first"))
         waiting = engine.submit(ask("second"))
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         assert (await read(waiting)).text == expected_text(b"second", 8)
         gate.open()
 
@@ -168,7 +168,7 @@ async def test_shrinking_drains_the_youngest_first(tmp_path: Path) -> None:
     backends = Backends(then=lambda: FakeBackend(gate=gate))
     async with serving(tmp_path, backends, num_workers=2) as engine:
         streams = [engine.submit(ask(str(number))) for number in range(2)]
-        await engine.reconfigure(workers=1)
+        await engine.reconfigure(num_workers=1)
         assert worker(engine, "w1").state == "draining"
         late = engine.submit(ask("late", id="late"))
         assert row(engine, "late").worker == "w0"
@@ -184,8 +184,8 @@ async def test_a_draining_worker_is_kept_when_the_operator_grows_again(tmp_path:
     async with serving(tmp_path, backends, num_workers=2) as engine:
         for number in range(2):
             engine.submit(ask(str(number)))
-        await engine.reconfigure(workers=1)
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=1)
+        await engine.reconfigure(num_workers=2)
         assert [each.state for each in engine.publish().workers] == ["ready", "ready"]
         assert len(backends.made) == 2
         gate.open()
@@ -196,7 +196,7 @@ async def test_a_draining_worker_that_dies_is_not_restarted_and_loses_nothing(tm
     backends = Backends(*(DyingBackend(dies_at=4, gate=gate) for _ in range(2)))
     async with serving(tmp_path, backends, num_workers=2) as engine:
         streams = [engine.submit(ask(str(number), max_tokens=20)) for number in range(2)]
-        await engine.reconfigure(workers=1)
+        await engine.reconfigure(num_workers=1)
         gate.open()
         answers = await asyncio.gather(*map(read, streams))
         assert [answer.text for answer in answers] == [expected_text(str(number).encode(), 20) for number in range(2)]
@@ -218,7 +218,7 @@ async def test_a_worker_that_is_drained_finishes_takes_nothing_new_and_goes(tmp_
         assert all(answer.last.finish == "length" for answer in answers)
         await all_ready(engine)
         assert [each.id for each in engine.publish().workers] == ["w1"]
-        assert [mark.text for mark in engine.publish().marks if mark.kind == "knob"] == ["workers 2 -> 1"]
+        assert [mark.text for mark in engine.publish().marks if mark.kind == "knob"] == ["num_workers 2 -> 1"]
 
 
 async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) 
     async with serving(tmp_path, backends) as engine:
         with pytest.raises(InvalidRequest, match="w0 is the last worker"):
             await engine.drain_worker("w0")
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await until(lambda: worker(engine, "w1").state == "failed")
         with pytest.raises(InvalidRequest, match="w0 is the last worker"):
             await engine.drain_worker("w0")
@@ -244,15 +244,17 @@ async def test_a_worker_that_is_not_there_is_not_drained(tmp_path: Path) -> None
 
 async def test_what_the_operator_did_is_marked(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
-        await engine.reconfigure(workers=2, max_prompts=8)
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2, max_prompts=8)
+        await engine.reconfigure(num_workers=2)
         assert [mark.text for mark in engine.publish().marks if mark.kind == "knob"] == [
-            "workers 1 -> 2",
+            "num_workers 1 -> 2",
             "max_prompts 16 -> 8",
         ]
 
 
-@pytest.mark.parametrize(("setting", "field"), [({"workers": 0}, "num_workers"), ({"max_prompts": 0}, "max_prompts")])
+@pytest.mark.parametrize(
+    ("setting", "field"), [({"num_workers": 0}, "num_workers"), ({"max_prompts": 0}, "max_prompts")]
+)
 async def test_a_target_out_of_range_is_refused_and_changes_nothing(
     tmp_path: Path, setting: dict[str, int], field: str
 ) -> None:
@@ -268,13 +270,13 @@ async def test_a_worker_that_does_not_fit_is_refused_and_changes_nothing(tmp_pat
     async with started(probe=probe) as engine:
         await engine.load(fake_spec(tmp_path))
         with pytest.raises(InsufficientMemory, match="short by"):
-            await engine.reconfigure(workers=3)
+            await engine.reconfigure(num_workers=3)
         assert engine.publish().target_workers == 1
 
 
 async def test_targets_set_before_a_load_hold_for_it(tmp_path: Path) -> None:
     async with started() as engine:
-        await engine.reconfigure(workers=3, max_prompts=2)
+        await engine.reconfigure(num_workers=3, max_prompts=2)
         await engine.load(fake_spec(tmp_path))
         await all_ready(engine)
         assert [each.max_prompts for each in engine.publish().workers] == [2, 2, 2]
@@ -283,13 +285,13 @@ async def test_targets_set_before_a_load_hold_for_it(tmp_path: Path) -> None:
 async def test_an_extra_worker_that_fails_to_load_leaves_the_others_at_work(tmp_path: Path) -> None:
     backends = Backends(FakeBackend(), FakeBackend(load_error=MemoryError("no room")))
     async with serving(tmp_path, backends) as engine:
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await until(lambda: worker(engine, "w1").state == "failed")
         failed = worker(engine, "w1").last_error
         assert failed is not None
         assert "no room" in failed.message
         assert (await read(engine.submit(ask("x")))).last.finish == "length"
-        await engine.reconfigure(workers=2)
+        await engine.reconfigure(num_workers=2)
         await all_ready(engine)
 
 
@@ -300,8 +302,8 @@ async def test_the_cores_are_shared_out_again_as_workers_come_and_go(
     monkeypatch.setattr("engine.workers.desired_state.usable_cores", lambda: 8)
     monkeypatch.setattr("engine.worker_process.loop.limit_torch_threads", told.append)
     async with serving(tmp_path, Backends()) as engine:
-        await engine.reconfigure(workers=4)
+        await engine.reconfigure(num_workers=4)
         await all_ready(engine)
         await until(lambda: told[-1:] == [2])
-        await engine.reconfigure(workers=1)
+        await engine.reconfigure(num_workers=1)
         await until(lambda: told[-1:] == [8])

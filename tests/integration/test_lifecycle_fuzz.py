@@ -180,7 +180,7 @@ class Player:
             if name in NAMES:
                 await self.engine.unload(name)
         assert self.engine.publish().models == ()
-        self.begin("load", self.engine.load(ModelSpec(path=self.folders["a"], name="a"), workers=1))
+        self.begin("load", self.engine.load(ModelSpec(path=self.folders["a"], name="a"), num_workers=1))
         await self.calls[-1]
         await self.answers("a")
         assert [model.name for model in self.engine.publish().models] == ["a"]
@@ -224,12 +224,12 @@ class Player:
             self.note("replace")
         length = chance.choice(MODEL_LENS)
         spec = ModelSpec(path=self.folders[name], name=name, max_model_len=None if length == MODEL_LENS[0] else length)
-        knobs: dict[str, float] = {"workers": chance.choice((1, 1, 2))}
+        knobs: dict[str, float] = {"num_workers": chance.choice((1, 1, 2))}
         if chance.random() < 0.5:
             knobs["idle_unload_s"] = chance.choice((0.5, 2.0))
         if chance.random() < 0.3:
             knobs["max_prompts"] = chance.choice((1, 3))
-        self.most_workers = max(self.most_workers, int(knobs["workers"]))
+        self.most_workers = max(self.most_workers, int(knobs["num_workers"]))
         began, held = self.loop.now, list(self.engine._models)
         staying = [each for each in held if each.state in ("ready", "idle") and each.desired != "gone"]
         settled = all(replica.state == "ready" for each in held for replica in each.replicas())
@@ -241,7 +241,8 @@ class Player:
             if self.calm and not meddled:
                 assert not any(each.ended.is_set() for each in staying), "a load that was refused changed something"
                 alone = len(held) <= (0 if beside else 1) and held == staying  # one that leaves still has its memory
-                assert not (alone and settled) or knobs["workers"] > self.machine.room, "a load was refused that fits"
+                fits = knobs["num_workers"] <= self.machine.room
+                assert not (alone and settled and fits), "a load was refused that fits"
             raise
 
     async def unload(self) -> None:
@@ -258,11 +259,11 @@ class Player:
 
     async def reconfigure(self) -> None:
         """Change a knob; it may be another load's by the time that the devices were read."""
-        knob = self.random.choice(("workers", "max_prompts", "idle_unload_s"))
-        value = {"workers": 1 + self.random.randrange(3), "max_prompts": 1 + self.random.randrange(4)}.get(
+        knob = self.random.choice(("num_workers", "max_prompts", "idle_unload_s"))
+        value = {"num_workers": 1 + self.random.randrange(3), "max_prompts": 1 + self.random.randrange(4)}.get(
             knob, self.random.choice((0.0, 0.5))
         )
-        if knob == "workers":
+        if knob == "num_workers":
             self.most_workers = max(self.most_workers, int(value))
         try:
             await self.engine.reconfigure(model=self.random.choice(("", *NAMES)), **{knob: value})  # type: ignore[arg-type]

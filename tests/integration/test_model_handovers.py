@@ -505,7 +505,7 @@ def test_a_worker_that_was_loaded_a_moment_ago_counts_before_another_is_placed(t
     async def scene(engine: Engine, machine: Machine) -> None:
         await engine.load(named(tmp_path, "a"))
         with pytest.raises(InsufficientMemory):
-            await engine.reconfigure(workers=2)
+            await engine.reconfigure(num_workers=2)
         assert engine.publish().target_workers == 1
 
     play(scene, room=1, seed=seed)
@@ -518,7 +518,7 @@ def test_more_workers_than_will_fit_are_refused_while_a_model_waits_for_room(tmp
         loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
         await until(lambda: states(engine).get("a") == "draining")
         with pytest.raises(InsufficientMemory):
-            await engine.reconfigure(model="b", workers=2)
+            await engine.reconfigure(model="b", num_workers=2)
         await loading
         assert states(engine) == {"b": "ready"}
         assert (await read(stream)).last.finish == "length"

@@ -107,11 +107,11 @@ async def test_a_request_submitted_as_its_model_falls_asleep_keeps_it_awake(tmp_
 
 async def test_knobs_that_a_load_brings_are_shown_and_built_on(tmp_path: Path) -> None:
     async with started() as engine:
-        await engine.load(named(tmp_path, "a"), workers=4, max_prompts=3)
+        await engine.load(named(tmp_path, "a"), num_workers=4, max_prompts=3)
         await all_ready(engine)
         shown = engine.publish()
         assert (shown.target_workers, shown.max_prompts) == (4, 3)
-        await engine.reconfigure(workers=shown.target_workers + 1)
+        await engine.reconfigure(num_workers=shown.target_workers + 1)
         await until(lambda: list(workers(engine).values()) == ["ready"] * 5)
 
 
@@ -122,7 +122,7 @@ async def test_knobs_given_while_a_model_is_replaced_are_its_successors_too(tmp_
         await engine.load(named(tmp_path, "a"))
         loading = asyncio.create_task(engine.load(named(tmp_path, "a", max_model_len=100)))
         await asyncio.to_thread(gate.wait_until_reached)
-        await engine.reconfigure(model=name, max_prompts=32, workers=2)
+        await engine.reconfigure(model=name, max_prompts=32, num_workers=2)
         gate.open()
         await loading
         await until(lambda: len(engine.publish().models) == 1)
@@ -180,7 +180,7 @@ async def test_asking_for_as_many_workers_again_replaces_those_that_died(tmp_pat
         with pytest.raises(AssertionError):
             assert (await read(engine.submit(ask("x")))).last.finish == "length"
         await until(lambda: engine.status.state == "failed")
-        await engine.reconfigure(workers=1)
+        await engine.reconfigure(num_workers=1)
         await until(lambda: engine.status.state == "ready")
         assert (await read(engine.submit(ask("x")))).text == expected_text(b"x", 8)
 

@@ -71,9 +71,10 @@ async def test_a_load_with_settings_of_its_own_has_them_and_is_remembered(models
 async def test_knobs_that_are_turned_later_are_remembered_too(models: Path, tmp_path: Path) -> None:
     async with linked(models, tmp_path) as (link, _):
         await link.models.load("tiny", LoadOptions(max_model_len=64))
-        await link.reconfigure(max_prompts=5)
+        await link.reconfigure(max_prompts=5, step_tokens=64, threads=1, idle_unload_s=90)
         last = await link.models.remembered("tiny")
     assert (last.max_prompts, last.max_model_len) == (5, 64)
+    assert (last.step_tokens, last.threads, last.idle_unload) == (64, 1, 90)
 
 
 async def test_a_load_that_fails_leaves_what_was_remembered(models: Path, tmp_path: Path) -> None:

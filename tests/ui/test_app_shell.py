@@ -55,8 +55,8 @@ async def test_digits_go_into_a_text_field_that_has_the_focus() -> None:
 @pytest.mark.parametrize(
     ("keys", "arguments"),
     [
-        (["right_square_bracket"], {"workers": 3}),
-        (["left_square_bracket"], {"workers": 1}),
+        (["right_square_bracket"], {"num_workers": 3}),
+        (["left_square_bracket"], {"num_workers": 1}),
         (["plus"], {"max_prompts": 9}),
         (["equals_sign"], {"max_prompts": 9}),
         (["minus"], {"max_prompts": 7}),
@@ -91,7 +91,7 @@ async def test_a_refused_knob_says_why_and_starts_again_from_what_is_set() -> No
         await app.workers.wait_for_complete()
         await pilot.pause()
         assert "num_workers is 3; there is room for 2" in [toast.message for toast in app._notifications]
-    assert [arguments for _, arguments in link.commands] == [{"workers": 3}, {"workers": 3}]
+    assert [arguments for _, arguments in link.commands] == [{"num_workers": 3}, {"num_workers": 3}]
 
 
 async def test_the_knobs_can_be_clicked() -> None:
@@ -104,7 +104,7 @@ async def test_the_knobs_can_be_clicked() -> None:
         await app.workers.wait_for_complete()
         await pilot.click(offset=(row.index("Models"), 1))
         assert app.current_mode == "models"
-    assert ("reconfigure", {"workers": 3}) in link.commands
+    assert ("reconfigure", {"num_workers": 3}) in link.commands
 
 
 async def opened(pilot: Pilot[None], mode: Mode) -> None:
@@ -264,7 +264,7 @@ async def test_the_palette_offers_every_key_and_runs_it() -> None:
         hits = [hit async for hit in BindingCommands(app.screen).search("add a worker")]
         await hits[0].command()  # type: ignore[misc]
         await app.workers.wait_for_complete()
-    assert ("reconfigure", {"workers": 3}) in link.commands
+    assert ("reconfigure", {"num_workers": 3}) in link.commands
 
 
 async def test_only_the_screen_that_is_seen_is_updated() -> None:

@@ -79,7 +79,7 @@ async def test_a_knob_is_turned_by_a_key_on_dashboard_and_tune_alone_and_everywh
         assert (link.commands, isinstance(app.screen, ModalScreen)) == ([], False)
         hits = [hit async for hit in BindingCommands(app.screen).search("add a worker")]
         await hits[0].command()  # type: ignore[misc]
-        await until(pilot, lambda: link.commands == [("reconfigure", {"workers": 3})])
+        await until(pilot, lambda: link.commands == [("reconfigure", {"num_workers": 3})])
 
 
 def test_no_binding_id_is_used_for_two_actions() -> None:
@@ -147,7 +147,7 @@ async def test_a_click_in_the_help_does_what_the_line_says() -> None:
         await pilot.pause()
         y, line = next((y, line) for y, line in enumerate(rows(app)) if "Add a worker" in line)
         await pilot.click(offset=(line.index("Add a worker") + 2, y))
-        await until(pilot, lambda: ("reconfigure", {"workers": 3}) in link.commands)
+        await until(pilot, lambda: ("reconfigure", {"num_workers": 3}) in link.commands)
         assert not isinstance(app.screen, HelpScreen)
 
 

@@ -104,7 +104,7 @@ async def test_keys_are_mapped_from_the_start_and_shown_as_they_are() -> None:
     async with app.run_test(size=(120, 30)) as pilot:
         await until(pilot, lambda: "H Help" in rows(app)[-1])
         await pilot.press("K")
-        await until(pilot, lambda: link.commands == [("reconfigure", {"workers": 3})])
+        await until(pilot, lambda: link.commands == [("reconfigure", {"num_workers": 3})])
         await pilot.press("right_square_bracket")
         await app.workers.wait_for_complete()
         assert len(link.commands) == 1

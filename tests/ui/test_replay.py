@@ -95,7 +95,7 @@ async def test_commands_are_refused_with_one_sentence(night: Path) -> None:
     app = ReplayApp(replay)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        app.perform(app.link.reconfigure(workers=3))
+        app.perform(app.link.reconfigure(num_workers=3))
         await until(pilot, lambda: any("This is a recording" in toast.message for toast in app._notifications))
         await pilot.press("q")
         await pilot.pause()

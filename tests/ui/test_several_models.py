@@ -69,7 +69,7 @@ async def test_knobs_turn_those_of_the_model_in_view() -> None:
         await pilot.app.workers.wait_for_complete()
     assert link.commands == [
         ("reconfigure", {"max_prompts": 17, "model": "demo"}),
-        ("reconfigure", {"workers": 2, "model": "demo"}),
+        ("reconfigure", {"num_workers": 2, "model": "demo"}),
     ]
 
 

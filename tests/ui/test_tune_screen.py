@@ -118,7 +118,7 @@ async def test_u_undoes_the_newest_change_where_none_is_selected() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("u")
-        await until(pilot, lambda: _link(app).commands == [("reconfigure", {"workers": 2})])
+        await until(pilot, lambda: _link(app).commands == [("reconfigure", {"num_workers": 2})])
 
 
 async def test_idle_unload_can_be_undone_too() -> None:
@@ -163,7 +163,7 @@ async def test_of_several_models_the_change_s_own_is_turned_back() -> None:
         await until(pilot, lambda: "NeuralHermes-7B: workers 1 → 2" in screen_text(app))
         await pilot.press("u")
         await until(pilot, lambda: bool(_link(app).commands))
-        assert _link(app).commands == [("reconfigure", {"workers": 1, "model": "NeuralHermes-7B"})]
+        assert _link(app).commands == [("reconfigure", {"num_workers": 1, "model": "NeuralHermes-7B"})]
 
 
 async def test_idle_unload_is_turned_by_keys_and_by_clicks() -> None:
@@ -178,8 +178,25 @@ async def test_idle_unload_is_turned_by_keys_and_by_clicks() -> None:
         await until(pilot, lambda: len(_link(app).commands) == 2)
         assert _link(app).commands == [
             ("reconfigure", {"idle_unload_s": 3600}),
-            ("reconfigure", {"idle_unload_s": 300}),
+            ("reconfigure", {"idle_unload_s": 900}),
         ]
+
+
+@pytest.mark.parametrize(
+    ("key", "knobs"),
+    [
+        ("right_curly_bracket", {"step_tokens": 1024}),
+        ("left_curly_bracket", {"step_tokens": 256}),
+        ("greater_than_sign", {"threads": 1}),
+    ],
+)
+async def test_step_tokens_and_threads_have_keys(key: str, knobs: dict[str, int]) -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        assert "step tokens" in screen_text(app) and "auto" in screen_text(app)
+        await pilot.press(key)
+        await until(pilot, lambda: _link(app).commands == [("reconfigure", knobs)])
 
 
 async def test_l_plots_against_the_other_latency_and_z_over_another_time() -> None:
@@ -207,11 +224,13 @@ def test_idle_unload_steps_through_its_values_and_stops_at_both_ends() -> None:
 @pytest.mark.parametrize(
     ("knob", "value", "said"),
     [
-        ("workers", 2.0, "2"),
-        ("idle_unload", 0, "never"),
-        ("idle_unload", 45, "45 s"),
-        ("idle_unload", 300, "5 min"),
-        ("idle_unload", 5400, "1.5 h"),
+        ("num_workers", 2.0, "2"),
+        ("idle_unload_s", 0, "never"),
+        ("idle_unload_s", 45, "45 s"),
+        ("idle_unload_s", 300, "5 min"),
+        ("idle_unload_s", 5400, "1.5 h"),
+        ("threads", 0, "auto"),
+        ("threads", 4, "4"),
     ],
 )
 def test_a_knob_s_value_is_told_as_one_says_it(knob: str, value: float, said: str) -> None:

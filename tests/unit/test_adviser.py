@@ -72,7 +72,7 @@ def test_a_growing_queue_says_so() -> None:
 def test_a_queue_with_a_full_cache_asks_for_a_worker_where_one_fits() -> None:
     roomy = (scenes.gpu(0), scenes.gpu(1), scenes.gpu(2, free_bytes=23 * GIB))
     crowded = healthy(queued=20, kv_usage=0.9, history=steady(queued=20, kv_usage=0.9), devices=roomy)
-    assert found(crowded)["queue"].action == Turn("workers", 1)
+    assert found(crowded)["queue"].action == Turn("num_workers", 1)
     assert "GPU2 has 23.0 GiB free" in found(crowded)["queue"].sentence
     packed = scenes.changed(crowded, devices=roomy[:2])
     assert found(packed)["queue"].action is None
@@ -114,7 +114,7 @@ def test_free_memory_is_spoken_of_only_under_load() -> None:
     devices = (scenes.gpu(0), scenes.gpu(1), scenes.gpu(2, free_bytes=23 * GIB))
     advice = found(healthy(devices=devices, history=steady(running=15)))["memory_unused"]
     assert "GPU2 has 23.0 GiB free, and another worker takes 16.0 GiB, while 94%" in advice.sentence
-    assert advice.action == Turn("workers", 1)
+    assert advice.action == Turn("num_workers", 1)
     assert found(healthy(devices=devices)) == {}
 
 

@@ -165,4 +165,4 @@ def test_whatever_is_reported_each_thing_is_said_once_with_its_numbers(reported:
 
 
 def _knob(snapshot: Snapshot, knob: str) -> int:
-    return snapshot.target_workers if knob == "workers" else snapshot.max_prompts
+    return snapshot.target_workers if knob == "num_workers" else snapshot.max_prompts

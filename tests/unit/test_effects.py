@@ -44,7 +44,9 @@ def _history(
     )
 
 
-def _mark(at: float, before: float = 1, after: float = 2, *, knob: str = "workers", settled: float | None = 3) -> Mark:
+def _mark(
+    at: float, before: float = 1, after: float = 2, *, knob: str = "num_workers", settled: float | None = 3
+) -> Mark:
     """settled: seconds until the workers were there."""
     settled_at = None if settled is None else START + at + settled
     said = f"{knob} {before:g} -> {after:g}"
@@ -175,7 +177,7 @@ def test_numbers_are_only_ever_told_of_enough_seconds_of_one_load(loads: list[in
 
 def test_steps_of_one_turn_are_one_change() -> None:
     marks = [_mark(10, 1, 2, settled=30), _mark(11, 2, 3, settled=29), _mark(12, 3, 4, settled=28)]
-    assert changes(marks) == [Change("workers", 1, 4, START + 10, START + 12, START + 40, "demo")]
+    assert changes(marks) == [Change("num_workers", 1, 4, START + 10, START + 12, START + 40, "demo")]
 
 
 def test_a_turn_that_was_taken_back_at_once_is_no_change() -> None:
@@ -209,7 +211,7 @@ def test_the_newest_change_comes_first() -> None:
     effects = Effects()
     marks = (_mark(20), _mark(60, 8, 16, knob="max_prompts"))
     effects.look(Snapshot(at=START + 120, history=_history(120), marks=marks))
-    assert [effect.change.knob for effect in effects.found] == ["max_prompts", "workers"]
+    assert [effect.change.knob for effect in effects.found] == ["max_prompts", "num_workers"]
 
 
 # -- settings that were in use ----------------------------------------------------------------------------------------

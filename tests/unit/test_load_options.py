@@ -56,7 +56,8 @@ def test_an_option_goes_from_every_door_to_the_worker(name: str, folder: Path) -
     assert from_plain(to_plain(own), LoadOptions) == own
     sent = list(value) if isinstance(value, tuple) else value
     assert LoadBody.from_document({"model": "m", name: sent}).arguments["changes"] == own
-    if knob := OPTIONS[name][1].knob:
+    flag = OPTIONS[name][1]
+    if knob := flag.knob and (flag.engine or name):
         assert LoadBody.from_document({"model": "m", knob: sent}).arguments["changes"] == own
 
     backends = OPTIONS[name][1].backends or ("torch",)

@@ -65,7 +65,7 @@ async def measure_workers(
         assert model is not None
         for count in memory_of:
             show(f"memory of {count} worker{'s' * (count > 1)}")
-            await engine.reconfigure(workers=count)
+            await engine.reconfigure(num_workers=count)
             await all_ready(engine, count)
             await run_round(engine, rounds, 0, 8 * count)
             memory.append(_memory(engine))

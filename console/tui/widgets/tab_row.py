@@ -96,7 +96,7 @@ def knob_row(knobs: KnobValues, brevity: int, *, turns: bool = True) -> Content:
     prompts = "Prompts" if brevity else "Max prompts"
     return Content("  ").join(
         (
-            _knob("Workers", "workers", f"{coming}{knobs.workers}", tight=tight, turns=turns),
+            _knob("Workers", "num_workers", f"{coming}{knobs.workers}", tight=tight, turns=turns),
             _knob(prompts, "max_prompts", str(knobs.prompts), limit, tight=tight, turns=turns),
         )
     )

@@ -95,7 +95,7 @@ class LiveRig:
             await self._reload(setting, down=now is None)
         elif setting != now:
             await self._engine.reconfigure(
-                workers=setting.workers,
+                num_workers=setting.workers,
                 max_prompts=setting.max_prompts,
                 step_tokens=setting.step_tokens,
                 threads=setting.threads,
@@ -148,7 +148,7 @@ class LiveRig:
         await self._engine.load(
             msgspec.structs.replace(self._spec, **wanted),
             beside=down and others,
-            workers=setting.workers,
+            num_workers=setting.workers,
             max_prompts=setting.max_prompts,
             step_tokens=setting.step_tokens,
             threads=setting.threads,

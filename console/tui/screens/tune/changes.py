@@ -9,7 +9,7 @@ from console.text import local_time
 from console.tui.widgets.states import State
 from console.tui.widgets.table import Cell, Column, Row, Table, cell
 from console.tuning.effects import Change, Delta, Effect
-from console.tuning.knobs import knob_text
+from console.tuning.knobs import knob_text, knob_title
 
 _DELTA = 13
 _COLUMNS = (
@@ -106,7 +106,7 @@ def _from_to(delta: Delta | None, shown: object) -> str:
 
 def change_text(change: Change) -> str:
     """ "workers 1 → 2", "idle never → 5 min"."""
-    name = "idle" if change.knob == "idle_unload" else change.knob.replace("_", " ")
+    name = "idle" if change.knob == "idle_unload_s" else knob_title(change.knob)
     return f"{name} {knob_text(change.knob, change.before)} → {knob_text(change.knob, change.after)}"
 
 
@@ -114,7 +114,7 @@ def effect_details(effect: Effect, *, named: bool) -> Content:
     """Two lines about one change: over what it was measured, and the numbers. named: whose knob it was, too."""
     change = effect.change
     what = f"{change.model}: {change_text(change)}" if named else change_text(change)
-    back = f"u sets {change.knob.replace('_', ' ')} back to {knob_text(change.knob, change.before)}"
+    back = f"u sets {knob_title(change.knob)} back to {knob_text(change.knob, change.before)}"
     if effect.outcome != "measured":
         state = _OUTCOMES[effect.outcome]
         separator = ", " if effect.outcome == "measuring" else " "
