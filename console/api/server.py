@@ -212,8 +212,8 @@ class ApiServer:
         is_last = [key.name for key in self._keys.readings()] == [name]
         if is_last and self._listener is not None and self._is_reached_at(self._wanted.host):
             raise InvalidRequest(
-                f"{name} is the last key, and without one every client that reaches {self._wanted} could use the API: "
-                "make another first, or listen on 127.0.0.1",
+                f"{name} is the last key, and without one anyone who can connect to {self._wanted} could use the "
+                "API: create another first, or listen on 127.0.0.1",
                 param="name",
             )
         await asyncio.to_thread(self._keys.revoke, name)
@@ -296,8 +296,8 @@ class ApiServer:
         """Raise Unprotected where no key protects an address that others reach."""
         if self._is_reached_at(address.host) and not self._keys.required:
             raise Unprotected(
-                f"Not listening on {address} without a key: every client that reaches it could use the "
-                "API. Make one (ericllm api-keys make NAME), set --api-key-file, or say --no-auth",
+                f"Not listening on {address} without a key: anyone who can connect could use the API. "
+                "Create one (ericllm api-keys make NAME), set --api-key-file, or use --no-auth",
                 host=address.host,
                 port=address.port,
             )

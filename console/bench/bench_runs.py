@@ -63,15 +63,15 @@ def check_size(plan: Plan, parts: Sequence[BenchPart], prompt_tokens: int, max_q
     concurrent = plan.max_concurrent_requests
     if concurrent > max_queue:
         raise InvalidRequest(
-            f"{concurrent:,} concurrent requests would fill the queue, which takes {max_queue:,}, and other "
-            "clients would be refused; ask for fewer, or raise max_queue",
+            f"{concurrent:,} concurrent requests exceed the queue limit ({max_queue:,}), and other clients would "
+            "be refused; use fewer, or raise max_queue",
             param="requests",
         )
     tokens = max((part.requests for part in parts), default=0) * prompt_tokens
     if tokens > MAX_TOKENS:
         raise InvalidRequest(
-            f"a row has prompts of {tokens:,} tokens, and making more than {MAX_TOKENS:,} would delay "
-            "other clients; ask for fewer, or use the command line",
+            f"a row has {tokens:,} prompt tokens; more than {MAX_TOKENS:,} would delay other clients: "
+            "use fewer, or the command line",
             param="requests",
         )
 
@@ -87,8 +87,8 @@ def check_trace(path: str) -> None:
         raise InvalidRequest(f"{file} is not a file", param="trace")
     if status.st_size > MAX_TRACE_BYTES:
         raise InvalidRequest(
-            f"{file} has {status.st_size >> 20:,} MiB, and reading more than {MAX_TRACE_BYTES >> 20} would "
-            "delay other clients; take a part of it, or use the command line",
+            f"{file} has {status.st_size >> 20:,} MiB; more than {MAX_TRACE_BYTES >> 20} would delay other "
+            "clients: use a part of it, or the command line",
             param="trace",
         )
 
@@ -171,7 +171,11 @@ def _with_note(result: BenchResult, others: int) -> BenchResult:
         return result
     asked = "1 other request ran" if others == 1 else f"{others:,} other requests ran"
     return msgspec.structs.replace(
-        result, notes=(*result.notes, f"{asked} during the bench and are included in the results.")
+        result,
+        notes=(
+            *result.notes,
+            f"{asked} during the bench and {'is' if others == 1 else 'are'} included in the results.",
+        ),
     )
 
 

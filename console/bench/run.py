@@ -266,8 +266,8 @@ class _Running:
             notes.append(failures_text(self._failed, self._answered))
         if self._short:
             notes.append(
-                f"{self._short} of {self._answered} answers had other lengths than were asked for: the server ended "
-                "them itself, so compare rates and not times."
+                f"{self._short} of {self._answered} answers had other lengths than requested, as the server ended "
+                "them: compare rates, not times."
             )
         if self._observed().counted_by == "chunks":
             notes.append("The server reports no token counts; each chunk counts as one token.")

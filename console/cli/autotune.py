@@ -82,7 +82,7 @@ class Live:
 
 DESCRIPTION = (
     "Find the settings with the highest tok/s on this machine that meet --slo-ttft and --slo-itl, by measurement under "
-    "load. Stops early when more runs would not help; Ctrl+C prints the results so far."
+    "load. Stops early when more runs would not help; Ctrl+C prints partial results."
 )
 MAX_QUEUE = 1_000_000
 _LOOK_S = 0.2

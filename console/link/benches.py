@@ -69,8 +69,8 @@ def refuse_from_elsewhere(order: BenchOrder) -> None:
     """Raise InvalidRequest, its param the setting, for what only a console of the engine's own process may order."""
     if order.server is not None:
         raise InvalidRequest(
-            "a server is asked by a console in the process that measures, not by way of another machine; "
-            f"'ericllm bench {order.bench} --url {order.server.url}' asks it from here",
+            "servers are measured only by a console on that machine; from here use "
+            f"'ericllm bench {order.bench} --url {order.server.url}'",
             param="url",
         )
     if order.settings.get("trace"):

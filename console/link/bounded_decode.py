@@ -45,7 +45,7 @@ def decode_json(data: bytes) -> Any:
 def decode_msgpack(data: bytes) -> tuple[Any, int]:
     """Decode msgpack, and return how many values it is; raises ValueError for what is none, or too much."""
     if len(data) > MAX_MSGPACK_BYTES or len(data) - len(data.translate(None, _CONTAINERS)) > MAX_MSGPACK_CONTAINERS:
-        raise ValueError("it holds too many values")
+        raise ValueError("it holds more containers than the limit")
     return _decode_and_count(msgspec.msgpack.decode, data)
 
 
@@ -62,7 +62,7 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
             kind = type(each)
             if kind is int or kind is float:
                 if not -MAX_NUMBER <= each <= MAX_NUMBER:  # NaN is not
-                    raise ValueError("it holds a number of too many digits")
+                    raise ValueError("it holds a number out of range")
             elif kind is str:
                 if len(each) > max_text:
                     raise ValueError(f"it holds a text of {len(each):,} characters")

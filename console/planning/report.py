@@ -36,7 +36,7 @@ def _reason(miss: Miss, count: int, cluster: Cluster, slo: Slo) -> str:
         case "timeout":
             return f"{'is' if one else 'are'} not finished within --timeout {cluster.timeout_s:g} s"
         case "failed":
-            return f"{'fails' if one else 'fail'}, as too many of {'its' if one else 'their'} workers crashed"
+            return f"{'fails' if one else 'fail'} after repeated worker crashes"
         case "first token":
             return f"{'waits' if one else 'wait'} longer than {_ms(slo.ttft_s)} for the first token"
         case "other tokens":

@@ -77,8 +77,8 @@ def as_text(found: Estimate, width: int | None = None) -> str:
     head = (
         f"{printable(found.model)}: {found.backend}, {found.dtype}{made}, "
         f"context {found.context_tokens:,} tokens, {workers}",
-        f"A worker's weights take {_mib(found.weights_bytes)} MiB, a token of the {found.cache_bits}-bit KV cache "
-        f"{found.kv_token_bytes / 1024:,.1f} KiB.",
+        f"Per worker: weights {_mib(found.weights_bytes)} MiB, {found.cache_bits}-bit KV cache "
+        f"{found.kv_token_bytes / 1024:,.1f} KiB per token.",
     )
     notes = [_calibration_text(found)] if found.learned.loads else []
     if found.simulated:

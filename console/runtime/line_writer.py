@@ -65,7 +65,7 @@ class LineWriter:
             self._lines.put(_END, timeout=_STOP_S)
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
-            log.warning("%s takes no lines: %d are lost", self._path or "stdout", self.lost + self._lines.qsize())
+            log.warning("%s cannot be written: %d lines lost", self._path or "stdout", self.lost + self._lines.qsize())
         elif self._file is not None and self._path is not None:
             self._file.close()
 

@@ -209,7 +209,7 @@ def unavailable(address: str, error: BaseException) -> ClusterUnavailable:
     if isinstance(error, ImportError) and "grpc" in text.lower():
         why = f"the package grpcio is not installed, which ray:// needs; install it with `{install_extra('ray')}`"
     elif "client connection timeout" in text:
-        why = f"{text}; a cluster that asks for a token needs RAY_AUTH_MODE=token and the token on this machine too"
+        why = f"{text}; a cluster with a token needs RAY_AUTH_MODE=token and the token on this machine"
     elif "ersion mismatch" in text:
         why = f"its Ray or Python version differs from this machine: {text}"
     else:

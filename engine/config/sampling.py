@@ -116,10 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1.0
     smoothing_factor: Annotated[
-        float, Parameter("quadratic smoothing of the logits around the best one; 0 is off", 0.0, 100.0)
+        float, Parameter("quadratic smoothing of the logits around the top one; 0 is off", 0.0, 100.0)
     ] = 0.0
     temperature_last: Annotated[
-        bool, Parameter("apply the temperature after the filters; a dynamic one takes its place")
+        bool, Parameter("apply the temperature after the filters; a dynamic one replaces it")
     ] = False
     xtc_probability: Annotated[
         float, Parameter("chance that the most likely tokens above xtc_threshold are excluded; 0 is off", 0.0, 1.0)
@@ -150,7 +150,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_range: Annotated[
         int,
         Parameter(
-            "number of last tokens that the three penalties look at; 0 and -1 are all",
+            "number of last tokens that the three penalties use; 0 and -1 are all",
             0,
             _MANY,
             sent_low=-1,
@@ -180,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     dry_range: Annotated[
         int,
         Parameter(
-            "number of last tokens that DRY looks at; 0 and -1 are all",
+            "number of last tokens that DRY uses; 0 and -1 are all",
             0,
             _MANY,
             sent_low=-1,
@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         int | None, Parameter("null is up to the context's end; 0 ends with the prompt", 0, _MANY, label="Max tokens")
     ] = None
     min_tokens: Annotated[
-        int, Parameter("end tokens are masked before that many", 0, _MANY, aliases=("min_length",))
+        int, Parameter("no end token before this number of tokens", 0, _MANY, aliases=("min_length",))
     ] = 0
     stop: Annotated[tuple[str, ...], Parameter("text that ends the answer")] = ()
     stop_token_ids: Annotated[tuple[int, ...], Parameter("end tokens besides the model's own")] = ()

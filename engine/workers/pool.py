@@ -351,7 +351,7 @@ class Pool:
                 "slow_disk",
                 name,
                 sentence,
-                done="The load goes on.",
+                done="The load continues.",
                 advice="Move the model to a local SSD, or see what else uses the disk or the network.",
                 level="warning",
             ).id

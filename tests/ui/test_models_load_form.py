@@ -216,7 +216,7 @@ async def test_the_marked_model_is_compared_with_the_selected_one_and_one_alone_
         await until(pilot, lambda: any("Mark a model" in toast.message for toast in app._notifications))
         await pilot.press("down", "v")
         await until(pilot, lambda: isinstance(app.screen, CompareScreen))
-        assert "GPU0 takes" in [row.key for row in app.screen.query_one(Table).rows] or "fit" in screen_text(app)
+        assert "GPU0 needs" in [row.key for row in app.screen.query_one(Table).rows] or "fit" in screen_text(app)
 
 
 # -- loads and downloads ----------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_limits_of_a_key_outlive_the_program(tmp_path: Path) -> None:
     opened(tmp_path).make("app", ("use",), limits)
     (reading,) = opened(tmp_path).readings()
     assert reading.limits == limits
-    assert limits.in_words() == "60 requests/min, 9,000 tokens/min, 2 at once"
+    assert limits.in_words() == "60 requests/min, 9,000 tokens/min, 2 concurrent"
 
 
 async def test_keys_and_what_they_did_outlive_the_program(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_key_is_needed_as_soon_as_there_is_one() -> None:
     assert keys.required
     keys.revoke("app")
     assert not keys.required
-    with pytest.raises(InvalidRequest, match="no key called app"):
+    with pytest.raises(InvalidRequest, match="no key app"):
         keys.revoke("app")
 
 

@@ -51,7 +51,7 @@ def test_keys_are_listed_without_what_they_consist_of(capsys: pytest.CaptureFixt
     key = capsys.readouterr().out.strip()
     main(["api-keys", "list"])
     line = capsys.readouterr().out
-    assert line.startswith("ci, may ask models, 2 at once, made 20")
+    assert line.startswith("ci, use models, 2 concurrent, created 20")
     assert key not in line
     main(["api-keys", "list", "--json"])
     (reading,) = json.loads(capsys.readouterr().out)
@@ -69,7 +69,7 @@ def test_a_revoked_key_is_gone(state: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("order", "sentence"),
     [
-        (["revoke", "ci"], "There is no key called ci"),
+        (["revoke", "ci"], "There is no key ci"),
         (["make", "-"], "A key name has 1 to 40 letters"),
         (["make", "ci", "--rate", "0"], "0 is not a number from 1 to"),
         (["make", "ci", "--scope", "root"], "invalid choice: 'root'"),

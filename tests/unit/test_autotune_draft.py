@@ -56,7 +56,7 @@ def test_all_of_it_is_in_the_order() -> None:
         ("users", "0", "0 is not a number from 1 to 10000"),
         ("users", "1.5", "1.5 is not a whole number"),
         ("slo_ttft_s", "0", "0 is not a duration; examples: 500ms, 0.5s"),
-        ("slo_itl_s", "-5ms", "-5ms is not a time"),
+        ("slo_itl_s", "-5ms", "-5ms is not a duration"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused_where_it_was_typed(name: str, typed: str, said: str) -> None:

@@ -127,7 +127,7 @@ async def test_where_nothing_is_answered_in_the_first_window_longer_ones_are_tri
 async def test_where_the_setting_in_use_never_answers_it_ends_with_one_sentence() -> None:
     rig = rig_of(silent=lambda _: True)
     run = tuner(rig)
-    with pytest.raises(WorkerFailed, match="the current settings cannot be measured: no request was answered"):
+    with pytest.raises(WorkerFailed, match="the current settings cannot be measured: no answer"):
         await run.run(apply=True)
     assert set(rig.measured) == {DEVICE.start}
     assert rig.now_s < BEGIN_SHARE * 300 + WINDOW_S

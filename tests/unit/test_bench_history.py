@@ -107,7 +107,7 @@ def test_numbers_of_other_work_are_not_judged_and_what_was_asked_is_said_first()
     )
     found = compare(before, after)
     assert {change.verdict for change in found.changes} == {"unclear"}
-    assert found.notes == ("What was asked is not the same, so no number is better or worse: output_tokens 50 -> 8.",)
+    assert found.notes == ("Different workloads, so no number is better or worse: output_tokens 50 -> 8.",)
     assert comparison_text(found).startswith(found.notes[0])
 
 
@@ -123,7 +123,7 @@ def test_another_slo_leaves_goodput_alone_unjudged() -> None:
         "tok_s": "better",
         "request_goodput": "unclear",
     }
-    assert found.notes == ("The SLO is not the same, so goodput is not better or worse: slo_ttft 0.1 -> 0.5.",)
+    assert found.notes == ("Different SLOs, so goodput is not better or worse: slo_ttft 0.1 -> 0.5.",)
 
 
 def test_every_setting_of_a_bench_is_known_to_say_what_was_asked_or_not() -> None:
@@ -209,7 +209,7 @@ def test_ticks_have_as_many_digits_as_their_step_needs(top: float, ticks: tuple[
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(InvalidRequest, match="no numbers named speed; it has tok_s, ttft_ms"):
+    with pytest.raises(InvalidRequest, match="no numbers named speed; available: tok_s, ttft_ms"):
         plot(made({1: [1.0]}), "speed")
     with pytest.raises(InvalidRequest, match="no number to draw"):
         plot(made({}))
@@ -290,7 +290,7 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
     assert "+99.0%" in compared and "better" in compared
     assert "same" in said(capsys, tmp_path, "compare", "last~1", "last", "--tie", "99.5")
     assert said(capsys, tmp_path, "plot", "last").startswith("<svg")
-    assert "is written" in said(capsys, tmp_path, "plot", "last", "--out", str(tmp_path / "p.svg"))
+    assert "saved " in said(capsys, tmp_path, "plot", "last", "--out", str(tmp_path / "p.svg"))
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
     assert "forgotten" in said(capsys, tmp_path, "forget", str(number))
     assert len(history.results()) == 1

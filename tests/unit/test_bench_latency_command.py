@@ -75,7 +75,7 @@ def test_a_result_is_remembered_before_its_files_are_written(
 def test_a_file_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
     files = {"svg": tmp_path / "r.svg", "csv": tmp_path / "new" / "r.csv"}
     [said] = write_files(made({}), files)
-    assert said.startswith(f"{files['svg']} is not written: ") and "no number to draw" in said
+    assert said.startswith(f"{files['svg']} was not written: ") and "no number to draw" in said
     assert (files["csv"].exists(), files["svg"].exists()) == (True, False)
 
 
@@ -99,7 +99,7 @@ def test_what_autotune_found_is_used_and_told(
     assert (opened[0].max_prompts, opened[0].threads) == (24, 1)
     result = read_result(file)
     assert result.settings["tuned"] == ["max_prompts"]
-    said = "Settings that autotune found for this model here were used: max_prompts 24."
+    said = "Used the settings of autotune for this model: max_prompts 24."
     assert said in result.notes and said in capsys.readouterr().out
 
 

@@ -82,7 +82,7 @@ DEEP = (b'{"x":' * 100_000, b'[{"conversations":' * 100_000)
 def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "odd.json"
     file.write_bytes(content)
-    with pytest.raises(InvalidRequest, match=r"odd\.json is no result of a bench"):
+    with pytest.raises(InvalidRequest, match=r"odd\.json is not a bench result"):
         read_result(file)
     with pytest.raises(InvalidRequest, match=r"odd\.json is no trace"):
         read_trace(file)

@@ -186,7 +186,7 @@ async def test_requests_that_do_not_fit_the_model_are_refused_with_numbers() -> 
 async def test_the_lengths_of_a_trace_need_one() -> None:
     with pytest.raises(InvalidRequest, match="lengths from a trace need --trace"):
         await run_bench(Serve(prompt_tokens=TRACE), FakeTarget())
-    with pytest.raises(InvalidRequest, match="none is 'trace'"):
+    with pytest.raises(InvalidRequest, match="no length is 'trace'"):
         await run_bench(Serve(trace="file.json"), FakeTarget())
 
 

@@ -145,7 +145,7 @@ def test_a_file_of_a_newer_version_is_refused_in_one_sentence_and_left_alone(tmp
 def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     path.write_text("not a database at all, but long enough to be read as one" * 40)
-    with pytest.raises(ChatStoreError, match="cannot be kept"):
+    with pytest.raises(ChatStoreError, match="cannot be saved"):
         ChatStore(path)
 
 

@@ -198,7 +198,7 @@ def test_json_of_a_conversation_reads_back_as_the_same(store: ChatStore, chat: O
     ids=lambda data: f"{len(data)} bytes",
 )
 def test_a_file_that_is_no_export_is_refused_in_a_sentence(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="no exported conversation") as refused:
+    with pytest.raises(InvalidRequest, match="not an exported conversation") as refused:
         from_json(data)
     assert len(str(refused.value)) < 300
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.lint_words import findings, findings_in_document, main
+from tools.lint_words import findings, findings_in_document, findings_in_page, main
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,10 @@ from tools.lint_words import findings, findings_in_document, main
         ('"The engine was told so."', "told"),
         ('f"Load {model} anew"', "anew"),
         ('f"{count} requests, 300 tokens at most"', "300 tokens at most"),
+        ('f"steps of {tokens} tokens at most"', "{} tokens at most"),
+        ('f"{size} MiB a worker"', "MiB a worker"),
+        ('print("4 requests are under way")', "under way"),
+        ('print(f"{over} too "\n"many")', "too many"),
         ('def pages():\n    """What is left."""', '"What ..."'),
         ('class Worker:\n    """Whether it runs."""', '"Whether ..."'),
         ('"""What this file is."""', '"What ..."'),
@@ -44,6 +48,8 @@ def test_a_word_that_has_a_better_one_is_found_with_its_line(source: str, word: 
         "untold_pages, foretell, keptness = 1, 2, 3",
         "almost_done = at_most = 1",
         '"at most once"',
+        '"""Requests that are under way."""',
+        'key = "asked"',
     ],
 )
 def test_ordinary_words_are_left_alone(source: str) -> None:
@@ -53,6 +59,13 @@ def test_ordinary_words_are_left_alone(source: str) -> None:
 def test_a_document_is_read_without_its_code() -> None:
     text = "# Keys\n\nAll are `told` here.\n\n```sh\nsay anew\n```\n\n| whoever | reads |\n"
     assert [(each.line, each.word) for each in findings_in_document(text)] == [(9, "whoever")]
+
+
+@pytest.mark.parametrize(
+    "line", ['<p class="said">Nobody is here</p>', 'say("Nobody is here"); // told', "say(`Nobody is ${here}`)"]
+)
+def test_a_page_is_read_without_its_code(line: str) -> None:
+    assert findings_in_page(f"told(nobody)\n{line}")[0].word == "Nobody"
 
 
 def test_files_with_words_are_named_and_end_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_the_fit_of_each_is_compared_device_by_device() -> None:
     found = lines(side(MODELS[1], estimates.estimate()), side(MODELS[1], estimates.estimate_that_lacks()))
     assert (found["fit"].left, found["fit"].right) == ("✓ fits", "✖ does not fit")
     assert found["GPU1 left"] == Line("GPU1 left", "✓ 5.6 GiB", "✖ lacks 2,310 MiB", "differs")
-    assert found["GPU0 takes"].difference == ""
+    assert found["GPU0 needs"].difference == ""
 
 
 def test_a_fit_that_is_not_known_yet_is_no_difference() -> None:

@@ -58,7 +58,7 @@ def test_a_key_that_comes_first_hides_the_other_kind_and_two_at_once_are_refused
     assert api_settings(sources(config, named).settings(), None).api_key == KEY
     typed = sources(config, {"api_key": "typed"}, {"ERICLLM_API_KEY_FILE": str(key_file)}).settings()
     assert api_settings(typed, None).api_key == "typed"
-    with pytest.raises(InvalidRequest, match="give one of them"):
+    with pytest.raises(InvalidRequest, match="give only one"):
         sources(config, {**named, "api_key": "typed"}).settings()
 
 

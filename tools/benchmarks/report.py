@@ -58,7 +58,9 @@ def precisions(results: Results, shape: str) -> str:
     for row in ROWS:
         if row.key in shown and _differs(results, row):
             storage = (
-                f", from weights kept as {row.convert}" if row.convert.lower() not in ("", row.weights.lower()) else ""
+                f", from weights stored as {row.convert}"
+                if row.convert.lower() not in ("", row.weights.lower())
+                else ""
             )
             lines.append(f"{row.engine}, {row.weights}, in {results.precisions[row.key]}{storage}")
     return f"{_MARK} Computed in another precision than the row is named by: {'; '.join(lines)}." if lines else ""
@@ -77,8 +79,7 @@ def ratios_table(results: Results, shape: str, clients: Sequence[int]) -> str:
 def goals_table(goals: Iterable[Goal]) -> str:
     """The other promises."""
     lines = [
-        [goal.title, _percent(goal.spread), f"{'at most' if goal.at_most else 'at least'} {goal.bound:.0%}"]
-        for goal in goals
+        [goal.title, _percent(goal.spread), f"{'max' if goal.at_most else 'min'} {goal.bound:.0%}"] for goal in goals
     ]
     return _table(["other goals", "measured", "goal"], lines) if lines else ""
 

@@ -53,7 +53,7 @@ _VARIABLES = {
 }
 
 _USED: dict[When, str] = {
-    "now": "at once",
+    "now": "immediately",
     "load": "to the next model loaded",
     "start": "at the next start",
 }

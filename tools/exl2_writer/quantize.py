@@ -178,8 +178,8 @@ def _linear(key: str, weight: str, norm: str | None, tensors: Mapping[str, Store
     shape = found.header.shape
     if len(shape) != 2 or shape[1] % ROW_STEP or not 0 < shape[1] <= MAX_ROWS:
         raise UnsupportedModel(
-            f"{weight} is {' x '.join(map(str, shape))}; EXL2 needs input features in a multiple of {ROW_STEP} "
-            f"and at most {MAX_ROWS}",
+            f"{weight} is {' x '.join(map(str, shape))}; EXL2 needs input features in a multiple of {ROW_STEP}, "
+            f"max {MAX_ROWS}",
             tensor=weight,
         )
     bias = f"{key}.bias"

@@ -188,7 +188,7 @@ async def _search(live: LiveRig, space: Space, slo: Slo, budget_s: float, seed: 
     found = await run.run(apply=False)
     assert found is not None, "nothing could be measured"
     one = Found(seed, found.setting, search.spent_s, run.windows)
-    print(f"seed {seed}: {_setting_text(one.setting)} in {one.seconds:.0f} s, {one.windows} windows", flush=True)
+    print(f"seed {seed}: {_setting_text(one.setting)} in {one.seconds:.0f} s, {one.windows} runs", flush=True)
     return one
 
 
@@ -226,7 +226,7 @@ def verdict_text(proof: Proof) -> str:
     verdict = "HOLDS" if proves(proof) else "DOES NOT HOLD"
     lines.append(
         f"{proof.good} of {len(proof.runs)} runs found a setting within {1 - NEAR:.0%} of the best that keeps the SLO, "
-        f"in a quarter of the grid's {proof.grid_s:.0f} s at most: {verdict}"
+        f"in max a quarter of the grid's {proof.grid_s:.0f} s: {verdict}"
     )
     return "\n".join(lines)
 

@@ -171,7 +171,7 @@ def main() -> None:
             share = stats.draft_accepted / stats.draft_tokens if stats.draft_tokens else 0.0
             spread = ", ".join(f"{each:.0f}" for each in found_rates)
             print(f"{given.requests:3} {name:8} {statistics.median(found_rates):7.1f} tok/s ({spread}); "
-                  f"{stats.draft_tokens} guessed, {share:.0%} held")  # fmt: skip
+                  f"{stats.draft_tokens} draft tokens, {share:.0%} accepted")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ OPENAI_INERT = FRONTEND_INERT | frozenset(
 
 
 class StreamOptions(BaseModel):
-    """include_usage: send the usage as a last chunk.  continuous_usage_stats: as vLLM has it, with every chunk too.
+    """include_usage: send the usage as a last chunk.  continuous_usage_stats: also with every chunk, as in vLLM.
 
     include_obfuscation: OpenAI pads chunks to one length where it is true; here they are never padded.
     """
@@ -76,7 +76,7 @@ class StreamOptions(BaseModel):
 class OpenAiFields(SamplingFields):
     """Fields of completions and chat besides sampling.
 
-    prompt_logprobs: as vLLM has it, alternatives at each place of the prompt.
+    prompt_logprobs: number of alternatives per prompt token, as in vLLM.
     """
 
     stream_options: StreamOptions | None = None

@@ -109,9 +109,9 @@ class StructuredOutputs(_Part):
 class FormatFields(Body):
     """Fields for the format of the answer, only one of which may be set.
 
-    guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs: vLLM's, older and newer.
-    json_schema, regex_pattern, grammar_string: TabbyAPI's, the last one text-generation-webui's too.
-    Empty ones are none, as SillyTavern sends them; not so guided_regex.
+    guided_json, guided_regex, guided_choice, guided_grammar, structured_outputs: format as in vLLM.
+    json_schema, regex_pattern, grammar_string: format as in TabbyAPI; grammar_string also in text-generation-webui.
+    Empty ones are ignored, as SillyTavern sends them, except guided_regex.
     """
 
     response_format: ResponseFormat | None = None

@@ -145,8 +145,8 @@ _RECOMMENDED = frozenset(GenerationDefaults.__struct_fields__)
 class ModelFields(Body):
     """Fields of every request about the model, and its turn.
 
-    model: None or "" is the first one; an adapter's name is its model with it.  lora: an adapter of the model.
-    priority: as vLLM has it, lower goes first.
+    model: name of a model, or of an adapter; None or "" is the first model.  lora: name of an adapter of the model.
+    priority: lower values go first, as in vLLM.
     """
 
     model: str | None = None
@@ -187,18 +187,18 @@ else:
 class SamplingFields(RowFields, FormatFields):
     """OpenAI's sampling fields and those that vLLM's clients add. None takes the model's default, else the neutral one.
 
-    best_of: how many answers are made, of which n are given.
-    stop: a string or several.  logit_bias: keyed by token ids as text, as JSON wants it.
-    dynamic_temperature: False turns it off whatever its range.
-    dry_sequence_breakers: strings over which no repeat reaches, an array or its JSON as text.
-    negative_prompt: text; each dialect says how it becomes a prompt.  bad_words: more banned_strings.
-    stopping_strings: more of stop.  seed, sampler_seed: one seed under two names; -1 is none, as vLLM has it.
-    dynatemp_range: how far a dynamic temperature lies around `temperature`, where no bounds are given.
-    ban_eos_token: end tokens must not come.  custom_token_bans: ids of others, an array or text with commas.
-    sampler_order, sampler_priority: the order of samplers, where it comes to the one here (docs/sampling.md).
-    cache_salt: the prefix cache is shared with requests that send the same one alone; make it hard to guess.
-    rep_pen_slope: only 0 and 1, which are off, where there is a penalty for it to bend.
-    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
+    best_of: number of answers to generate; the best n are returned.
+    stop: a string, or an array of strings.  logit_bias: bias by token id (a string, as JSON requires).
+    dynamic_temperature: false turns it off, whatever its range.
+    dry_sequence_breakers: strings that end a repeat; an array, or its JSON as text.
+    negative_prompt: text; see each dialect for how it becomes a prompt.  bad_words: added to banned_strings.
+    stopping_strings: added to stop.  seed, sampler_seed: random seed; -1 is none.
+    dynatemp_range: range of a dynamic temperature around `temperature`, if no bounds are given.
+    ban_eos_token: ban end tokens.  custom_token_bans: ids of banned tokens, an array or text with commas.
+    sampler_order, sampler_priority: order of samplers; accepted if equivalent to the order in docs/sampling.md.
+    cache_salt: share the prefix cache only with requests of the same salt; choose one that is hard to guess.
+    rep_pen_slope: only 0 and 1 (off) if a repetition penalty is set.
+    why: add the latency by cause, in milliseconds, to the answer or the last event.
     """
 
     aliases = _ALIASES

@@ -159,8 +159,8 @@ def _parameters(name: str, tensor: TensorHeader, tensors: Mapping[str, TensorHea
 
 def _cache_does_not_fit(device: str, needed_bytes: int, free_bytes: int) -> InsufficientMemory:
     return InsufficientMemory(
-        f"the KV pages of one request need {needed_bytes // _MIB} MiB free on {device}, and "
-        f"{max(free_bytes, 0) // _MIB} MiB are: a cache of fewer bits, or a smaller max_model_len, takes less",
+        f"the KV pages of one request need {needed_bytes // _MIB} MiB on {device}, "
+        f"{max(free_bytes, 0) // _MIB} MiB are free: reduce the cache bits or max_model_len",
         device=device,
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,

@@ -114,8 +114,8 @@ def kv_pages(
     if possible_pages < least_pages:
         needed_bytes = int(least_pages * page_bytes / share)
         raise InsufficientMemory(
-            f"the KV pages of one request of {typical} tokens need {needed_bytes // _MIB} MiB free (of which they "
-            f"take {share:.0%}), and {free_bytes // _MIB} MiB are",
+            f"the KV pages of one request of {typical} tokens need {needed_bytes // _MIB} MiB free (they use "
+            f"{share:.0%}), {free_bytes // _MIB} MiB are",
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
             short_bytes=needed_bytes - free_bytes,

@@ -26,7 +26,7 @@ def context_length(asked: int | None, usual: int, longest: int) -> int:
     if not 1 <= length <= longest:
         raise InvalidRequest(
             f"max_model_len is {length}; this model takes from 1 to {longest} tokens "
-            "(alpha_value and compress_pos_emb stretch it)",
+            "(alpha_value and compress_pos_emb extend it)",
             param="max_model_len",
             value=length,
             limit=longest,

@@ -66,12 +66,12 @@ def test_nothing_is_wrong_with_a_server_for_others_that_has_a_key_and_tls(pair: 
 
 def test_a_server_for_others_that_has_no_key_is_named(pair: Pair) -> None:
     said = broken(host="0.0.0.0", tls_cert=pair.cert, tls_key=pair.key)["API"]
-    assert "without a key" in said and "`ericllm api-keys make NAME`" in said
+    assert "no key is set" in said and "`ericllm api-keys make NAME`" in said
 
 
 def test_who_may_use_a_server_of_this_machine_is_said() -> None:
     assert "every user of this machine" in rows()["API"].value
-    assert "without a key: the socket's owner and group may" in rows(host="unix:/run/ericllm.sock")["API"].value
+    assert "without a key: the socket's owner and group can" in rows(host="unix:/run/ericllm.sock")["API"].value
     assert "`ericllm api-keys make NAME`" in rows()["API"].advice
     Keys(state_dir()).make("app", ("use",))
     assert rows()["API"].value == "on 127.0.0.1, for local programs with a key"

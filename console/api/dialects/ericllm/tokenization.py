@@ -33,7 +33,7 @@ _INERT = frozenset({"user"})  # labels of the client's own
 class TokenizeBody(ModelFields):
     """A text to tokenize. add_special_tokens: with those that the model expects around it.
 
-    return_token_strs: also each token as the vocabulary has it.
+    return_token_strs: also return each token as in the vocabulary.
     """
 
     inert = _INERT
@@ -46,7 +46,7 @@ class TokenizeBody(ModelFields):
 class TokenizeChatBody(ModelFields, ConversationFields):
     """A conversation to render with the model's chat template and to tokenize.
 
-    return_token_strs: also each token as the vocabulary has it.
+    return_token_strs: also return each token as in the vocabulary.
     """
 
     refused = _CHAT_REFUSED

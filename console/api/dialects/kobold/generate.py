@@ -112,11 +112,11 @@ class GenerateEndpoints:
                 await chunks.send(Token("", _finish(None)))
         return chunks.response
 
-    @describes("Text so far of this client's running answer without a genkey", answer=Checked)
+    @describes("Partial text of this client's running answer without a genkey", answer=Checked)
     async def _check(self, request: web.Request) -> web.Response:
         return self._pending(request, "")
 
-    @describes("Text so far of this client's running answer", body=KeyBody, optional=True, answer=Checked)
+    @describes("Partial text of this client's running answer", body=KeyBody, optional=True, answer=Checked)
     async def _check_by_key(self, request: web.Request) -> web.Response:
         return self._pending(request, (await read(request, KeyBody, absent=b"{}")).genkey)
 

@@ -80,11 +80,11 @@ _CLAMPED: Mapping[str, str] = {
 
 
 class Options(SamplingFields):
-    """Fields of `options`; samplers that Ollama lacks may be set there too, by their own names.
+    """Fields of `options`; samplers that Ollama lacks can be set by their own names.
 
     answer_format: the body's `format`: "json", a JSON schema, or "" for any text.
-    num_predict: -1 and -2 are up to the context's end.  num_ctx: tokens of prompt and answer together, up to the loaded
-    context.  repeat_last_n: tokens that the penalties look at; 0 turns them off, -1 is all.
+    num_predict: -1 and -2 mean up to the end of the context.  num_ctx: tokens of prompt and answer,
+    up to the loaded context.  repeat_last_n: last tokens that the penalties use; 0 turns them off, -1 is all.
     """
 
     refused = _OPTIONS_REFUSED
@@ -206,8 +206,8 @@ _KEEP_ALIVE = WithJsonSchema(
 class OllamaBody(Body):
     """Fields of all requests to a model. options: see `Options`.
 
-    keep_alive: how long to keep the model in memory, which the operator decides here, so it changes nothing; 0, which
-    unloads the model, is refused.
+    keep_alive: ignored, as the operator decides how long a model stays loaded; 0, which would unload it, is
+    refused.
     """
 
     refused = REFUSED
@@ -238,7 +238,7 @@ class AnswerBody(OllamaBody):
 
     format: "json", or a JSON schema.
     think: false turns thinking off, where the model's template can; true is refused.
-    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
+    why: add the latency by cause, in milliseconds, to the answer or the last event.
     """
 
     stream: bool = True
@@ -276,7 +276,7 @@ class AnswerBody(OllamaBody):
 class GenerateBody(AnswerBody):
     """A generation request. raw: use the prompt as it is, without a chat template.
 
-    context: that of an earlier answer, which the prompt continues.
+    context: context of an earlier answer, which the prompt continues.
     """
 
     prompt: str = ""

@@ -63,8 +63,8 @@ _CLAMPED: Mapping[str, str] = {**SAMPLING_CLAMPED, "max_tokens": DEFAULT_LENGTH}
 class CompletionBody(OpenAiFields):
     """A completion request. prompt: a string, token ids, or an array of either.
 
-    max_tokens: 0 for log-probabilities of the prompt alone.  echo: each answer begins with the prompt, and its
-    logprobs, where requested, with those of the prompt's tokens.
+    max_tokens: 0 returns only log-probabilities of the prompt.  echo: start each answer with the prompt, and its
+    logprobs, if requested, with those of the prompt.
     """
 
     refused = _REFUSED

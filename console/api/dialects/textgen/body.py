@@ -50,7 +50,7 @@ _CLAMPED: Mapping[str, str] = {
 class TextgenBody(FrontendBody):
     """A prompt and its settings, with text-generation-webui's defaults.
 
-    do_sample: False is greedy sampling.  truncation_length: tokens of prompt and answer together, by default the
+    do_sample: false for greedy sampling.  truncation_length: tokens of prompt and answer together, by default the
     model's context; a prompt that is too long loses its beginning.
     """
 

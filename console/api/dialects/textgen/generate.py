@@ -105,8 +105,8 @@ class TextEndpoints:
     async def _stop(self, request: web.Request) -> web.Response:
         if self._running.is_shared(request, ""):
             raise InvalidRequest(
-                "Several clients of this key or address have answers under way: which of them to stop is unknown. "
-                "A client stops its own by closing its connection"
+                "Several clients of this key or address have running answers, so the one to stop is unknown. "
+                "Close the connection of an answer to stop it"
             )
         self._running.stop(request, "")
         return json_response(Stopped())

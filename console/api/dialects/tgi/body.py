@@ -81,9 +81,9 @@ class TgiParameters(Body):
     """TGI's parameters with its defaults, which are neutral: the model's recommendations are not used.
 
     do_sample: without it, and without any setting that implies sampling, generation is greedy.
-    max_new_tokens: by default as many as fit.  truncate: the prompt's last tokens to use.
-    top_n_tokens: the likeliest tokens at each place to report.
-    why: add to the answer, or the end of a stream, what its time went into, in milliseconds by cause.
+    max_new_tokens: by default as many as fit.  truncate: use only this number of last prompt tokens.
+    top_n_tokens: number of most likely tokens to return per position.
+    why: add the latency by cause, in milliseconds, to the answer or the last event.
     """
 
     refused = _REFUSED

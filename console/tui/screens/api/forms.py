@@ -56,8 +56,8 @@ class AddressScreen(Dialog[tuple[str, int] | None]):
                 yield Label("port", classes="api-label")
                 yield Input(str(self._status.port), placeholder="8000; 0: any free port", id="port", compact=True)
             yield Static(
-                "127.0.0.1 is this machine alone, 0.0.0.0 every machine that reaches it. Running requests continue. "
-                "Settings (8) has the address for the next start.",
+                "127.0.0.1: this machine only. 0.0.0.0: the network. Running requests continue. "
+                "The address at start is in Settings (8).",
                 classes="api-note",
             )
             yield Static(id="problem", markup=False)

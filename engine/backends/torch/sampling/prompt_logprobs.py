@@ -130,7 +130,7 @@ class PromptMean:
     @property
     def vector(self) -> bytes:
         """The mean's direction as float32; nothing but zeros has none, and stays."""
-        assert self._sum is not None, "a vector was asked for before its prompt was computed"
+        assert self._sum is not None, "a vector was requested before its prompt was computed"
         return torch.nn.functional.normalize(self._sum, dim=0).float().numpy().tobytes()
 
 
