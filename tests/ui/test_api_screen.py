@@ -64,10 +64,10 @@ async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> N
     for words in (
         "http://127.0.0.1:8000",
         "key required",
-        "14 under way",
+        "14 active",
         "214 requests/min",
         "3 failed/min",
-        "c copies",
+        "c copy",
         "app",
         "settings",
         "admin",
@@ -82,7 +82,7 @@ async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> N
 
 async def test_the_curl_line_is_copied_whole_and_names_the_variable_instead_of_the_key() -> None:
     async with an_app().run_test() as pilot:
-        await seen(pilot, "c copies")
+        await seen(pilot, "c copy")
         await pilot.press("c")
         words = shlex.split(pilot.app.clipboard)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
@@ -111,6 +111,14 @@ def test_the_curl_line_fits_what_is_on_and_survives_a_shell() -> None:
     assert "model" not in line(CHAT, model="")[-1].partition("messages")[0]
     assert not any("Authorization" in word for word in line(CHAT))
     assert line(off) == line(DialectReading(name="silent", title="Without an example", routes=())) == []
+
+
+async def test_panels_take_no_more_rows_than_they_have() -> None:
+    idle = ApiReport(at=scenes.NOW, per_second=(0,) * 60, dialects=REPORT.dialects)
+    async with an_app(link_of(OPEN, idle)).run_test(size=(100, 30)) as pilot:
+        await seen(pilot, "No failed requests")
+        heights = [pilot.app.screen.query_one(f"#{name}").size.height for name in ("keys", "clients", "failures")]
+    assert heights == [1, 1, 1]
 
 
 async def test_a_new_key_is_shown_once_and_can_be_copied() -> None:
@@ -151,7 +159,7 @@ async def test_a_key_with_limits_is_made_and_its_limits_are_told() -> None:
     [
         ((), "Enter a name for the key."),
         (tuple("app"), "A key app already exists."),
-        (("c", "i", "tab", "down", "space", "shift+tab"), "A key that may do nothing is of no use"),
+        (("c", "i", "tab", "down", "space", "shift+tab"), "Select at least one scope."),
     ],
 )
 async def test_a_key_that_cannot_be_made_says_why_in_the_form(keys: tuple[str, ...], complaint: str) -> None:
@@ -206,7 +214,7 @@ async def test_a_dialect_is_switched_off_after_a_question_and_on_without_one() -
         await asked(pilot, ConfirmScreen)
         assert "Switch OpenAI off?" in screen_text(pilot.app)
         await pilot.press("y")
-        await seen(pilot, "No dialect is on")
+        await seen(pilot, "All dialects are off")
         await pilot.press("down", "enter")
         await until(pilot, lambda: link.names().count("switch_dialect") == 2)
         await seen(pilot, "/generate")
@@ -291,7 +299,7 @@ async def test_an_address_that_cannot_be_had_is_told_and_nothing_changes() -> No
         assert "http://127.0.0.1:8000" in screen_text(pilot.app)
 
 
-@pytest.mark.parametrize(("host", "port", "complaint"), [("", "80", "Type an address"), ("::1", "70000", "0 to 65535")])
+@pytest.mark.parametrize(("host", "port", "complaint"), [("", "80", "Enter an address"), ("::1", "70000", "0 to 65535")])
 async def test_an_address_that_is_none_is_told_in_the_form(host: str, port: str, complaint: str) -> None:
     link = link_of()
     async with an_app(link).run_test() as pilot:
@@ -329,11 +337,11 @@ def test_a_server_that_failed_says_why() -> None:
 
 
 def test_less_is_said_where_there_is_less_room() -> None:
-    wide, narrow, tiny = (traffic_line(REPORT, width, ascii_only=False).plain for width in (140, 70, 20))
+    wide, narrow, tiny = (traffic_line(REPORT, width, ascii_only=False).plain for width in (140, 65, 20))
     assert wide.endswith("3 failed/min   4,120 so far")
     assert "requests/min" in narrow
     assert "failed" not in narrow
-    assert tiny == "14 under way"
+    assert tiny == "14 active"
 
 
 def test_counts_of_failures_are_named_as_far_as_there_is_room() -> None:
@@ -370,19 +378,11 @@ def test_the_api_looks_right(snap_compare: Any) -> None:
 @pytest.mark.parametrize("size", [(80, 24), (160, 45)])
 def test_every_panel_has_its_first_rows_whatever_the_size(size: tuple[int, int]) -> None:
     app = an_app(link_of(SERVED))
-    head = "● on", "✓ key required", "214 requests/min", "c copies curl http://127.0.0.1:8000/v1/chat/completions"
-    beside = size[0] > 120
-    panels = (
-        "Keys",
-        *(["Dialects"] if beside else []),
-        "settings",
-        "admin",
-        "--api-key",
-        *([] if beside else ["Dialects"]),
-        "Clients",
-        "10.0.0.17",
-    )
-    failures = "Failures: 19 × 429 queue_full", "14:02:02     429  queue_full", "c Copy curl", "^p palette"
+    head = "● on", "✓ key required", "214 requests/min", "c copy: curl http://127.0.0.1:8000/v1/chat/completions"
+    keys, clients = ("Keys", "settings", "admin", "--api-key"), ("Clients", "10.0.0.17")
+    panels = ("Keys", "Clients", "settings", "10.0.0.17") if size[0] > 120 else (*keys, *clients)
+    dialects = "Dialects", "OpenAI", "/v1/models", "c Copy curl", "^p palette"
+    failures = "Failures: 19 × 429 queue_full", "14:02:02     429  queue_full", *dialects
     assert shows(app, *head, *panels, *failures, terminal_size=size, run_before=ready)
 
 
@@ -395,7 +395,7 @@ def test_the_form_of_a_key_covers_the_screen() -> None:
         "○ admin",
         "requests/min  any",
         "Create (enter)     Cancel (esc)",
-        "Failures",
+        "/generate",
     )
     assert shows(an_app(link_of(OPEN)), *form, terminal_size=(120, 40), run_before=ready, press=["w"])
 

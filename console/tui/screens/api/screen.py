@@ -31,7 +31,7 @@ from console.tui.screens.api.tables import (
     KEY_COLUMNS,
     TablePanel,
     client_row,
-    dialect_row,
+    dialect_rows,
     failure_row,
     failures_title,
     key_row,
@@ -40,10 +40,11 @@ from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii
+from console.tui.widgets.graph import Curve, Graph, Scale, Span
 from console.tui.widgets.plot import draw
 from console.tui.widgets.table import Row, Table
 from engine.errors import EngineError
-from engine.snapshot import Snapshot
+from engine.snapshot import Second, Snapshot
 from engine.text.printable import printable, printable_json
 
 # The head of the API screen: where it listens, how much it is asked, and a line that asks it.
@@ -133,7 +134,7 @@ def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
                 _curve(report.per_second, ascii_only=ascii_only),
             ),
             Content.styled(f"{failures:,} failed/min", "$warning" if failures else "$muted"),
-            Content.styled(f"{report.requests:,} so far", "$muted"),
+            Content.styled(f"{report.requests:,} total", "$muted"),
         ],
         width,
     )
@@ -149,7 +150,7 @@ def curl_row(curl: str) -> Content:
 def _curve(per_second: tuple[int, ...], *, ascii_only: bool) -> Content:
     """The last minute, two seconds to a cell."""
     pairs = [float(sum(per_second[at : at + 2])) for at in range(0, len(per_second), 2)][-_CURVE_CELLS:]
-    if not pairs:
+    if not any(pairs):
         return Content("")
     cells = draw(pairs, (), max(1.0, *pairs), 1, ascii_only=ascii_only)[0]
     runs = groupby(cells, lambda each: each.ink)
@@ -172,6 +173,13 @@ def _link(content: Content, action: str) -> Content:
 
 
 _TITLE_MARGIN = 6
+_MIN_ROUTES, _OTHER_CELLS = 20, 48
+_ONE_ROW = 1000
+"""Cells of routes: more than any terminal has."""
+_FRAME_LINES = 7
+"""Status line, tabs, head and footer."""
+_SHARES = {"keys": 0.3, "clients": 0.22, "failures": 0.22}
+_SHARES_BESIDE = {"keys": 0.4, "clients": 0.4, "failures": 0.25}
 
 
 class ApiScreen(ConsoleScreen):
@@ -212,15 +220,18 @@ class ApiScreen(ConsoleScreen):
         self._curl = ""
 
     def compose_body(self) -> ComposeResult:
-        """The server, then who may ask and how, then who does, then what went wrong."""
+        """The server, its keys, clients and failures, each as high as its rows; dialects and traffic have the rest."""
         yield ApiHead(id="api-head")
-        with Container(id="api-rules"):
+        with Container(id="api-users"):
             yield TablePanel(
                 "Keys", KEY_COLUMNS, empty="No keys: anyone who can connect may use the API. w: create key", id="keys"
             )
-            yield TablePanel("Dialects", DIALECT_COLUMNS, empty="No dialects", id="dialects")
-        yield TablePanel("Clients", CLIENT_COLUMNS, empty="No clients in the last minute", id="clients")
+            yield TablePanel("Clients", CLIENT_COLUMNS, empty="No clients in the last minute", id="clients")
         yield TablePanel("Failures", FAILURE_COLUMNS, empty="No failed requests", id="failures")
+        with Container(id="api-traffic"):
+            yield TablePanel("Dialects", DIALECT_COLUMNS, empty="No dialects", id="dialects")
+            with Container(id="api-graph", classes="panel"):
+                yield Graph(Scale(text.count, least=4), Curve(lambda at: at.running, "$graph-tokens", "requests/s"))
 
     def update_body(self, view: View) -> None:
         """The server as it is now."""
@@ -234,18 +245,41 @@ class ApiScreen(ConsoleScreen):
             with_key=api.key_required,
         )
         self.query_one(ApiHead).show(api, report, self._curl)
-        self._show("keys", [key_row(key, snapshot.at) for key in report.keys])
-        self._show("dialects", [dialect_row(dialect) for dialect in report.dialects])
-        self._show("clients", [client_row(client, snapshot.at) for client in report.clients])
+        keys, clients = len(report.keys), len(report.clients)
+        if self.has_class("-wide"):  # side by side
+            keys = clients = max(keys, clients)
+        self._show("keys", [key_row(key, snapshot.at) for key in report.keys], keys)
+        self._show("clients", [client_row(client, snapshot.at) for client in report.clients], clients)
         self._show_failures(report)
+        dialects = self._table("dialects")
+        room = max(_MIN_ROUTES, dialects.size.width - _OTHER_CELLS) if self.has_class("-tall") else _ONE_ROW
+        dialects.show([row for each in report.dialects for row in dialect_rows(each, room)])
+        if self.has_class("-wide"):
+            self._show_traffic(report)
 
-    def _show(self, panel: str, rows: Sequence[Row]) -> None:
-        self.query_one(f"#{panel}", TablePanel).table.show(rows)
+    def _show(self, panel: str, rows: Sequence[Row], lines: int) -> None:
+        """Show rows in a panel as high as `lines` of them, within its share of the screen."""
+        share = (_SHARES_BESIDE if self.has_class("-wide") else _SHARES)[panel]
+        room = round(share * (self.size.height - _FRAME_LINES))
+        self.query_one(f"#{panel}", TablePanel).show(rows, lines=lines, room=room)
+
+    def _table(self, panel: str) -> Table:
+        return self.query_one(f"#{panel}", TablePanel).table
+
+    def _show_traffic(self, report: ApiReport) -> None:
+        """Requests of each second of the last minute."""
+        first = int(report.at) + 1 - len(report.per_second)
+        history = [Second(at=float(first + at), running=count) for at, count in enumerate(report.per_second)]
+        title = Content.assemble(("■ ", "$graph-tokens"), ("requests/s", "$muted"))
+        if not any(report.per_second):
+            title = Content.styled("No requests in the last minute. c copies a command that sends one.", "$muted")
+        self.query_one(Graph).show(title, Span(history=history))
 
     def _show_failures(self, report: ApiReport) -> None:
         """Newest first, each known by its moment."""
         self._failures = {f"{failure.at} {failure.client} {failure.path}": failure for failure in report.failures}
-        self._show("failures", [failure_row(each, key) for key, each in self._failures.items()])
+        rows = [failure_row(each, key) for key, each in self._failures.items()]
+        self._show("failures", rows, len(rows))
         title = failures_title(report.failure_counts, self.size.width - _TITLE_MARGIN)
         self.query_one("#failures", TablePanel).say(title)
 
@@ -313,7 +347,7 @@ class ApiScreen(ConsoleScreen):
 
     def action_revoke_key(self) -> None:
         """Ask once, then refuse the key under the cursor."""
-        name = self.query_one("#keys", TablePanel).table.cursor_key
+        name = self._table("keys").cursor_key
         if name is None:
             self.notify("Select a key first.", severity="warning")
         elif name == SETTINGS_KEY:
@@ -326,8 +360,9 @@ class ApiScreen(ConsoleScreen):
 
     def action_dialect(self) -> None:
         """The dialect under the cursor, off after a question, or on."""
-        table = self.query_one("#dialects", TablePanel).table
-        chosen = next((each for each in self._report.dialects if each.name == table.cursor_key), None)
+        table = self._table("dialects")
+        name = (table.cursor_key or "").partition(" ")[0]
+        chosen = next((each for each in self._report.dialects if each.name == name), None)
         if chosen is None:
             table.focus()
             table.move_to(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
@@ -25,7 +26,7 @@ KEY_COLUMNS = (
     Column("made", 10, "right", drop=2),
 )
 DIALECT_COLUMNS = (
-    Column("dialect", 16),
+    Column("dialect", 16, grow=9),
     Column("state", 6),
     Column("requests", 8, "right", drop=1),
     Column("routes", 10, grow=100, drop=2),
@@ -50,13 +51,14 @@ class TablePanel(Vertical):
     """A table with a title in its frame. id: the table's is that and "-table"."""
 
     DEFAULT_CSS = """
-    TablePanel { height: 1fr; width: 1fr; }
+    TablePanel { height: 3; width: 1fr; }
     """
 
     def __init__(self, title: str, columns: Sequence[Column], *, empty: str, id: str) -> None:
         super().__init__(id=id, classes="panel")
         self.border_title = title
         self._table = Table(columns, empty=empty, id=f"{id}-table")
+        self._height = 0
 
     def compose(self) -> ComposeResult:
         """The table alone."""
@@ -66,6 +68,14 @@ class TablePanel(Vertical):
     def table(self) -> Table:
         """The table."""
         return self._table
+
+    def show(self, rows: Sequence[Row], *, lines: int, room: int) -> None:
+        """Show the rows in a frame as high as `lines` of them, and no higher than `room`."""
+        self._table.show(rows)
+        height = min(room, (lines + 1 if lines else 1) + self.gutter.height)
+        if height != self._height:
+            self._height = height
+            self.styles.height = height
 
     def say(self, title: str) -> None:
         """Set the title in the frame; draw it only where it changed."""
@@ -89,11 +99,15 @@ def key_row(key: KeyReading, now: float) -> Row:
     )
 
 
-def dialect_row(dialect: DialectReading) -> Row:
-    """On or off, and where one asks."""
+def dialect_rows(dialect: DialectReading, width: int) -> list[Row]:
+    """On or off, and its routes, in as many rows as they take at `width`."""
     state = ("● on", "$worker-busy") if dialect.on else ("○ off", "$muted")
     cells = (dialect.title, "bold" if dialect.on else "$muted"), state, (f"{dialect.requests:,}", "")
-    return Row(dialect.name, (*(cell(*each) for each in cells), cell(" ".join(dialect.routes), "$muted")))
+    first, *more = textwrap.wrap(" ".join(dialect.routes), width, break_on_hyphens=False) or [""]
+    rows = [Row(dialect.name, (*(cell(*each) for each in cells), cell(first, "$muted")))]
+    return rows + [
+        Row(f"{dialect.name} {routes}", (cell(""), cell(""), cell(""), cell(routes, "$muted"))) for routes in more
+    ]
 
 
 def client_row(client: ClientReading, now: float) -> Row:
