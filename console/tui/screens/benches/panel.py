@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -171,10 +172,8 @@ class BenchesPanel(Vertical):
         if event.table is self.table:
             self._plot()
 
-    def _plot(self) -> None:
-        self.run_worker(self._plotting, group="plot", exclusive=True, exit_on_error=False)
-
-    async def _plotting(self) -> None:
+    @work(group="plot", exclusive=True, exit_on_error=False)
+    async def _plot(self) -> None:
         entry, plot = self._entry, self.query_one(BenchPlot)
         if entry is None:
             plot.clear("The selected result is plotted here.")

@@ -152,7 +152,7 @@ def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str,
 
 
 def _against_peak(value: float, peak: float | None, unit: str, unknown: str) -> Content:
-    """What the workers do on a device, as a share of its peak where that is known."""
+    """Return the work of the workers on a device, as a share of its peak where that is known."""
     if peak is None:
         return Content.assemble(text.with_si_prefix(value, unit), (f"  {unknown}", "$muted"))
     bar = meter(value / peak, _BAR, "$graph-tokens" if unit == "FLOP/s" else "$gpu-kv")
