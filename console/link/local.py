@@ -167,10 +167,6 @@ class LocalEngine:
         """Return lines logged after the first `after` ones, and the total so far."""
         return self._runtime.engine.log.after(after)
 
-    async def load(self, model: str, *, beside: bool = False) -> None:
-        """Load a model; return when it is ready."""
-        await self.models.load(model, beside=beside)
-
     async def unload(self, model: str = "", *, drain_seconds: float = DRAIN_S) -> None:
         """Drain and unload a model."""
         await self._runtime.engine.unload(model, drain_seconds)
@@ -195,10 +191,6 @@ class LocalEngine:
         )
         await self._runtime.engine.reconfigure(**knobs, model=model)
         await self.models.note_knobs(model, knobs)
-
-    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
-        """Return what loading a model would take of each device now."""
-        return await self.models.estimate(model, LoadOptions(num_workers=workers, max_prompts=max_prompts))
 
     async def attach(self, name: str, path: str, model: str = "", *, scale: float = 1.0) -> None:
         """Make an adapter usable."""

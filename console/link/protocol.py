@@ -212,12 +212,6 @@ class EngineLink(Protocol):
     async def list_models(self) -> Sequence[ModelEntry]:
         """Models found in the models folders and the hub cache, the demo first."""
 
-    async def load(self, model: str, *, beside: bool = False) -> None:
-        """Load a folder, a found name, a hub id or "demo"; returns when ready, raises when it failed.
-
-        It replaces the first model, or with `beside` is added to those there are.
-        """
-
     async def cancel_load(self) -> None:
         """Stop the load (or download) under way."""
 
@@ -247,9 +241,6 @@ class EngineLink(Protocol):
 
     async def resume(self) -> None:
         """Take new requests again."""
-
-    async def estimate(self, model: str, *, workers: int | None = None, max_prompts: int | None = None) -> Estimate:
-        """Estimate what loading a model would take of each device now; the knobs are those in use unless given."""
 
     async def attach(self, name: AdapterName, path: FolderName, model: str = "", *, scale: Scale = 1.0) -> None:
         """Make the LoRA adapter in a folder usable under a name; returns when every ready worker has it."""

@@ -152,7 +152,6 @@ _TABLE = (
     _call("engine.list_models", "watch"),
     _call("engine.sampling_defaults", "watch", blank=lambda **_: SamplingParams()),
     _call("engine.diagnose", "admin", looks=True),
-    _call("engine.load", "admin", model="model"),
     _call(
         "engine.cancel_load",
         "admin",
@@ -202,7 +201,6 @@ _TABLE = (
         "admin",
         route=Route(method="POST", path="/admin/resume", summary="Accept new requests again after a drain"),
     ),
-    _call("engine.estimate", "admin", looks=True, model="model"),
     _call(
         "engine.attach",
         "admin",

@@ -186,7 +186,7 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
     headers = {"Accept": "text/event-stream"}
     async with (
         shown(tmp_path, link) as http,
-        http.post("/admin/call/engine.load", json={"model": "demo"}, headers=headers) as response,
+        http.post("/admin/call/models.load", json={"model": "demo"}, headers=headers) as response,
     ):
         said = (await response.text()).removeprefix("data: ")
     assert json.loads(said)["error"]["message"] == "the weights are cut off"
@@ -196,10 +196,10 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
     ("path", "body", "said"),
     [
         ("engine.fly", {}, "There is no call engine.fly"),
-        ("engine.load", {"model": "demo", "fast": True}, "fast"),
-        ("engine.load", {}, "model"),
+        ("models.load", {"model": "demo", "fast": True}, "fast"),
+        ("models.load", {}, "model"),
         ("engine.reconfigure", {"num_workers": "three"}, "num_workers"),
-        ("engine.load", {"model": "/etc/passwd"}, "lies in none of the folders"),
+        ("models.load", {"model": "/etc/passwd"}, "lies in none of the folders"),
         ("engine.attach", {"name": "a", "path": "/etc"}, "lies in none of the folders"),
         ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "by way of another machine"),
         ("benches.start", {"order": {"bench": "serve", "settings": {"trace": "/etc/passwd"}}}, "a trace is a file of"),

@@ -39,11 +39,9 @@ pytestmark = pytest.mark.long
 
 HI = [ChatMessage(role="user", content="hi")]
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "engine.load": {"model": "demo"},
     "engine.reconfigure": {"num_workers": 3, "max_prompts": 5, "step_tokens": 256, "threads": 2, "idle_unload_s": 60},
     "engine.restart_worker": {"worker_id": "w0"},
     "engine.drain_worker": {"worker_id": "w0"},
-    "engine.estimate": {"model": "demo", "workers": 2},
     "engine.attach": {"name": "poet", "path": "poet"},
     "engine.detach": {"name": "poet"},
     "engine.cancel_request": {"request_id": "req-00000000"},
@@ -163,12 +161,12 @@ async def test_the_log_goes_on_over_a_start_of_the_instance(served: Served) -> N
 async def test_why_a_command_failed_comes_back_as_its_own_error(served: Served) -> None:
     served.fake.failures["load"] = ModelLoadFailed("the weights are cut off")
     with pytest.raises(ModelLoadFailed, match="the weights are cut off"):
-        await as_link(served.link).load("demo")  # type: ignore[arg-type]
+        await as_link(served.link).models.load("demo")  # type: ignore[arg-type]
 
 
 async def test_a_command_that_takes_long_is_waited_for(served: Served) -> None:
     served.fake.hold("load")
-    loading = asyncio.create_task(as_link(served.link).load("demo"))  # type: ignore[arg-type]
+    loading = asyncio.create_task(as_link(served.link).models.load("demo"))  # type: ignore[arg-type]
     await until(lambda: served.link is not None and served.link.snapshot().status.state == "loading")
     assert not loading.done()
     served.fake.release("load")
@@ -214,7 +212,7 @@ async def test_a_link_knows_whether_its_key_may_change_anything(tmp_path: Path, 
 async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> None:
     link = as_link(ReadOnlyLink(as_link(served.link)))  # type: ignore[arg-type]
     assert [entry.name for entry in await link.list_models()] == [entry.name for entry in MODELS]
-    assert (await link.estimate("demo")) == served.fake.script["engine.estimate"]
+    assert (await link.models.estimate("demo")) == served.fake.script["models.estimate"]
     for name, call in CALLS.items():
         if call.changes:
             with pytest.raises(ReadOnly, match="read-only"):

@@ -180,9 +180,6 @@ class FakeLink(RpcLink):
     def on_logs(self, after: int) -> tuple[int, Sequence[LogEntry]]:
         return len(self.lines), self.lines[after:]
 
-    async def on_load(self, model: str, beside: bool) -> None:
-        await self.models.on_load(model, NO_OPTIONS, beside=beside)
-
     def on_cancel_load(self) -> None:
         """End a held load with LoadCancelled."""
         if "load" in self._gates:

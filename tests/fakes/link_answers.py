@@ -196,7 +196,6 @@ ANSWERS: Mapping[str, Any] = {
     "engine.list_models": MODELS,
     "engine.sampling_defaults": SamplingParams(temperature=0.6),
     "engine.diagnose": examine(machines.H100_WITH_EVERYTHING, "exllamav2"),
-    "engine.estimate": estimates.estimate(),
     "models.estimate": estimates.estimate(),
     "api.report": REPORT,
     "tuning.report": TuningReport(),

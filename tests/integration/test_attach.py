@@ -17,6 +17,7 @@ from console.link.remote.link import RemoteLink
 from console.link.rpc import as_link
 from console.link.status import link_status
 from console.runtime.loops import LoopThread
+from console.settings.load_options import LoadOptions
 from engine.config import SamplingParams
 from engine.errors import EngineBusy, EngineError, InvalidRequest, ModelNotFound
 from tests.fakes.held import Hold
@@ -106,9 +107,9 @@ async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: E
 
     await remote.reconfigure(max_prompts=3)
     await until(lambda: remote.snapshot().max_prompts == 3)
-    found = await remote.estimate("other", workers=1)
+    found = await remote.models.estimate("other", LoadOptions(num_workers=1))
     assert found.can_load
-    await remote.load("other")
+    await remote.models.load("other")
     await until(lambda: remote.snapshot().status.spec is not None and remote.snapshot().status.spec.name == "other")
     remote.settings.rows()
     await until(lambda: any(row.name == "num_workers" for row in remote.settings.rows()))
@@ -117,7 +118,7 @@ async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: E
     with pytest.raises(EngineBusy, match="carries this console"):
         await remote.stop_api()
     with pytest.raises(InvalidRequest, match="none of the folders"):
-        await remote.load("/etc")
+        await remote.models.load("/etc")
     with pytest.raises(ModelNotFound):
         await remote.unload("nobody")
     await remote.unload()

@@ -91,7 +91,7 @@ async def test_the_estimate_is_of_the_values_given_and_else_of_the_knobs_in_use(
     async with linked(models, devices="sim:1,1", max_prompts=4) as (link, _):
         small = await link.models.estimate("tiny", LoadOptions(max_model_len=32, cache_bits=8, num_workers=2))
         assert (small.context_tokens, small.cache_bits, small.workers, small.max_prompts) == (32, 8, 2, 4)
-        whole = await link.estimate("tiny")
+        whole = await link.models.estimate("tiny")
         assert (whole.workers, whole.max_prompts, whole.cache_bits) == (1, 4, 16)
         assert whole.kv_token_bytes > small.kv_token_bytes
 

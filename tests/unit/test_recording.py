@@ -330,7 +330,7 @@ async def test_a_recording_takes_no_orders_and_shows_its_log_as_far_as_it_had_co
     total, lines = link.logs(10)
     assert (total, [each.message for each in lines]) == (13, ["line 10", "line 11", "line 12"])
     assert link.settings.rows() == ()
-    for order in (link.load("demo"), link.reconfigure(num_workers=2), link.stop_api(), link.models.forget("x")):
+    for order in (link.models.load("demo"), link.reconfigure(num_workers=2), link.stop_api(), link.models.forget("x")):
         with pytest.raises(OnlyRecorded, match="This is a recording"):
             await order
     with pytest.raises(OnlyRecorded):
