@@ -51,7 +51,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     any_of: arguments of which one must be given.
     """
 
-    method: Literal["POST", "DELETE"]
+    method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
     about: str = ""
@@ -287,7 +287,11 @@ CALLS: Mapping[str, Call] = {call.name: call for call in _TABLE}
 LOCAL_CALLS: Mapping[str, Call] = {
     call.name: call
     for call in (
-        _call("engine.snapshot", "watch"),  # elsewhere they come as events
+        _call(
+            "engine.snapshot",  # a console elsewhere gets them as events
+            "watch",
+            route=Route(method="GET", path="/admin/snapshot", summary="Snapshot of all that the console shows"),
+        ),
         _call("engine.api_status", "watch"),
         _call("engine.start_api", "admin"),  # carries the calls themselves
         _call("engine.stop_api", "admin"),

@@ -26,7 +26,7 @@ from console.api.requests.generation import id_of_choice
 from console.api.requests.schemas import describes
 from console.api.requests.stream import SSE, ChunkStream
 from console.link.protocol import MAX_PATH
-from console.link.rpc import CALLS, Call, Route
+from console.link.rpc import CALLS, LOCAL_CALLS, Call, Route
 from console.settings.load_options import LoadOptions, load_options, options_of, value_type
 from console.settings.schema import fields
 from engine.backends.base import LoadProgress
@@ -35,7 +35,7 @@ from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest,
 from engine.placement.estimate import Estimate
 from engine.requests.causes import Why
 from engine.requests.history import RequestDetail
-from engine.snapshot import Alert, ModelReading, RequestRow, Snapshot
+from engine.snapshot import Alert, ModelReading, RequestRow
 
 # A load that was asked for over HTTP: it goes on when its client leaves, and can be looked at until the next one.
 
@@ -186,21 +186,20 @@ class Admin:
         """Return the views, and an endpoint for every call that has a route."""
         return [
             web.get("/admin/models", self._models),
-            web.get("/admin/snapshot", self._snapshot),
             web.get("/admin/requests/{id}", self._request),
             web.get("/admin/why", self._why),
             web.get("/admin/alerts", self._alerts),
             web.get(LOAD_PATH, self._last_load),
-            *(self._endpoint(call, call.route) for call in CALLS.values() if call.route is not None),
+            *(
+                self._endpoint(call, call.route)
+                for call in (*CALLS.values(), *LOCAL_CALLS.values())
+                if call.route is not None
+            ),
         ]
 
     @describes("List loaded models", answer=AdminModels, group="admin")
     async def _models(self, request: web.Request) -> web.Response:
         return self._overview()
-
-    @describes("Snapshot of all that the console shows", answer=Snapshot, group="admin")
-    async def _snapshot(self, request: web.Request) -> web.Response:
-        return json_response(self._engine.snapshot())
 
     @describes("A running or recent request, and the causes of its latency", answer=AdminRequest, group="admin")
     async def _request(self, request: web.Request) -> web.Response:
@@ -244,7 +243,7 @@ class Admin:
         spec: dict[str, Any] = {"answer": AdminModels}
         body: type[CallBody] | None = None
         is_optional = False
-        if route.method == "DELETE":
+        if route.method != "POST":
             spec["query"] = dict.fromkeys(names, route.about)
         elif names:
             body = body_of(call, route)
@@ -272,7 +271,8 @@ class Admin:
             result = await self._operations.carry_out(call, arguments)
             return self._overview() if result is None else json_response(_as_json(result))
 
-        return web.route(route.method, route.path, handle)
+        add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
+        return add(route.path, handle)
 
     async def _load(self, request: web.Request, arguments: Mapping[str, Any]) -> web.StreamResponse:
         load = self._loads.begin(arguments)
