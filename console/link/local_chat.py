@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from weakref import ReferenceType, ref
 
-from console.api.requests.conversation import Turn, render
 from console.link.chat import ChatDelta, ChatMessage, DeltaFeed, DraftCount, stream_deltas
 from console.runtime.loops import EngineLoop
 from engine.config import SamplingParams
@@ -81,15 +80,11 @@ def context_of(snapshot: Snapshot, model: str) -> int:
 
 def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Encode:
     """Return a function from a model's tokenizer to the prompt ids of the messages."""
-    turns: list[Turn] = [{"role": turn.role, "content": turn.content} for turn in messages]
+    turns = [{"role": turn.role, "content": turn.content} for turn in messages]
 
     async def encode(tokenizer: Tokenizer) -> list[int]:
-        text = await render(
-            tokenizer,
-            turns=turns,
-            add_generation_prompt=not continue_answer,
-            continue_final=continue_answer,
-            variables={},
+        text = await tokenizer.apply_chat_template(
+            turns, add_generation_prompt=not continue_answer, continue_final=continue_answer
         )
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
 

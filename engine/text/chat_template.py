@@ -48,6 +48,7 @@ class TemplateLimits:
 
 
 LIMITS = TemplateLimits()
+_END_MARK = "TheAnswerGoesOnFromHere"
 
 
 class ChatTemplate:
@@ -100,23 +101,25 @@ class ChatTemplate:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
         """The prompt text of `messages`, with `kwargs` as further variables; all are plain JSON. client: who asks.
 
+        continue_final: it ends with the text of the last message, which the answer continues.
         Raises InvalidRequest with the template's own complaint, or where it fails or takes more than its limits, and
         EngineError where this machine fails it.
         """
         variables = {
             **self._variables,
-            "messages": [message if type(message) is dict else dict(message) for message in messages],
+            "messages": _marked(messages) if continue_final else list(map(dict, messages)),
             "add_generation_prompt": add_generation_prompt,
             "tools": tools or None,
             "documents": None,
         }
         try:
-            return await asyncio.wrap_future(self._answer(client, _pack_job("render", variables | kwargs)))
+            text = await asyncio.wrap_future(self._answer(client, _pack_job("render", variables | kwargs)))
         except _Refused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -127,6 +130,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
+        return _up_to_mark(text) if continue_final else text
 
     def _answer(self, client: str, job: bytes) -> Future[str]:
         answer: Future[str] = Future()
@@ -167,6 +171,24 @@ class ChatTemplate:
                 raise
             self._process = process
         return self._process
+
+
+def _marked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return messages with a mark at the end of the last one, which templates neither trim nor take for a token."""
+    *before, last = map(dict, messages)
+    content = str(last.get("content") or "")
+    return [*before, last | {"content": content + _END_MARK} if content.strip() else last]
+
+
+def _up_to_mark(text: str) -> str:
+    """Return `text` up to its mark, without what a template adds after a message."""
+    found = text.rfind(_END_MARK)
+    if found < 0:
+        raise InvalidRequest(
+            "the last message cannot be continued: the model's chat template does not render it unchanged",
+            param="messages",
+        )
+    return text[:found]
 
 
 class _Waiting:

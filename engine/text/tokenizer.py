@@ -357,11 +357,12 @@ class Tokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
         """The prompt text of a chat, control tokens included; raises InvalidRequest where it cannot be made. client:
-        the clients of a template take turns."""
+        the clients of a template take turns. continue_final: it ends with the text of the last message."""
         template = self.tool_template if tools else self._chat_template
         if template is None:
             raise InvalidRequest(
@@ -369,7 +370,12 @@ class Tokenizer:
                 param="messages",
             )
         return await template.render(
-            messages, client, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs
+            messages,
+            client,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            tools=tools,
+            **kwargs,
         )
 
     def warm_up(self) -> None:

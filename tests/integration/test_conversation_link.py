@@ -51,7 +51,7 @@ async def test_an_answer_gone_on_with_says_what_the_whole_answer_said(link: Engi
 
 
 async def test_an_answer_without_words_cannot_be_gone_on_with(link: EngineLink) -> None:
-    with pytest.raises(InvalidRequest, match="continue_final_message"):
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
         await said(link, [QUESTION, ChatMessage(role="assistant", content=" ")], continue_answer=True)
 
 

@@ -48,6 +48,15 @@ def test_json_in_a_prompt_is_not_escaped_for_html() -> None:
     assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
 
 
+def test_an_answer_that_goes_on_ends_the_prompt_where_the_template_renders_it_unchanged() -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "Once upon "}]
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert render(source, chat, continue_final=True) == "<hello><Once upon "
+    for content, change in (("", source), ("Once", "{{ messages[0].content }}")):
+        with pytest.raises(InvalidRequest, match="the last message cannot be continued"):
+            render(change, [*HELLO, {"role": "assistant", "content": content}], continue_final=True)
+
+
 def test_tools_reach_the_template() -> None:
     assert render("{{ tools is none }}") == "True"
     assert render("{{ tools[0].name }}", tools=[{"name": "search"}]) == "search"

@@ -28,8 +28,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 _FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
-_END_MARK = "TheAnswerGoesOnFromHere"
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final", "tools", "documents"})
 
 
 def read_messages(messages: Sequence[object]) -> list[Turn]:
@@ -74,18 +73,19 @@ async def render(
         raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
-    if continue_final:
-        turns = [*turns[:-1], _with_mark(turns[-1])]
     rendered = partial(
-        tokenizer.apply_chat_template, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        tokenizer.apply_chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final=continue_final,
+        tools=tools,
+        **variables,
     )
     try:
-        text = await rendered(turns, client)
+        return await rendered(turns, client)
     except InvalidRequest:
         if all(turn["content"] is not None for turn in turns):
             raise
-        text = await rendered(without_null_content(turns), client)
-    return _up_to_mark(text) if continue_final else text
+        return await rendered(without_null_content(turns), client)
 
 
 def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
@@ -168,19 +168,3 @@ def _read_part(part: object, where: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text should be a string", param=f"{where}.text")
     return text
-
-
-def _with_mark(turn: Turn) -> Turn:
-    """Return the turn with a mark at the end of its text, which templates neither trim nor take for a token."""
-    content = str(turn["content"] or "")
-    return turn | {"content": content + _END_MARK} if content.strip() else turn
-
-
-def _up_to_mark(text: str) -> str:
-    """Return `text` up to its mark, without what a template adds after a turn."""
-    found = text.rfind(_END_MARK)
-    if found < 0:
-        raise InvalidRequest(
-            "continue_final_message needs a last message that the chat template renders unchanged", param="messages"
-        )
-    return text[:found]
