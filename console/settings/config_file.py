@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 from console.settings.schema import APP_NAME, ENV_PREFIX, config_path, fields
-from engine.system.files import make_private_folder
 
 # Files that are looked at now and then, to be read again once they were saved.
 
@@ -68,28 +65,6 @@ def edit_toml(text: str, name: str, value: Any) -> str:
     elif name in document:
         del document[name]
     return tomlkit.dumps(document)
-
-
-def replace_file(path: Path, text: str, *, has_secret: bool = False) -> None:
-    """Put `text` in the place of a file, all of it or nothing. Raises OSError.
-
-    A link stays a link to the file that it names, and the file keeps its mode; a new one, and one that has a secret
-    now, is its owner's alone.
-    """
-    path = path.resolve()
-    make_private_folder(path.parent)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).chmod(path.stat().st_mode & (0o700 if has_secret else 0o7777))
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _choices(annotation: Any) -> str:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from console.link.settings import SettingRow
-from console.settings.config_file import WatchedFiles, edit_toml, replace_file
+from console.settings.config_file import WatchedFiles, edit_toml
 from console.settings.load_options import knob_values
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import Settings, flag_of, is_secret
 from console.settings.sources import Sources, changed, read_file
 from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest
+from engine.system.files import replace_file
 
 _OBSERVED = frozenset({"slo_ttft", "slo_itl", "energy_rate", "energy_currency"})
 """Settings that only the engine's insight goes by."""
@@ -136,6 +137,6 @@ def _prepare(sources: Sources, name: str, typed: str | None) -> tuple[Sources, s
 
 def _write(sources: Sources, text: str) -> None:
     try:
-        replace_file(sources.file, text, has_secret=any(map(is_secret, sources.saved)))
+        replace_file(sources.file, text.encode(), keep_mode=not any(map(is_secret, sources.saved)))
     except OSError as error:
         raise InvalidRequest(f"{sources.file} cannot be written: {error.strerror}", param="config") from None

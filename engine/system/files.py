@@ -14,15 +14,23 @@ _OF_OTHERS = 0o077
 _WRITE_OF_OTHERS = 0o022
 
 
-def replace_file(file: Path, content: bytes) -> None:
+def replace_file(file: Path, content: bytes, *, keep_mode: bool = False) -> None:
     """Give a file new content, its folder made where there is none: all of the new or all of the old, whatever happens
-    meanwhile. The file is its owner's alone then. Raises OSError."""
+    meanwhile. A link stays a link to the file that it names. Raises OSError.
+
+    The file is its owner's alone then. keep_mode: one that is there keeps its mode.
+    """
+    file = file.resolve()
     make_private_folder(file.parent)
     with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as stream:
         unfinished = Path(stream.name)
         try:
             stream.write(content)
             stream.flush()
+            os.fsync(stream.fileno())
+            if keep_mode:
+                with suppress(FileNotFoundError):
+                    unfinished.chmod(stat.S_IMODE(file.stat().st_mode))
             unfinished.replace(file)
         except BaseException:
             unfinished.unlink(missing_ok=True)

@@ -18,7 +18,6 @@ from console.cli.main import main
 from console.link.recording.recorder import RecordingWriter
 from console.runtime.line_writer import LineWriter
 from console.runtime.logs import _file_handler, logging_to
-from console.settings.config_file import replace_file as replace_settings
 from engine.system.files import replace_file
 from engine.system.log import LogRing
 from engine.worker_process.logs import NativeOutput
@@ -117,7 +116,7 @@ def test_results_of_benches(tmp_path: Path) -> None:
 
 
 def test_settings_keys_and_what_was_learned(tmp_path: Path) -> None:
-    replace_settings(tmp_path / "config" / "ericllm" / "config.toml", 'api_key = "sesame"\n')
+    replace_file(tmp_path / "config" / "ericllm" / "config.toml", b'api_key = "sesame"\n')
     replace_file(tmp_path / "state" / "ericllm" / "loads.json", b"{}")
     keys = KeyFile(tmp_path / "keys" / "ericllm")
     with keys.lock():

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from console.link.settings import HIDDEN, SettingRow
 from console.runtime.runtime import Runtime
-from console.settings.config_file import edit_toml, replace_file, sample
+from console.settings.config_file import edit_toml, sample
 from console.settings.rows import setting_rows
 from console.settings.schema import Settings, fields
 from console.settings.sources import Sources, load_settings
 from engine.errors import EngineClosed, InvalidRequest
+from engine.system.files import replace_file
 
 COMMENTED = """\
 # Mine, from the wiki.
@@ -280,14 +281,16 @@ async def test_a_new_file_is_its_owners_alone(config: Path) -> None:
 def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.touch(0o640)
-    replace_file(file, "port = 2\n")
+    replace_file(file, b"port = 2\n", keep_mode=True)
     assert mode(file) == 0o640
+    replace_file(file, b"port = 3\n")
+    assert mode(file) == 0o600
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "dotfiles.toml").write_text("old")
     (tmp_path / "config.toml").symlink_to(tmp_path / "dotfiles.toml")
-    replace_file(tmp_path / "config.toml", "new")
+    replace_file(tmp_path / "config.toml", b"new")
     assert (tmp_path / "config.toml").is_symlink()
     assert (tmp_path / "dotfiles.toml").read_text() == "new"
 
@@ -302,7 +305,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        replace_file(tmp_path / "config.toml", "new")
+        replace_file(tmp_path / "config.toml", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "old"
 

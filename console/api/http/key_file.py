@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ import msgspec
 
 from console.link.api import KeyLimits, Scope
 from engine.errors import EngineError
-from engine.system.files import make_private_folder
+from engine.system.files import make_private_folder, replace_file
 
 # Keys are stored as scrypt hashes, so that a stolen file is of no use.
 #
@@ -84,7 +84,6 @@ NAME = "keys.json"
 _LOCK = "keys.lock"
 _OWN = 0o600
 _WRITE_OF_OTHERS = 0o022
-_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
 class KeysUnavailable(EngineError):
@@ -236,17 +235,8 @@ class KeyFile:
         if self._folder is None:
             return
         path = self._folder / NAME
-        new = path.with_name(f".{NAME}.{secrets.token_hex(4)}")
-        try:
-            with _file_errors(path, "written"):
-                with os.fdopen(os.open(new, _NEW, _OWN), "wb") as file:
-                    file.write(msgspec.json.format(msgspec.json.encode(records)))
-                    file.flush()
-                    os.fsync(file.fileno())
-                new.replace(path)
-        finally:
-            with suppress(FileNotFoundError):
-                new.unlink()
+        with _file_errors(path, "written"):
+            replace_file(path, msgspec.json.format(msgspec.json.encode(records)))
         self._read_stamp = self._stamp()
 
     def _decode(self, content: bytes) -> KeyRecords:
