@@ -43,8 +43,8 @@ async def _shown(pilot: Pilot[None], words: str) -> None:
 async def test_what_is_tried_and_found_is_seen_at_every_size(size: tuple[int, int]) -> None:
     app = _app(tune_scenes.found())
     async with app.run_test(size=size) as pilot:
-        await _shown(pilot, "trying settings")
-        for words in ("● best", "◆ front", "1,420", "8 of 540 tried", "✓ kept", "ITL p95", "tried:"):
+        await _shown(pilot, "autotune running")
+        for words in ("● best", "◆ front", "1,420", "8 tried (of up to 540)", "✓ met", "ITL p95", "tried:"):
             assert words in screen_text(app), words
 
 
@@ -53,12 +53,12 @@ async def test_a_run_that_begins_is_shown_in_place_of_the_changes_and_v_shows_th
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _shown(pilot, "Effect of changes")
         await pilot.press("v")
-        await _shown(pilot, "No autotune results yet. Press f to start.")
+        await _shown(pilot, "No autotune results yet.")
         _link(app).script["tuning.report"] = tune_scenes.found()
         app.refresh_screen()
-        await _shown(pilot, "8 of 540 tried")
+        await _shown(pilot, "8 tried (of up to 540)")
         assert "Effect of changes" not in screen_text(app)
-        await pilot.press("v")
+        await pilot.press("escape")
         await _shown(pilot, "Effect of changes")
         await pilot.press("v")
         await _shown(pilot, "● best")
@@ -76,7 +76,7 @@ async def test_f_asks_with_what_before_it_begins() -> None:
     app = _app()
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await _formed(pilot)
-        await _shown(pilot, "reload the model on each change")
+        await _shown(pilot, "reload the model")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
         assert _link(app).names() == []
@@ -91,13 +91,13 @@ async def test_knobs_and_settings_are_chosen_and_stay_as_they_were(size: tuple[i
     app = _app()
     async with app.run_test(size=size) as pilot:
         await _formed(pilot)
-        await pilot.press("down", "space", "down", "down", "down", "space")
+        await pilot.press("ctrl+o", "down", "space", "down", "down", "down", "space")
         await pilot.press("tab", *"5", "tab", *"400ms", "tab", "tab", "tab", *"8")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, TuneFormScreen))
         await pilot.press("f")
         await _shown(pilot, "400ms")
-        await pilot.press("tab", "enter")
+        await pilot.press("enter")
         order = TuneOrder(minutes=5, slo_ttft_s=0.4, users=8, fixed=("max_prompts", "cache_bits"))
         await until(pilot, lambda: _link(app).commands == [("start", {"order": order})])
 
@@ -106,10 +106,31 @@ async def test_a_bad_setting_is_told_at_its_field() -> None:
     app = _app()
     async with app.run_test(size=(80, 24)) as pilot:
         await _formed(pilot)
-        await pilot.press("tab", "tab", *"soon", "enter")
+        await pilot.press("tab", *"soon", "enter")
         await _shown(pilot, "✖ Soon is not a duration; examples: 500ms, 0.5s")
         assert app.focused is not None and app.focused.has_class("-wrong")
         assert _link(app).names() == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_form_begins_with_minutes_and_slo_and_a_key_shows_all_of_it(size: tuple[int, int]) -> None:
+    app = _app()
+    async with app.run_test(size=size) as pilot:
+        await _formed(pilot)
+        for words in ("max TTFT", "max ITL", "Start (enter)"):
+            assert words in screen_text(app), words
+        assert "percentile" not in screen_text(app)
+        await pilot.press("ctrl+o")
+        await _shown(pilot, "ShareGPT")
+        for words in ("● draft tokens", "percentile", "answer tokens", "Start (enter)"):
+            assert words in screen_text(app), words
+
+
+async def test_where_no_slo_is_set_the_results_have_no_column_for_it() -> None:
+    app = _app(msgspec.structs.replace(tune_scenes.found(), slo_ttft_s=None, slo_itl_s=None))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await _shown(pilot, "no SLO set")
+        assert "✓ met" not in screen_text(app) and "goodput" not in screen_text(app)
 
 
 async def test_elsewhere_no_trace_is_asked_for() -> None:
@@ -117,7 +138,7 @@ async def test_elsewhere_no_trace_is_asked_for() -> None:
     app = EricApp(link, start="tune")
     async with app.run_test(size=(120, 40)) as pilot:
         await _formed(pilot)
-        await _shown(pilot, "Traces need a console on that machine.")
+        await _shown(pilot, "Traces need")
         assert "ShareGPT" not in screen_text(app)
 
 
@@ -137,7 +158,7 @@ async def test_the_palette_has_it_on_every_screen_and_goes_to_the_tune_screen_on
 async def test_f_stops_what_goes_on() -> None:
     app = _app(tune_scenes.found())
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
-        await _shown(pilot, "trying settings")
+        await _shown(pilot, "autotune running")
         await pilot.press("f")
         await _shown(pilot, "○ cancelled")
         assert _link(app).names() == ["cancel"]
@@ -146,7 +167,7 @@ async def test_f_stops_what_goes_on() -> None:
 async def test_w_uses_what_was_found_and_only_once_it_was() -> None:
     app = _app(tune_scenes.found())
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
-        await _shown(pilot, "trying settings")
+        await _shown(pilot, "autotune running")
         await pilot.press("w")
         await _shown(pilot, "No best settings yet.")
         _link(app).script["tuning.report"] = tune_scenes.found("done")
@@ -220,9 +241,9 @@ def test_what_was_found_looks_right_on_a_small_terminal_in_the_light_theme(snap_
 def test_the_form_of_autotune_fits(size: tuple[int, int]) -> None:
     async def formed(pilot: Pilot[None]) -> None:
         await _formed(pilot)
-        await pilot.press("down", "down", "down", "space")
+        await pilot.press("ctrl+o", "down", "down", "down", "space")
         await _shown(pilot, "stays" if size[0] > 80 else "○ threads")
 
-    knobs = "● workers", "max TTFT", "● prompts", "max ITL", "○ threads", "● cache bits", "● guesses", "trace"
-    end = "Client requests take priority", "cannot be changed here", "Start (enter)    Toggle (space)    Cancel (esc)"
+    knobs = "● workers", "max TTFT", "● max prompts", "max ITL", "○ threads", "● cache bits", "● draft tokens", "trace"
+    end = "Client requests take priority", "not tuned", "Start (enter)    Advanced (ctrl+o)    Cancel (esc)"
     assert shows(_app(), "Autotune", *knobs, *end, terminal_size=size, run_before=formed)

@@ -16,7 +16,7 @@ from console.link.status import link_status
 from console.link.tuning import Tried, TuneOrder, TuningReport
 from console.tui.screens.base import Dialog, accept_key
 from console.tui.screens.benches.bench_draft import TRACE
-from console.tui.screens.tune.autotune_draft import FORM, KNOBS, RELOADING, TuneDraft
+from console.tui.screens.tune.autotune_draft import BASIC_FORM, FORM, KNOBS, RELOADING, TuneDraft
 from console.tui.widgets.bench import BenchFields
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.graph import Point
@@ -28,7 +28,7 @@ from engine.errors import EngineError, InvalidRequest
 # What autotune tries and has found: how it goes, and a row for each setting, the fastest first.
 
 NOTHING_YET = "Measuring the first settings…"
-NOT_TRIED = "No autotune results yet. Press f to start."
+NOT_TRIED = "No autotune results yet."
 _VERDICTS = {"kept": ("✓ met", "$success"), "unsure": ("◇ unsure", "$muted"), "broken": ("✖ missed", "$error")}
 _STATES = {
     "running": ("◔ autotune running", "$worker-loading"),
@@ -37,7 +37,12 @@ _STATES = {
     "cancelled": ("○ cancelled", "$muted"),
     "failed": ("✖ failed", "$error"),
 }
-_SHORT: dict[KnobName, str] = {"step_tokens": "step", "cache_bits": "bits"}
+_SHORT: dict[KnobName, str] = {
+    "max_prompts": "prompts",
+    "step_tokens": "step",
+    "cache_bits": "bits",
+    "draft_tokens": "drafts",
+}
 
 
 class TuningPanel(Vertical):
@@ -48,12 +53,12 @@ class TuningPanel(Vertical):
         yield Static(id="tuning-head", markup=False)
         yield Table((), empty=NOTHING_YET, id="tuning-tried")
 
-    def show(self, report: TuningReport) -> None:
-        """Show the state of the run, and the settings that it has tried."""
+    def show(self, report: TuningReport, *, read_only: bool = False) -> None:
+        """Show the state of the run, and the settings that it has tried. read_only: none can be started here."""
         head, table = self.query_one("#tuning-head", Static), self.query_one(Table)
         head.display = report.state != "none"
         if report.state == "none":
-            table.show([], empty=NOT_TRIED, columns=())
+            table.show([], empty=NOT_TRIED if read_only else f"{NOT_TRIED} Press f to start.", columns=())
             return
         lines = [_state(report), _order_text(report), *_remark(report)]
         head.update(for_terminal(self.app, Content("\n").join(lines)))
@@ -81,7 +86,7 @@ def _state(report: TuningReport) -> Content:
         left = text.seconds(max(0.0, report.budget_s - report.elapsed_s))
         more = f"  {len(report.tried)} tried (of up to {report.size:,}), max {left} left  ·  {now}"
     else:
-        more = f"  {report.outcome}"
+        more = f"  {report.outcome.removeprefix(f'{words[2:].capitalize()}.').strip()}"
     return Content.assemble((words, f"bold {style}"), (more, "$foreground"))
 
 
@@ -113,18 +118,22 @@ def _columns(report: TuningReport) -> tuple[Column, ...]:
         Column("±", 6, "right", drop=5),
         Column(f"ITL {percentile}", 9, "right"),
         Column("±", 6, "right", drop=4),
-        Column("goodput/s", 7, "right", drop=2),
+        *((Column("goodput/s", 9, "right", drop=2),) if _has_slo(report) else ()),
         *(Column(_SHORT.get(knob, HEADINGS[knob]), 7, "right") for knob in report.knobs),
-        Column("SLO", 9),
+        *((Column("SLO", 9),) if _has_slo(report) else ()),
         Column("runs", 7, "right", drop=1),
     )
+
+
+def _has_slo(report: TuningReport) -> bool:
+    return report.slo_ttft_s is not None or report.slo_itl_s is not None
 
 
 def _row(each: Tried, report: TuningReport) -> Row:
     strong = "bold" if each.best else ""
     mark = cell("● best", "bold $graph-tokens") if each.best else cell("◆ front" if each.front else "", "$graph-tokens")
     half = f"{(each.high - each.low) / 2:,.0f}" if each.high is not None else "–"
-    words, style = _VERDICTS[each.verdict]
+    has_slo = _has_slo(report)
     cells: tuple[Cell, ...] = (
         mark,
         cell(f"{each.tokens_per_s:,.0f}", strong),
@@ -133,9 +142,9 @@ def _row(each: Tried, report: TuningReport) -> Row:
         cell(text.seconds(_half(each.ttft_low_s, each.ttft_high_s)), "$muted"),
         cell(text.seconds(each.itl_s), strong),
         cell(text.seconds(_half(each.itl_low_s, each.itl_high_s)), "$muted"),
-        cell(f"{each.goodput_per_s:.1f}", "$muted"),
+        *((cell(f"{each.goodput_per_s:.1f}", "$muted"),) if has_slo else ()),
         *(cell(str(each.setting.value(knob)), strong) for knob in report.knobs),
-        cell(words, style),
+        *((cell(*_VERDICTS[each.verdict]),) if has_slo else ()),
         cell(str(each.windows), "$muted"),
     )
     return Row(str(each.setting), cells)
@@ -147,7 +156,7 @@ def _half(low: float | None, high: float | None) -> float | None:
 
 _MEANWHILE = (
     "Client requests take priority. Settings are restored afterwards. Cache bits and draft tokens "
-    "reload the model on each change; a knob that cannot be changed here is left out."
+    "reload the model; knobs that cannot change here are not tuned."
 )
 _HOW: dict[bool, str] = {True: "reloads model", False: "live"}
 _ELSEWHERE = " Traces need a console on that machine."
@@ -156,10 +165,17 @@ _ELSEWHERE = " Traces need a console on that machine."
 class TuneFormScreen(Dialog[bool | None]):
     """True once it has begun. model: the one to be tuned, "" is the first.  draft: what was typed and chosen before."""
 
-    AUTO_FOCUS = "#tune-turned"
+    AUTO_FOCUS = "#field-0"
     BINDINGS: ClassVar[list[BindingType]] = [
         accept_key("Start"),
         Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Start autotune", show=False),
+        Binding(
+            "ctrl+o",
+            "advanced",
+            "Advanced",
+            id="tune.advanced",
+            tooltip="Show the knobs and all settings, or hide them",
+        ),
         Binding("space", "switch", "Toggle", id="tune.switch", tooltip="Tune the selected knob, or not"),
         Binding("up", "app.focus_previous", "Up", id="tune.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="tune.down", tooltip="Go down a field", show=False, system=True),
@@ -174,26 +190,32 @@ class TuneFormScreen(Dialog[bool | None]):
         self._starting = False
 
     def compose(self) -> ComposeResult:
-        """Its purpose; the knobs on the left, the settings on the right; its effect on other clients."""
+        """Its purpose, the settings, with the knobs on the left where all is shown, and its effect on other clients."""
         elsewhere = bool(link_status(self._link).name)
         with Vertical(classes="dialog bench-form tune-form") as page:
             page.border_title = "Autotune"
             yield Static(FORM.measures, id="tune-measures", markup=False)
             with Horizontal(id="tune-choice"):
-                yield Table((Column("tuned", 13), Column("", 12, drop=1)), id="tune-turned")
+                yield Table((Column("tuned", 14), Column("", 12, drop=1)), id="tune-turned")
                 yield BenchFields(self._draft.typed, without=(TRACE,) if elsewhere else ())
             yield Static(f"{_MEANWHILE}{_ELSEWHERE if elsewhere else ''}", id="tune-meanwhile", markup=False)
             yield Static(id="tune-problem", markup=False)
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Start (enter)", id="start", compact=True)
-                yield Button("Toggle (space)", id="switch", compact=True)
+                yield Button("Advanced (ctrl+o)", id="advanced", compact=True)
                 yield Button("Cancel (esc)", id="leave", compact=True)
 
     def on_mount(self) -> None:
         """As it was left."""
         self._show_knobs()
         self._table.move_to(0)
-        self.query_one(BenchFields).show(FORM)
+        self._show_settings()
+
+    def _show_settings(self) -> None:
+        advanced = self._draft.advanced
+        self._table.display = advanced
+        self.query_one(BenchFields).show(FORM if advanced else BASIC_FORM)
+        self.query_one("#tune-choice").set_class(advanced, "-advanced")
 
     @property
     def _table(self) -> Table:
@@ -215,6 +237,12 @@ class TuneFormScreen(Dialog[bool | None]):
 
     # -- what can be done ---------------------------------------------------------------------------------------------
 
+    def action_advanced(self) -> None:
+        """Show the knobs and all settings, or minutes and SLO alone."""
+        self._draft.advanced = not self._draft.advanced
+        self._show_settings()
+        (self._table if self._draft.advanced else self.query_one("#field-0")).focus()
+
     def action_switch(self) -> None:
         """The knob under the cursor, on or off."""
         for knob in KNOBS:
@@ -224,7 +252,9 @@ class TuneFormScreen(Dialog[bool | None]):
         self._show_knobs()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enter starts it from the table as well."""
+        """Enter starts it from the table as well, where alone Space toggles a knob."""
+        if action == "switch":
+            return isinstance(self.focused, Table)
         return isinstance(self.focused, Table) or super().check_action(action, parameters)
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
@@ -238,7 +268,7 @@ class TuneFormScreen(Dialog[bool | None]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
-        does = {"leave": lambda: self.dismiss(None), "switch": self.action_switch}
+        does = {"leave": lambda: self.dismiss(None), "advanced": self.action_advanced}
         does.get(event.button.id or "", self.action_start)()
 
     def action_start(self) -> None:
@@ -266,5 +296,9 @@ class TuneFormScreen(Dialog[bool | None]):
     def _show_refusal(self, error: EngineError) -> None:
         """Said, with the cursor where it is to be mended."""
         self._complain(error.message)
-        if not self.query_one(BenchFields).go_to(str(error.details.get("param", ""))):
-            self._table.focus()
+        fields, param = self.query_one(BenchFields), str(error.details.get("param", ""))
+        if not fields.go_to(param) and param:  # of a knob, or a setting that is not shown
+            if not self._draft.advanced:
+                self.action_advanced()
+            if not fields.go_to(param):
+                self._table.focus()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from console.link.benches import BenchField, BenchForm
 from console.link.tuning import MAX_MINUTES, MAX_USERS, TuneOrder
 from console.settings.values import duration_s
@@ -39,12 +41,17 @@ FORM = BenchForm(
 )
 
 
+BASIC_FORM = msgspec.structs.replace(FORM, fields=FORM.fields[:3])
+"""Minutes and the SLO: all that most runs need."""
+
+
 @dataclass(slots=True)
 class TuneDraft:
-    """typed: into the fields of FORM.  fixed: knobs that stay as they are."""
+    """typed: into the fields of FORM.  fixed: knobs that stay as they are.  advanced: the form shows all of it."""
 
     typed: BenchDraft = field(default_factory=BenchDraft)
     fixed: set[KnobName] = field(default_factory=set)
+    advanced: bool = False
 
     def switch(self, knob: KnobName) -> None:
         """Turn that knob too, or not any more."""
