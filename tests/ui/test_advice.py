@@ -139,7 +139,7 @@ async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:
         await pilot.pause()
         await pilot.press("T")
         await pilot.pause()
-        assert "8,192 tokens, not" not in screen_text(app)
+        assert "8,192 tokens, before" not in screen_text(app)
         at = next(at for at, row in enumerate(rows(app)) if QUEUE in row)
         await pilot.click(offset=(rows(app)[at].rindex("×"), at))
         later = link.current.at + 3600

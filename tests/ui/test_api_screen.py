@@ -149,7 +149,7 @@ async def test_a_key_with_limits_is_made_and_its_limits_are_told() -> None:
         await pilot.press("escape")
         await until(pilot, lambda: "ci" in [row.key for row in _table(pilot, "keys").rows])
         await pilot.press(*["down"] * 5, "enter")
-        await seen(pilot, "60 requests/min, 2 at once")
+        await seen(pilot, "60 requests/min, 2 concurrent")
     limits = KeyLimits(requests_per_min=60, concurrent=2)
     assert ("make_key", {"name": "ci", "scopes": ("use",), "limits": limits}) in link.commands
 
@@ -299,7 +299,9 @@ async def test_an_address_that_cannot_be_had_is_told_and_nothing_changes() -> No
         assert "http://127.0.0.1:8000" in screen_text(pilot.app)
 
 
-@pytest.mark.parametrize(("host", "port", "complaint"), [("", "80", "Enter an address"), ("::1", "70000", "0 to 65535")])
+@pytest.mark.parametrize(
+    ("host", "port", "complaint"), [("", "80", "Enter an address"), ("::1", "70000", "0 to 65535")]
+)
 async def test_an_address_that_is_none_is_told_in_the_form(host: str, port: str, complaint: str) -> None:
     link = link_of()
     async with an_app(link).run_test() as pilot:
@@ -338,7 +340,7 @@ def test_a_server_that_failed_says_why() -> None:
 
 def test_less_is_said_where_there_is_less_room() -> None:
     wide, narrow, tiny = (traffic_line(REPORT, width, ascii_only=False).plain for width in (140, 65, 20))
-    assert wide.endswith("3 failed/min   4,120 so far")
+    assert wide.endswith("3 failed/min   4,120 total")
     assert "requests/min" in narrow
     assert "failed" not in narrow
     assert tiny == "14 active"
@@ -405,7 +407,7 @@ def test_the_form_of_an_address_fits_a_small_terminal() -> None:
         "Listen address",
         "address  127.0.0.1",
         "port     8000",
-        "0.0.0.0 every machine",
+        "0.0.0.0: the network",
         "Listen (enter)     Cancel (esc)",
     )
     assert shows(an_app(link_of(SERVED)), *form, terminal_size=(80, 24), run_before=ready, press=["l"])

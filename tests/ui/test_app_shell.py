@@ -204,7 +204,7 @@ async def test_an_api_that_waits_for_its_last_requests_says_so_and_can_be_cut_of
         await pilot.press("f")
         await until(pilot, lambda: "API 127.0.0.1:8000 stopping" in rows(app)[0])
         seen = await asked_about(pilot)
-        assert "The API goes off when 13 requests have finished" in seen
+        assert "API is stopping: off when 13 requests have finished" in seen
         await pilot.press("y")
         link.release("stop_api")
         await app.workers.wait_for_complete()

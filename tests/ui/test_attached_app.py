@@ -138,7 +138,7 @@ async def test_read_only_offers_no_key_that_orders_something() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: "q Quit" in rows(app)[-1])
         assert "i Worker" in rows(app)[-1]
-        for order in ("x Cancel", "a API", "[] Workers", "-+ Prompts"):
+        for order in ("x Cancel", "a API", "[] Workers", "-+ Max prompts"):
             assert order not in rows(app)[-1]
 
 

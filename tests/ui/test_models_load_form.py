@@ -185,7 +185,7 @@ async def test_a_search_that_finds_nothing_says_so() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await listed(pilot)
         await pilot.press("slash", *"zzz")
-        await until(pilot, lambda: "No model has that" in screen_text(app))
+        await until(pilot, lambda: "No model matches" in screen_text(app))
         await pilot.press("escape", "down")
         assert len(app.screen.query_one(ModelTable).rows) == 3
 

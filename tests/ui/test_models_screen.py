@@ -116,7 +116,7 @@ def test_sizes_and_kinds_read_well() -> None:
 def test_the_engine_says_which_attention_computes_and_why() -> None:
     status = scenes.ready_status(attention="triton", attention_reason="flash-attn is not installed")
     shown = loaded_models_text(scenes.busy(status=status)).plain
-    assert "attention triton: flash-attn is not installed" in shown
+    assert "attention triton (flash-attn is not installed)" in shown
 
 
 def test_the_session_says_how_many_guesses_held() -> None:

@@ -238,7 +238,7 @@ async def test_enter_opens_a_request_with_its_timeline_and_says_how_to_allow_tex
         await pilot.press("enter")
         await until(pilot, lambda: "first token 960 ms" in screen_text(app))
         seen = screen_text(app)
-        assert "w0 was lost" in seen and "--show-prompts" in seen and "x Cancel" in seen
+        assert "w0 crashed" in seen and "--show-prompts" in seen and "x Cancel" in seen
         assert NOT_ALLOWED.split(",")[0] in " ".join(seen.split())
 
 
@@ -294,7 +294,7 @@ async def test_a_request_that_is_forgotten_says_so() -> None:
         await _ready(pilot)
         screen = RequestScreen(msgspec.structs.replace(scenes.requests()[0], id="gone[1]"))
         app.push_screen(screen)
-        await until(pilot, lambda: "unknown request gone[1]: it is neither running nor recent" in screen_text(app))
+        await until(pilot, lambda: "unknown request gone[1]: neither running nor recent" in screen_text(app))
         assert "Request gone[1]" in screen_text(app)
 
 
@@ -372,7 +372,7 @@ def test_a_request_fits_a_small_terminal() -> None:
         "◔ prefill on w0",
         "812 tokens, 256 of them cached",
         "● decode on w0",
-        "✖ w0 was lost",
+        "✖ w0 crashed",
         "● decode on w1",
     )
     words = (

@@ -82,7 +82,7 @@ async def test_a_row_says_its_value_where_it_came_from_and_what_the_file_has_ins
         assert cells(table, "max_prompts") == ["max_prompts", "8", "config.toml", ""]
         assert cells(table, "gpu_split") == ["gpu_split", "not set", "default", ""]
         seen = screen_text(pilot.app)
-        assert "--port wins over what is saved" in seen
+        assert "--port overrides the saved value" in seen
         assert "Listen port" in seen
 
 
@@ -111,7 +111,7 @@ async def test_a_value_is_typed_and_saved() -> None:
         await pilot.press("enter", *"0.0.0.0", "enter")
         await until(pilot, lambda: cells(table, "host")[3] == "→ 0.0.0.0 at next start")
         assert link.settings.saves == [("host", "0.0.0.0")]
-        assert [toast.message for toast in pilot.app._notifications] == ["host is saved, used at the next start."]
+        assert [toast.message for toast in pilot.app._notifications] == ["host saved, applies at the next start."]
         assert table.has_focus
 
 
@@ -120,7 +120,7 @@ async def test_a_bad_value_is_one_sentence_and_what_was_typed_stays() -> None:
     async with an_app(link).run_test(size=(120, 40)) as pilot:
         await at(pilot, "max_prompts")
         await pilot.press("enter", *"0", "enter")
-        await until(pilot, lambda: "greater than or equal to 1" in problem(pilot))
+        await until(pilot, lambda: "max_prompts 0: min 1" in problem(pilot))
         box = pilot.app.screen.query_one("#typed", Input)
         assert (box.value, box.has_focus) == ("0", True)
         await pilot.press("escape")

@@ -49,7 +49,7 @@ async def test_knobs_changes_and_their_effects_are_seen_at_every_size(size: tupl
         await _ready(pilot)
         seen = screen_text(app)
         for words in (
-            "2 ready, 1 on the way",
+            "2 ready, 1 starting",
             "14 of 64 slots in use",
             "15 min",
             "workers 1 → 2",

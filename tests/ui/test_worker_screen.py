@@ -183,7 +183,7 @@ async def test_r_asks_before_requests_have_to_move() -> None:
         await _opened(pilot, 0)
         await pilot.press("r")
         assert isinstance(app.screen, ConfirmScreen)
-        assert "w0 works on 7 requests" in screen_text(app)
+        assert "w0 is running 7 requests" in screen_text(app)
         await pilot.press("n")
         assert link.commands == []
         await pilot.press("r", "y")
@@ -209,7 +209,7 @@ async def test_what_a_worker_said_last_is_shown_and_goes_on() -> None:
 async def test_what_can_be_done_with_a_worker_can_be_clicked() -> None:
     app = EricApp(FakeLink(fleet_scenes.simulated()))
     async with app.run_test(size=(100, 40)) as pilot:
-        for word, title in (("r Restart", "w0 works on 7 requests"), ("d Drain", "Drain w0?")):
+        for word, title in (("r Restart", "w0 is running 7 requests"), ("d Drain", "Drain w0?")):
             await pilot.press("i")
             await pilot.pause()
             line = next(at for at, row in enumerate(rows(app)) if word in row)
@@ -292,9 +292,9 @@ def test_planned_and_used_stand_beneath_each_other() -> None:
 
 async def test_the_knobs_show_the_limit_that_memory_set_and_workers_that_come() -> None:
     wide = (await _seen(fleet_scenes.memory_ran_out(), (160, 40))).splitlines()[1]
-    assert "Workers  −  1→2  +   Max prompts  −  16, memory allows 11  +" in wide
-    narrow = (await _seen(fleet_scenes.memory_ran_out(), (120, 40))).splitlines()[1]
-    assert "− 1→2 +  Prompts − 16 (11) +" in narrow
+    assert "Workers  −  1→2  +   Max prompts  −  16, limited to 11 by memory  +" in wide
+    narrow = (await _seen(fleet_scenes.memory_ran_out(), (128, 40))).splitlines()[1]
+    assert "− 1→2 +  Max prompts − 16 (11) +" in narrow
 
 
 def test_a_worker_that_comes_back_does_not_make_the_knob_move() -> None:
@@ -335,7 +335,7 @@ def test_a_dead_worker_fits_a_small_terminal() -> None:
     crash = (
         "✖ dead after 5 crashes: exit 139  on SIM1 (simulated)",
         "Last crash",
-        "left dead",
+        "not restarted",
         "Last lines:",
         "line 118 in forward",
     )
