@@ -1,4 +1,5 @@
-"""The cost of the accounting of request time: the engine with it against the same engine without, round by round."""
+"""The cost of the accounting of request time: the engine with it against the same engine without, round by round, and
+the accounting alone, which the noise of a machine hides in the former."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from statistics import median
 
 import msgspec
 
@@ -13,6 +15,7 @@ from console.bench.progress import Show
 from console.bench.text import table
 from engine.backends.base import Backend, TimeLost
 from engine.backends.scheduler import scheduler
+from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.backends.scheduler.step_times import StepTimes
 from engine.config import ModelSpec
@@ -21,7 +24,7 @@ from engine.models.deployment import Deployment
 from engine.requests.causes import Cause, CauseWindow, TimeLedger, WaitClock, Why
 from engine.requests.request import GenerateRequest, Request
 from engine.worker_process.factory import create_backend
-from tools.internal_benches.rounds import Rounds, Spread, Timing, run_round, running_engine
+from tools.internal_benches.rounds import PROMPT_TOKENS, Rounds, Spread, Timing, run_round, running_engine
 
 _FACTORY = "ERICLLM_BACKEND_FACTORY"
 
@@ -118,6 +121,64 @@ def _stop_accounting(engine: Engine) -> None:
     engine._tracker.causes = _NoWindow()
 
 
+# The accounting alone: a scheduler that computes nothing, and the calls that an engine makes for a request.
+
+_ALONE = 15
+_ANSWER_TOKENS = 128
+_STEPS_A_SECOND = 64
+
+
+def _us_per_step(times: type[StepTimes], concurrent: int) -> float:
+    """CPU of a step with as many answers; each second what every request lost is read, as a worker does."""
+    plain, scheduler.StepTimes = StepTimes, times  # type: ignore[attr-defined]
+    try:
+        steps = scheduler.Scheduler(
+            PagePool(32 * concurrent, 16), max_prompts=concurrent, step_tokens=512, max_model_len=512
+        )
+    finally:
+        scheduler.StepTimes = plain  # type: ignore[attr-defined]
+    sequences = [Sequence(str(number), [1] * PROMPT_TOKENS, PROMPT_TOKENS) for number in range(concurrent)]
+    began_s = time.process_time()
+    for sequence in sequences:
+        steps.submit(sequence)
+    for number in range(_ANSWER_TOKENS):
+        plan = steps.plan()
+        steps.commit(plan, [[1] for _ in plan.sampled_sequences])
+        for sequence in sequences if number % _STEPS_A_SECOND == 0 else ():
+            steps.times.lost(sequence.id)
+    return 1e6 * (time.process_time() - began_s) / _ANSWER_TOKENS
+
+
+def _us_per_request(make: type[TimeLedger], window: CauseWindow, count: int = 200) -> float:
+    """CPU of the calls for a request that is answered in two seconds, a token at a time."""
+    clock, lost = WaitClock(0.0), TimeLost(seconds={"prompts": 0.1})
+    began_s = time.process_time()
+    for _ in range(count):
+        ledger = make()
+        ledger.enter(0.0, clock)
+        ledger.dispatched(1.0)
+        window.add(ledger.count(1.0))
+        for token in range(_ANSWER_TOKENS):
+            ledger.got_tokens(1.0 + token / _STEPS_A_SECOND)
+        for second in (2.0, 3.0):
+            ledger.worker_reported(lost)
+            window.add(ledger.count(second), "w0")
+        ledger.left(3.0)
+        window.add(ledger.count(3.0), "w0")
+        ledger.read_to_end(0.1)
+        window.add(ledger.count(3.1))
+    return 1e6 * (time.process_time() - began_s) / count
+
+
+def _alone_us(concurrent: int) -> tuple[float, float]:
+    """Return microseconds of CPU that the accounting takes in a step and for a request, medians of pairs."""
+    steps = [_us_per_step(StepTimes, concurrent) - _us_per_step(_NoStepTimes, concurrent) for _ in range(_ALONE)]
+    requests = [
+        _us_per_request(TimeLedger, CauseWindow()) - _us_per_request(_NoLedger, _NoWindow()) for _ in range(_ALONE)
+    ]
+    return median(steps), median(requests)
+
+
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two engines. worker_cpu_us, engine_cpu_us: microseconds of CPU per token, of its worker, and of the
     process of the engine and its clients."""
@@ -129,7 +190,9 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 class AccountingReport(msgspec.Struct, frozen=True, kw_only=True):
     """overhead, worker_cpu, engine_cpu: share of throughput, and of CPU per token, that the accounting costs, from
-    pairs of neighbouring rounds."""
+    pairs of neighbouring rounds.  step_us, request_us: of CPU, of the accounting alone, in a step with `concurrent`
+    answers and for a request with 128 tokens.  cpu_share: of the CPU per token of worker and engine together.
+    """
 
     model: str
     dtype: str
@@ -141,6 +204,9 @@ class AccountingReport(msgspec.Struct, frozen=True, kw_only=True):
     overhead: Spread
     worker_cpu: Spread
     engine_cpu: Spread
+    step_us: float
+    request_us: float
+    cpu_share: float
 
 
 Round = tuple[Timing, float]
@@ -149,6 +215,8 @@ Round = tuple[Timing, float]
 
 async def measure_accounting(rounds: Rounds, concurrent: int, show: Show) -> AccountingReport:
     """Interleave rounds of both, after a warm-up of each; the one that goes first alternates. Raises EngineError."""
+    show("the accounting alone")
+    step_us, request_us = _alone_us(concurrent)
     show("loading")
     threads = rounds.model.threads
     options = {"workers": 1, "threads": threads, "max_prompts": concurrent, "concurrent": concurrent}
@@ -172,6 +240,8 @@ async def measure_accounting(rounds: Rounds, concurrent: int, show: Show) -> Acc
         finally:
             await plain_engine.__aexit__(None, None, None)
     pairs = list(zip(with_[1:], without[1:], strict=True))
+    plain_side = _side(without[1:])
+    token_us = step_us / concurrent + request_us / _ANSWER_TOKENS
     return AccountingReport(
         model=rounds.model.spec.name,
         dtype=model.dtype,
@@ -179,10 +249,13 @@ async def measure_accounting(rounds: Rounds, concurrent: int, show: Show) -> Acc
         concurrent=concurrent,
         rounds=rounds.count,
         with_accounting=_side(with_[1:]),
-        without=_side(without[1:]),
+        without=plain_side,
         overhead=Spread.of(1 - mine.tokens_per_s / plain.tokens_per_s for (mine, _), (plain, _) in pairs),
         worker_cpu=Spread.of(mine.cpu_us / plain.cpu_us - 1 for (mine, _), (plain, _) in pairs),
         engine_cpu=Spread.of(_engine_us(mine) / _engine_us(plain) - 1 for mine, plain in pairs),
+        step_us=step_us,
+        request_us=request_us,
+        cpu_share=token_us / (plain_side.worker_cpu_us.median + plain_side.engine_cpu_us.median),
     )
 
 
@@ -213,6 +286,9 @@ def accounting_text(report: AccountingReport) -> str:
             f"{report.rounds} rounds of each",
             "",
             table(["median", "with accounting", "without", "cost, median of pairs", "least to most"], rows),
+            "",
+            f"The accounting alone: {report.step_us:.1f} us of CPU per step, {report.request_us:.1f} us per request of "
+            f"{_ANSWER_TOKENS} tokens: {report.cpu_share:.2%} of the CPU per token",
         )
     )
 
