@@ -57,7 +57,7 @@ class Look:
     @property
     def label(self) -> str:
         """ "look at w1"."""
-        return f"look at {self.worker}"
+        return f"open {self.worker}"
 
 
 Action = Turn | Open | Look

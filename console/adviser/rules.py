@@ -30,7 +30,7 @@ def truncated(evidence: Evidence) -> Iterator[Advice]:
         why = f"the context of {found[0].tokens:,} tokens" if where == "context" else "KV pages that ran out"
         yield Advice(
             "truncated",
-            f"{len(found)} of the last {len(ended)} answers were cut off by {why}, not by their max_tokens.",
+            f"{len(found)} of the last {len(ended)} answers were cut off by {why}, before max_tokens.",
             f"{len(found)} of {len(ended)} answers cut off by {why}",
             Open("models"),
             where,
@@ -66,7 +66,7 @@ def drafts_rejected(evidence: Evidence) -> Iterator[Advice]:
     share = text.percent(accepted / drafted)
     yield Advice(
         "drafts_rejected",
-        f"Only {share} of {drafted:,} draft tokens of the last minute were accepted: it may be faster without drafts.",
+        f"Only {share} of {drafted:,} draft tokens of the last minute were accepted: try without speculation.",
         f"Only {share} of draft tokens accepted",
         Open("models"),
     )
@@ -85,7 +85,7 @@ def context_unused(evidence: Evidence) -> Iterator[Advice]:
     yield Advice(
         "context_unused",
         f"No request was longer than {longest:,} of the {context:,} tokens of context, and KV pages were never fuller"
-        f" than {text.percent(fullest)}: a smaller one leaves memory.",
+        f" than {text.percent(fullest)}: a shorter context would free memory.",
         f"No request was longer than {longest:,} of {context:,} tokens",
         Open("models"),
     )
@@ -150,7 +150,7 @@ def slow_worker(evidence: Evidence) -> Iterator[Advice]:
         found = f"{worker.id}: its steps take {worker.slowness:.1f} times as long as its peers'"
         yield Advice(
             "slow_worker",
-            f"{found}. Restart it, or see what else uses its device.",
+            f"{found}. Restart it, or check what else uses its device.",
             found,
             Look(worker.id),
             worker.id,
@@ -168,7 +168,7 @@ def preempted(evidence: Evidence) -> Iterator[Advice]:
         return
     yield Advice(
         "preempted",
-        f"KV pages ran out {times} times in the last minute, and requests were recomputed: fewer at a time waste less.",
+        f"KV pages ran out {times} times in the last minute, and requests were recomputed: lower max prompts.",
         f"KV pages ran out {times} times in the last minute",
         Turn("max_prompts", -max(1, now // 8)) if now > 1 else None,
     )
@@ -209,7 +209,7 @@ def _way_out(evidence: Evidence) -> tuple[str, Action | None]:
         return f"KV pages are {text.percent(snapshot.kv_usage)} full, {fits}", Turn("max_prompts", more)
     if (room := room_for_worker(evidence)) is not None:
         return f"{room.name} has {text.size(room.device.free_bytes)} free for another worker", Turn("num_workers", 1)
-    return "it takes another device, or fewer requests", None
+    return "use another device, or send fewer requests", None
 
 
 def _more(evidence: Evidence) -> int:
@@ -236,7 +236,7 @@ def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
     missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
     yield Advice(
         "itl_over_slo",
-        f"{missed}: with fewer prompts at a time each token comes sooner.",
+        f"{missed}: lower max prompts for a shorter ITL.",
         missed,
         Turn("max_prompts", -max(1, now // _STEP)) if now > 1 else None,
     )
@@ -254,7 +254,7 @@ def memory_unused(evidence: Evidence) -> Iterator[Advice]:
         free, need = text.size(room.device.free_bytes), text.size(room.need_bytes)
         yield Advice(
             "memory_unused",
-            f"{room.name} has {free} free, and another worker takes {need}, while {text.percent(busy)} of all slots"
+            f"{room.name} has {free} free, and another worker needs {need}, while {text.percent(busy)} of all slots"
             " are in use.",
             f"{room.name} has {free} free for another worker",
             Turn("num_workers", 1),

@@ -37,7 +37,7 @@ async def all_ready(engine: Engine, workers: int, model: str = "") -> None:
         failed = next((worker for worker in readings if worker.state in ("failed", "dead")), None)
         if failed is not None:
             reason = failed.last_error.message if failed.last_error else "no reason given"
-            raise WorkerFailed(f"worker {failed.id} did not get ready: {reason}", worker=failed.id)
+            raise WorkerFailed(f"worker {failed.id} did not become ready: {reason}", worker=failed.id)
         if [worker.state for worker in readings] == ["ready"] * workers:
             return
         await asyncio.sleep(_POLL_S)
@@ -170,7 +170,7 @@ class EngineTarget:
 
     def _may_reload(self) -> Reload:
         if self._reload is None:
-            raise InvalidRequest("the serving model is not reloaded for a bench", param="model")
+            raise InvalidRequest("the serving model cannot be reloaded for a bench", param="model")
         return self._reload
 
     @property
@@ -178,7 +178,7 @@ class EngineTarget:
         for model in self._engine.snapshot().models:
             if model.name == self._name:
                 return model
-        raise NoModelLoaded(f"{self._name} is loaded no more")
+        raise NoModelLoaded(f"{self._name} was unloaded")
 
     @property
     def _status(self) -> ModelStatus:

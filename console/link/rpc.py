@@ -143,9 +143,9 @@ def _call(
     )
 
 
-_LOAD_FIELDS = """model: by a name as --model takes it. What is left out is as the settings and the knobs have it.
+_LOAD_FIELDS = """model: a name as for --model. Omitted fields use the settings and current values.
 
-name: clients' name of it, its own if empty.  beside: keep the models that are loaded."""
+name: name for clients, the model's own if empty.  beside: load in addition to the loaded models."""
 
 _TABLE = (
     _call("engine.logs", "watch", blank=lambda after=0: (after, ())),
@@ -164,7 +164,7 @@ _TABLE = (
             method="POST",
             path="/admin/unload",
             summary="Unload a model",
-            about="model: the first where empty.  drain_seconds: grace period of its running requests.",
+            about="model: the first if empty.  drain_seconds: grace period for running requests.",
         ),
     ),
     _call(
@@ -174,7 +174,7 @@ _TABLE = (
             method="POST",
             path="/admin/reconfigure",
             summary="Change a model's settings while it serves",
-            about="model: the first where empty. What is left out is not changed.",
+            about="model: the first if empty. Omitted fields are not changed.",
             any_of=("num_workers", "max_prompts", "step_tokens", "threads", "idle_unload_s"),
         ),
     ),
@@ -192,9 +192,7 @@ _TABLE = (
     _call(
         "engine.drain",
         "admin",
-        route=Route(
-            method="POST", path="/admin/drain", summary="Drain: refuse new requests and finish the unfinished ones"
-        ),
+        route=Route(method="POST", path="/admin/drain", summary="Drain: refuse new requests, finish running ones"),
     ),
     _call(
         "engine.resume",
@@ -209,7 +207,7 @@ _TABLE = (
             method="POST",
             path="/admin/adapters",
             summary="Attach an adapter to a model",
-            about="name: requests' name of it.  path: its folder, or its name as it is found in the models folders.",
+            about="name: name for requests.  path: its folder, or its name in the models folders.",
         ),
     ),
     _call(
@@ -219,7 +217,7 @@ _TABLE = (
             method="DELETE",
             path="/admin/adapters/{name:.+}",
             summary="Detach an adapter",
-            about="its model; the first if left out",
+            about="its model (default: the first)",
         ),
     ),
     _call("engine.cancel_request", "admin"),

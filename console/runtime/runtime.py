@@ -194,16 +194,14 @@ class Runtime:
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
         """Return the result of `find` for a name, downloaded where needed (in a thread); one at a time."""
         if self._lookup is not None:
-            raise EngineBusy(
-                f"{self._lookup.name} is being downloaded; cancel the download first", model=self._lookup.name
-            )
+            raise EngineBusy(f"{self._lookup.name} is being downloaded; cancel that first", model=self._lookup.name)
         self._lookup = finding = ModelLookup(name)
         try:
             found = await finding.by(find)
         finally:
             self._lookup = None
         if finding.cancelled.is_set():
-            raise LoadCancelled(f"Fetching {name} was cancelled", model=name)
+            raise LoadCancelled(f"The download of {name} was cancelled", model=name)
         return found
 
     async def download(self, model: str) -> None:
@@ -282,9 +280,7 @@ class Runtime:
         if found.fits:
             return found
         alone = await asyncio.to_thread(estimate_for, settings, later)
-        return (
-            msgspec.structs.replace(alone, verdict=f"In place of {replaced}: {alone.verdict}") if alone.fits else found
-        )
+        return msgspec.structs.replace(alone, verdict=f"Replacing {replaced}: {alone.verdict}") if alone.fits else found
 
     async def _settings_for(self, model: str) -> tuple[Settings, frozenset[str]]:
         """Return the settings for a model, and the names of those that autotune found for it."""

@@ -118,7 +118,7 @@ def _read_again(file: Path) -> dict[str, Any]:
     opening it would wait."""
     with suppress(OSError):  # reading says why
         if file.is_fifo():
-            raise InvalidRequest(f"{file} is a pipe, which is read at the start alone", param="config")
+            raise InvalidRequest(f"{file} is a pipe, which is read only at start", param="config")
     return read_file(file)
 
 

@@ -133,7 +133,7 @@ class ServedSettings(BaseModel):
     allowed_hosts: Annotated[
         Words,
         Flag("API", "NAME,NAME"),
-        Field(description="Allowed Host names besides localhost for a server on loopback; *: all"),
+        Field(description="Allowed Host names of a server on loopback, in addition to localhost; *: all"),
     ] = ()
     dialects_off: Annotated[
         Words,
@@ -263,7 +263,7 @@ class Settings(ServedSettings):
     models_dir: Annotated[
         Folders,
         Flag("Model", "DIR", when="now", basic=True),
-        Field(description="Folder to search for models, besides the hub cache; can be repeated"),
+        Field(description="Folder to search for models, in addition to the hub cache; can be repeated"),
     ] = ()
     backend: Annotated[BackendName, Flag("Model", basic=True), Field(description="Inference backend")] = "auto"
     dtype: Annotated[
@@ -365,7 +365,7 @@ class Settings(ServedSettings):
     devices: Annotated[
         SimulatedDevices,
         Flag("Engine", "sim:GIB,GIB", example="sim:24,24", basic=True),
-        Field(description="Simulated GPUs with this many GiB each, computed on the CPU; default: real devices"),
+        Field(description="Simulate GPUs with this memory (GiB each); workers run on the CPU"),
     ] = ""
     cluster: Annotated[
         str,

@@ -140,7 +140,7 @@ class ModelManager:
                 return deployment, name
         available = ", ".join(self.names())
         raise ModelNotFound(
-            f"There is no model {name!r} here; available: {available}", param="model", model=name, available=available
+            f"There is no model {name!r}; available: {available}", param="model", model=name, available=available
         )
 
     def by_key(self, key: str) -> Deployment | None:
@@ -186,7 +186,7 @@ class ModelManager:
                 if replica.id == worker_id:
                     return deployment, replica
         ids = ", ".join(replica.id for replica in self.replicas()) or "none"
-        raise WorkerNotFound(f"There is no worker {worker_id}; there are: {ids}", param="worker", value=worker_id)
+        raise WorkerNotFound(f"There is no worker {worker_id}; available: {ids}", param="worker", value=worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class ModelManager:
             raise deployment.not_ready()
         if self._waiting >= self.defaults.max_queue:
             raise QueueFull(
-                f"the queue for {deployment.spec.name} is full: {self._waiting} requests wait, max "
+                f"the queue for {deployment.spec.name} is full: {self._waiting} requests, max "
                 f"{self.defaults.max_queue}",
                 queued=self._waiting,
                 limit=self.defaults.max_queue,
@@ -318,17 +318,17 @@ class ModelManager:
         """Why a load cannot begin; "" where it can."""
         for each in self:
             if each.unloading:
-                return f"{each.spec.name} is being unloaded; wait until it is"
+                return f"{each.spec.name} is being unloaded; wait for it"
             if each.arriving:
-                return f"{each.spec.name} is loading; wait, or cancel the load first"
+                return f"{each.spec.name} is loading; wait, or cancel the load"
             if each.state == "loading":
-                return f"the load of {each.spec.name} is being cancelled; wait until it is"
+                return f"the load of {each.spec.name} is being cancelled; wait for it"
         return ""
 
     def _replaced_by(self, spec: ModelSpec, beside: bool, staying: Sequence[Deployment]) -> Deployment | None:
         same = next((each for each in staying if each.spec.name == spec.name), None)
         if beside and same is not None:
-            raise InvalidRequest(f"there is a model named {spec.name}; give this one another name", param="name")
+            raise InvalidRequest(f"a model named {spec.name} exists; give this one another name", param="name")
         if beside:
             return None
         return same or (self.first if self.first in staying else None)
@@ -399,11 +399,11 @@ class ModelManager:
         """Make a LoRA adapter usable by requests of a model, and of its successors."""
         target = self.find_deployment(name)[0]
         if adapter.name in self.names() and adapter.name not in target.adapters:
-            raise InvalidRequest(f"{adapter.name} is the name of something else already", param="name")
+            raise InvalidRequest(f"{adapter.name} is already the name of a model or adapter", param="name")
         handover = target.handover
         if handover is not None and not handover.same_model:
             old, new = handover.old.spec.name, handover.new.spec.name
-            raise EngineBusy(f"{new} is taking the place of {old}; attach the adapter when it has", state="busy")
+            raise EngineBusy(f"{new} is replacing {old}; attach the adapter afterwards", state="busy")
         model, _ = target.require_ready()
         if not model.adapters_per_request:
             raise InvalidRequest(

@@ -36,7 +36,7 @@ class FolderOperator:
     async def admit(self, kind: str, value: Any) -> Any:
         """Names alone; of an adapter its folder."""
         if isinstance(value, str) and value.startswith("/"):
-            raise ModelNotFound(f"{value} lies in none of the folders that models are taken from")
+            raise ModelNotFound(f"{value} is in none of the models folders")
         return str(self.folder / value) if kind == "adapter" else value
 
     def link(self) -> EngineLink:
@@ -80,7 +80,7 @@ class FolderModels:
         operator = self._operator
         operator.orders.append((model, changes))
         if model not in operator.names:
-            raise ModelNotFound(f"no model is called {model}; there are: {', '.join(operator.names)}")
+            raise ModelNotFound(f"no model is called {model}; available: {', '.join(operator.names)}")
         await self._engine.load(
             named_spec(operator.folder, model, max_model_len=changes.max_model_len),
             beside=beside,

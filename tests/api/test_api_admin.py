@@ -307,7 +307,7 @@ async def paced_admin(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def test_an_unknown_worker_is_a_404_with_those_there_are(admin: Served) -> None:
     error = await admin.refusal("/admin/workers/w9/restart", status=404)
-    assert error["message"] == "There is no worker w9; there are: w0"
+    assert error["message"] == "There is no worker w9; available: w0"
 
 
 async def test_an_unknown_adapter_cannot_be_detached(admin: Served) -> None:

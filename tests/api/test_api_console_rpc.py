@@ -195,7 +195,7 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("engine.fly", {}, "There is no call engine.fly"),
+        ("engine.fly", {}, "Unknown call engine.fly"),
         ("models.load", {"model": "demo", "fast": True}, "fast"),
         ("models.load", {}, "model"),
         ("engine.reconfigure", {"num_workers": "three"}, "num_workers"),

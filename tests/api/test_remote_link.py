@@ -227,7 +227,7 @@ async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> 
         (404, b"not here", OutOfReach, "not EricLLM"),
         (302, b"over there", OutOfReach, "not EricLLM"),
         (401, b'{"error": {"message": "This server needs a key"}}', NotAllowed, "needs a key"),
-        (200, b"data: {}\n\n", OutOfReach, "another version"),
+        (200, b"data: {}\n\n", OutOfReach, "a different version"),
         (200, b"data: <html>\n\n", OutOfReach, "not EricLLM"),
     ],
 )

@@ -262,7 +262,7 @@ class FakeApi(FakeGroup):
     def on_make_key(self, name: str, scopes: tuple[Scope, ...], limits: KeyLimits) -> NewKey:
         keys = self._script["api.report"].keys
         if any(key.name == name for key in keys):
-            raise InvalidRequest(f"There is a key called {name} already; choose another name", param="name")
+            raise InvalidRequest(f"A key {name} already exists; choose another name", param="name")
         self._keep(*keys, KeyReading(name=name, scopes=scopes, limits=limits, made_at=scenes.NOW))
         return NewKey(name=name, scopes=scopes, key=KEY)
 
@@ -289,7 +289,7 @@ class FakeBenches(FakeGroup):
         self._script["benches.report"] = report
 
     def on_cancel(self) -> None:
-        outcome = "Cancelled: what was measured by then is kept as number 3."
+        outcome = "Cancelled: what was measured by then is saved as #3."
         self.change_report(state="cancelled", outcome=outcome)
 
     def on_history(self) -> Sequence[BenchEntry]:

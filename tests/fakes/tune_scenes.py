@@ -150,7 +150,5 @@ def found(state: TuningState = "running") -> TuningReport:
         knobs=("workers", "max_prompts", "step_tokens", "cache_bits"),
         windows=24,
         tried=tried,
-        outcome=""
-        if state == "running"
-        else "1,420 tok/s; it keeps what is asked of latency. The engine is as it was before.",
+        outcome="" if state == "running" else "1,420 tok/s; meets the latency SLO. Settings restored.",
     )

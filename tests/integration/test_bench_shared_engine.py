@@ -38,7 +38,7 @@ async def test_a_bench_is_measured_told_kept_and_written_for_programs(tmp_path: 
         assert (report.state, report.number) == ("done", 1)
         assert report.progress is not None
         assert [row.keys for row in report.progress.rows] == [{"users": 1}, {"users": 2}]
-        assert "mean response, users 2; kept as number 1." in report.outcome
+        assert "mean response, users 2; saved as #1." in report.outcome
         [entry] = await found.history()
         assert (entry.id, entry.bench, entry.model, entry.complete) == (1, "users", "fake", True)
         assert entry.settings == "1×16, 2 requests, 8+6 tokens, 2 repeats"
@@ -88,7 +88,8 @@ async def test_others_are_answered_meanwhile_and_the_result_says_that_there_were
         await found.finished()
         [entry] = await found.history()
         assert (
-            "1 request of others was taken meanwhile, which is in the numbers." in (await found.result(entry.id)).notes
+            "1 other request ran during the bench and is included in the results."
+            in (await found.result(entry.id)).notes
         )
 
 
@@ -115,10 +116,10 @@ async def test_one_thing_is_measured_at_a_time(tmp_path: Path) -> None:
     async with serving(tmp_path / "fake", Backends(FakeBackend(gate=gate))) as engine:
         found = benches(engine, tmp_path)
         await found.start(USERS)
-        with pytest.raises(EngineBusy, match="bench users goes on already; cancel that first"):
+        with pytest.raises(EngineBusy, match="Bench users is already running"):
             await found.start(USERS)
         await found.cancel()
-        with pytest.raises(EngineBusy, match="settings are being tried"):
+        with pytest.raises(EngineBusy, match="Autotune is running"):
             await benches(engine, tmp_path, tuning=True).start(USERS)
 
 
@@ -127,7 +128,7 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_asked(tm
         found = benches(engine, tmp_path)
         for settings, said in (
             ({"prompt_tokens": "999999"}, "do not fit the model"),
-            ({"users": "0"}, "users are numbers of at least 1"),
+            ({"users": "0"}, "users must be 1 or more"),
             ({"users": "5000"}, "would fill the queue"),
         ):
             with pytest.raises(InvalidRequest, match=said):
@@ -190,7 +191,7 @@ async def test_a_search_for_settings_is_refused_meanwhile_and_a_runtime_that_end
     try:
         await runtime.load("demo")
         await runtime.benches.start(BenchOrder(bench="latency", settings={"prompts": "9999"}))
-        with pytest.raises(EngineBusy, match="a bench goes on"):
+        with pytest.raises(EngineBusy, match="A benchmark is running"):
             await runtime.tuning.start(TuneOrder(minutes=0.1))
         await until(lambda: runtime.engine.publish().running)
     finally:

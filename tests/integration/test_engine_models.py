@@ -145,7 +145,7 @@ async def test_a_model_that_nobody_asks_gives_its_memory_back_and_comes_when_ask
         await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
         await until(lambda: states(engine) == {"a": "idle"})
         assert (first.loaded, engine.publish().workers) == (None, ())
-        with pytest.raises(NoModelLoaded, match="is idle until"):
+        with pytest.raises(NoModelLoaded, match="is unloaded while idle"):
             engine.submit(ask("x"))
         await engine.reconfigure(idle_unload_s=60.0)
         serving, again = await asyncio.gather(engine.serving(), engine.serving("a"))

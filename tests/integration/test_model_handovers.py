@@ -489,7 +489,7 @@ def test_a_name_is_taken_by_a_model_whose_workers_are_dead_too(tmp_path: Path) -
         await engine.load(named(tmp_path, "a"))
         machine.alive[0].die(WorkerExit(signal="SIGKILL"))
         await until(lambda: states(engine) == {"a": "failed"})
-        with pytest.raises(InvalidRequest, match="there is a model named a"):
+        with pytest.raises(InvalidRequest, match="a model named a exists"):
             await engine.load(named(tmp_path, "a"), beside=True)
         await engine.load(named(tmp_path, "a"))
         assert [model.status.state for model in engine.publish().models] == ["ready"]

@@ -88,7 +88,7 @@ async def test_who_waits_for_a_model_whose_waking_is_cancelled_may_come_again(tm
         asked = asyncio.create_task(engine.serving())
         await asyncio.to_thread(gate.wait_until_reached)
         await engine.cancel_load()
-        with pytest.raises(NoModelLoaded, match="is idle until the next request") as refused:
+        with pytest.raises(NoModelLoaded, match="is unloaded while idle, until") as refused:
             await asked
         assert refused.value.details["retry_after_s"]
 
@@ -153,7 +153,7 @@ async def test_an_adapter_for_a_model_that_another_one_replaces_is_refused(tmp_p
         await engine.load(named(tmp_path, "a"))
         loading = asyncio.create_task(engine.load(named(tmp_path, "b")))
         await asyncio.to_thread(gate.wait_until_reached)
-        with pytest.raises(EngineError, match="b is taking the place of a"):
+        with pytest.raises(EngineError, match="b is replacing a"):
             await engine.attach(AdapterSpec(name="polite", path=tmp_path))
         gate.open()
         await loading

@@ -53,7 +53,7 @@ def test_an_id_that_nothing_has_is_named_with_the_nearest() -> None:
 
 
 def test_a_key_that_no_terminal_sends_is_named() -> None:
-    assert found(workers_more="ctlr+k").problems == ('workers.more: "ctlr+k" is no key; did you mean ctrl+k?',)
+    assert found(workers_more="ctlr+k").problems == ('workers.more: "ctlr+k" is not a key; did you mean ctrl+k?',)
 
 
 @pytest.mark.parametrize("key", ["w", "G", "?", "ctrl+k", "ctrl+shift+k", "f5", "question_mark", "alt+left", "ctrl++"])
@@ -63,12 +63,12 @@ def test_keys_that_terminals_send_are_keys(key: str) -> None:
 
 def test_a_key_that_means_two_things_in_one_place_is_a_clash_and_neither_is_changed() -> None:
     file = found(settings_edit="d")
-    assert file.problems == ('"d" would mean both settings.edit and settings.reset',)
+    assert file.problems == ('"d" is bound to both settings.edit and settings.reset',)
     assert file.keys == {}
 
 
 def test_a_screen_cannot_take_a_key_of_the_console_but_a_dialog_can() -> None:
-    assert found(settings_edit="q").problems == ('"q" would mean both quit and settings.edit',)
+    assert found(settings_edit="q").problems == ('"q" is bound to both quit and settings.edit',)
     assert found(worker_restart="a").problems == ()
 
 

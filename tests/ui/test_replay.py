@@ -74,7 +74,7 @@ async def test_a_time_is_typed_and_what_is_none_is_said(night: Path) -> None:
         await pilot.press("g")
         await until(pilot, lambda: isinstance(app.screen, GoToScreen))
         await pilot.press(*"soon", "enter")
-        await until(pilot, lambda: "That is no time" in screen_text(app))
+        await until(pilot, lambda: "Not a time" in screen_text(app))
         await pilot.press(*["backspace"] * 4, *"14:00", "space", "enter")
         await until(pilot, lambda: replay.snapshot().queued == RECORDED_S - 131)
 
@@ -160,4 +160,4 @@ async def test_a_recording_that_is_cut_off_says_so_at_once_and_at_its_end(cut: P
         assert [toast.message for toast in app._notifications] == [replay.recording.damage]
         assert "◆ recording" in rows(app)[0]
         await pilot.press("end")
-        await until(pilot, lambda: "is damaged or cut off" in screen_text(app) and "recording" not in rows(app)[0])
+        await until(pilot, lambda: "is damaged or truncated" in screen_text(app) and "recording" not in rows(app)[0])

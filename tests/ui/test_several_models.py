@@ -111,11 +111,11 @@ async def test_m_is_offered_only_where_there_are_several_models() -> None:
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.pause()
         assert "m Model" not in rows(app)[-1]
-        assert "Show the next model" not in " ".join(entry.title for entry in entries(app.screen))
+        assert "Switch to the next loaded model" not in " ".join(entry.title for entry in entries(app.screen))
         link.show(fleet_scenes.two_models())
         app.refresh_screen()
         await until(pilot, lambda: "m Model" in rows(app)[-1])
-        assert "Show the next model" in " ".join(entry.title for entry in entries(app.screen))
+        assert "Switch to the next loaded model" in " ".join(entry.title for entry in entries(app.screen))
 
 
 # -- what the engine holds --------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_second_model_shows_its_phases_while_the_first_serves() -> None:
 def test_an_idle_model_says_what_wakes_it() -> None:
     shown = loaded_models_text(fleet_scenes.one_idle()).plain
     assert "○ idle  NeuralHermes-7B" in shown
-    assert "the next request loads it again" in shown
+    assert "the next request reloads it" in shown
 
 
 def test_a_second_model_that_failed_keeps_its_reason() -> None:

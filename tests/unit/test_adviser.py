@@ -113,7 +113,7 @@ def test_a_queue_that_is_no_trouble_is_not_spoken_of(changes: dict[str, Any]) ->
 def test_free_memory_is_spoken_of_only_under_load() -> None:
     devices = (scenes.gpu(0), scenes.gpu(1), scenes.gpu(2, free_bytes=23 * GIB))
     advice = found(healthy(devices=devices, history=steady(running=15)))["memory_unused"]
-    assert "GPU2 has 23.0 GiB free, and another worker takes 16.0 GiB, while 94%" in advice.sentence
+    assert "GPU2 has 23.0 GiB free, and another worker needs 16.0 GiB, while 94%" in advice.sentence
     assert advice.action == Turn("num_workers", 1)
     assert found(healthy(devices=devices)) == {}
 
@@ -140,7 +140,7 @@ def test_answers_cut_off_by_the_context_are_told_from_those_cut_by_max_tokens() 
     whole = ended(10, finish="stop", output_tokens=40)
     cut = ended(3, prompt_tokens=8000, output_tokens=192, max_tokens=192)
     advice = found(healthy(requests=(*whole, *cut)))["truncated"]
-    assert "3 of the last 13 answers were cut off by the context of 8,192 tokens, not by" in advice.sentence
+    assert "3 of the last 13 answers were cut off by the context of 8,192 tokens, before" in advice.sentence
     assert advice.action == Open("models")
     assert found(healthy(requests=(*whole, *ended(20)))) == {}
     assert found(healthy(requests=(*whole, *cut[:1]))) == {}

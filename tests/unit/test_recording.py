@@ -144,7 +144,7 @@ def test_a_file_that_is_cut_off_plays_as_far_as_it_goes_and_says_so(tmp_path: Pa
         path.write_bytes(whole[:size])
         link = ReplayLink(Recording(path), lambda: 0.0)
         lengths.append(len(link.recording.times))
-        assert "is damaged or cut off, and ends where that begins" in link.recording.damage
+        assert "is damaged or truncated; it ends there" in link.recording.damage
         assert link.standing().reach == "recording"
         link.playhead.seek(link.recording.ends, 0.0)
         assert link.snapshot().requests == frame(lengths[-1] - 1).snapshot.requests

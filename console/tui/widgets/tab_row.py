@@ -90,14 +90,13 @@ def tab_row(here: str, form: TabForm, badge: str = "") -> Content:
 def knob_row(knobs: KnobValues, brevity: int, *, turns: bool = True) -> Content:
     """Both knobs. brevity: 0 says most; the last of BREVITIES is the narrowest form. turns: with signs to click."""
     coming = f"{knobs.now}→" if knobs.now != knobs.workers else ""
-    allowed = (f", memory allows {knobs.limit}", f", memory allows {knobs.limit}", f", fits {knobs.limit}")
+    allowed = (f", limited to {knobs.limit} by memory", f", limited to {knobs.limit} by memory", f", {knobs.limit} fit")
     limit = "" if not knobs.limit else (*allowed, f" ({knobs.limit})")[brevity]
     tight = brevity == BREVITIES - 1
-    prompts = "Prompts" if brevity else "Max prompts"
     return Content("  ").join(
         (
             _knob("Workers", "num_workers", f"{coming}{knobs.workers}", tight=tight, turns=turns),
-            _knob(prompts, "max_prompts", str(knobs.prompts), limit, tight=tight, turns=turns),
+            _knob("Max prompts", "max_prompts", str(knobs.prompts), limit, tight=tight, turns=turns),
         )
     )
 

@@ -33,7 +33,7 @@ class KnobsChanged(Exception):
             for knob, heading in HEADINGS.items()
             if found.value(knob) != wanted.value(knob)
         ]
-        self.sentence = f"another operator turned {' and '.join(turned)}"
+        self.sentence = f"changed by another operator: {' and '.join(turned)}"
         super().__init__(self.sentence)
 
 
@@ -163,7 +163,7 @@ class LiveRig:
             failed = next((worker for worker in own if worker.state == "failed"), None)
             if failed is not None:
                 reason = failed.last_error.message if failed.last_error else "no cause given"
-                raise WorkerFailed(f"worker {failed.id} did not get ready: {reason}", worker=failed.id)
+                raise WorkerFailed(f"worker {failed.id} did not become ready: {reason}", worker=failed.id)
             ready = [worker.state for worker in own].count("ready")
             if ready >= workers and (len(own) == workers or time.monotonic() > began + _FAREWELL_S):
                 return
@@ -174,7 +174,7 @@ class LiveRig:
         """Raise where no worker is ever to come."""
         reading = self._reading()
         if reading is None:
-            raise NoModelLoaded(f"{self._model} is loaded no more")
+            raise NoModelLoaded(f"{self._model} was unloaded")
         if reading.status.state == "failed" and reading.status.error is not None:
             raise from_info(reading.status.error)
 

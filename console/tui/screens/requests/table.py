@@ -47,7 +47,7 @@ def empty_text(view: View) -> str:
     snapshot, api, standing = view.snapshot, view.api, view.link_status
     state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
     if standing.reach == "recording":
-        return "No requests at this time in the recording."
+        return "No requests at this time of the recording."
     if standing.stale:
         return f"No data from {standing.name}."
     if standing.reach == "starting":
