@@ -110,12 +110,7 @@ class Engine:
         """The settings, the knobs being those that a load gets where it sets none of its own."""
         return self._models.defaults
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the first model, loaded or loading its weights; else None."""
-        return self._models.first.tokenizer if self._models.first is not None else None
-
-    def tokenizer_of(self, model: str) -> Tokenizer | None:
+    def tokenizer_of(self, model: str = "") -> Tokenizer | None:
         """The tokenizer of the model that a name means; None where there is none of that name, or none loaded."""
         try:
             return self._models.find_deployment(model)[0].tokenizer
@@ -338,11 +333,6 @@ class Engine:
     def alerts(self) -> AlertLog:
         """The log of alerts; what is added is in the next snapshot. Belongs to the engine's loop."""
         return self._models.alerts
-
-    @property
-    def publish_s(self) -> float:
-        """Seconds between two snapshots."""
-        return self._publisher.publish_s
 
     def usage(self) -> tuple[ModelUsage, ...]:
         """Return each model's counters and histograms, also of those that are loaded no more."""

@@ -51,13 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILURE
 
 
-def sources_of(argv: Sequence[str]) -> Sources:
-    """All settings, where these flags are given; a wrong flag ends the program. Raises InvalidRequest."""
-    parser = Parser()
-    add_every_setting(parser, ABOUT)
-    return Sources.read(parse(with_dashes(argv), parser))
-
-
 def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Without a command: the console, or the server without a screen."""
     add_every_setting(parser, ABOUT, _epilog())

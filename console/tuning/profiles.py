@@ -68,10 +68,6 @@ class TunedProfiles:
     def __init__(self, folder: Path | None) -> None:
         self.file = folder / TUNED_FILE if folder is not None else None
 
-    def of(self, model: str, hardware: str) -> TunedProfile | None:
-        """Return the last result for a model on such hardware."""
-        return next(iter(reversed(self._of(model, hardware))), None)
-
     def applied(self, model: str, hardware: str) -> TunedProfile | None:
         """Return the applied result for a model on such hardware."""
         return next((each for each in self._of(model, hardware) if each.applied), None)

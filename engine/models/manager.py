@@ -196,11 +196,6 @@ class ModelManager:
         moving = sum(len(handover.waiting) for handover in self._handovers())
         return sum(deployment.model_queue.queued for deployment in self) + moving
 
-    @property
-    def waiting(self) -> int:
-        """Callers of `serving` that wait for a model."""
-        return self._waiting
-
     async def serving(self, name: str) -> Serving:
         """Return the model that a name means once it answers; wake it, or wait for its successor."""
         limit_s, waited = self.defaults.timeout_s, defaultdict[Cause, float](float)

@@ -76,7 +76,7 @@ async def test_an_error_does_not_send_back_the_megabytes_it_quotes(api: Served) 
 async def test_too_many_prompts_are_refused_before_any_is_tokenized(
     api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = api.engine.tokenizer
+    tokenizer = api.engine.tokenizer_of()
     monkeypatch.setattr(type(tokenizer), "encode_all", lambda *_, **__: pytest.fail("a prompt was tokenized"))
     for path in ("/generate", "/v1/completions"):
         error = await api.refusal(path, prompt=["x"] * 600)
@@ -86,7 +86,7 @@ async def test_too_many_prompts_are_refused_before_any_is_tokenized(
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = api.engine.tokenizer
+    tokenizer = api.engine.tokenizer_of()
     assert tokenizer is not None
     monkeypatch.setattr(type(tokenizer), "encode_all", lambda *_, **__: pytest.fail("the text was tokenized"))
     text = "x" * (tokenizer.longest_token * 4097)

@@ -199,8 +199,9 @@ async def test_a_part_of_a_text_has_the_tokens_that_are_kept_of_the_whole(unit: 
 async def test_a_dialect_that_cuts_texts_cuts_those_of_any_length(
     api: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert api.engine.tokenizer is not None
-    monkeypatch.setitem(api.engine.tokenizer.__dict__, "longest_token", 10_000)
+    tokenizer = api.engine.tokenizer_of()
+    assert tokenizer is not None
+    monkeypatch.setitem(tokenizer.__dict__, "longest_token", 10_000)
     await api.post(path, **body)
     assert 3900 < len(api.backend.submitted[-1].prompt_ids) < 4097
     assert set(api.backend.submitted[-1].prompt_ids) == {ord("x")}

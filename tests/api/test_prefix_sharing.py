@@ -119,7 +119,7 @@ async def chatted(api: Served, headers: dict[str, str], *turns: str) -> int:
 
 def full_pages(api: Served, text: str) -> int:
     """Tokens of all full pages that a text takes."""
-    tokenizer = api.engine.tokenizer
+    tokenizer = api.engine.tokenizer_of()
     assert tokenizer is not None
     return len(tokenizer.encode(text, add_special_tokens=False)) // PAGE * PAGE
 
@@ -164,7 +164,7 @@ async def test_everybody_shares_everything_where_the_operator_says_so(tmp_path: 
 
 
 async def test_the_chat_of_the_console_is_a_tenant_of_its_own(computing_api: Served) -> None:
-    tokenizer = computing_api.engine.tokenizer
+    tokenizer = computing_api.engine.tokenizer_of()
     assert tokenizer is not None
     chat = LocalConversation(computing_api.engine, CurrentLoop())
     for _ in range(2):

@@ -23,7 +23,7 @@ from textual.widgets import Input  # noqa: E402
 
 from console.api.server import ApiServer, ApiSettings  # noqa: E402
 from console.tui.screens.chat.settings import ChatSettingsScreen  # noqa: E402
-from engine.backends.parameters import refuse_lacking, table  # noqa: E402
+from engine.backends.parameters import refuse_lacking  # noqa: E402
 from engine.config import EngineConfig, ModelSpec, SamplingParams  # noqa: E402
 from engine.engine import Engine  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
@@ -31,6 +31,7 @@ from tests.fakes.link import FakeLink  # noqa: E402
 from tests.ui.chatting import ask, console, ended, opened  # noqa: E402
 from tests.ui.seen import until  # noqa: E402
 from tools.docs_pages.parameters import page  # noqa: E402
+from tools.docs_pages.sampling import table  # noqa: E402
 
 PROMPT = {"prompt": "hello", "model": "tiny"}
 TALK = {"messages": [{"role": "user", "content": "hello"}], "model": "tiny", "max_tokens": 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -214,12 +215,13 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
         assert report.best is not None and report.best.verdict != "broken"
         assert await at(runtime.engine) == before
         key, hardware = str(resolve_local("demo", ())), hardware_of(runtime.engine.publish().devices)
-        profile = TunedProfiles(tmp_path).of(key, hardware)
-        assert profile is not None and not profile.applied
-        assert profile.settings == {"max_prompts": report.best.setting.max_prompts}
+        profiles = TunedProfiles(tmp_path)
+        assert profiles.file is not None
+        [entry] = json.loads(profiles.file.read_text())["entries"]
+        assert (entry["applied"], entry["settings"]) == (False, {"max_prompts": report.best.setting.max_prompts})
         await runtime.tuning.use_best()
         assert (await at(runtime.engine)).max_prompts == report.best.setting.max_prompts
-        profile = TunedProfiles(tmp_path).applied(key, hardware)
+        profile = profiles.applied(key, hardware)
         assert profile is not None and profile.settings == {"max_prompts": report.best.setting.max_prompts}
     finally:
         await runtime.close(drain_s=0)

@@ -67,7 +67,7 @@ async def test_a_load_that_fails_leaves_the_reason_and_nothing_else(tmp_path: Pa
         with pytest.raises(UnsupportedModel, match="no such architecture"):
             await engine.load(fake_spec(tmp_path))
         snapshot = engine.publish()
-        assert (snapshot.status.state, snapshot.workers, engine.tokenizer) == ("failed", (), None)
+        assert (snapshot.status.state, snapshot.workers, engine.tokenizer_of()) == ("failed", (), None)
         assert snapshot.status.error is not None
         assert snapshot.status.error.code == "unsupported_model"
         await engine.load(fake_spec(tmp_path))
@@ -157,7 +157,7 @@ async def test_unloading_finishes_what_runs_and_what_waits(tmp_path: Path) -> No
         reading = [asyncio.create_task(read(engine.submit(ask(str(number))))) for number in range(5)]
         await engine.unload()
         assert [answer.last.finish for answer in await asyncio.gather(*reading)] == ["length"] * 5
-        assert (state(engine), engine.tokenizer, engine.publish().workers) == ("unloaded", None, ())
+        assert (state(engine), engine.tokenizer_of(), engine.publish().workers) == ("unloaded", None, ())
 
 
 async def test_unloading_ends_what_takes_too_long_with_an_error(tmp_path: Path) -> None:

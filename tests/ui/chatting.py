@@ -55,12 +55,12 @@ def panes(pilot: Pilot[None]) -> list[ChatTranscript]:
 
 def answers(pilot: Pilot[None], pane: int = 0) -> list[str]:
     """The answers shown."""
-    return [answer.content_text for answer in panes(pilot)[pane].query(Answer)]
+    return [answer.turn.content for answer in panes(pilot)[pane].query(Answer)]
 
 
 def questions(pilot: Pilot[None], pane: int = 0) -> list[str]:
     """The questions shown."""
-    return [question.content_text for question in panes(pilot)[pane].query(Question)]
+    return [question.turn.content for question in panes(pilot)[pane].query(Question)]
 
 
 def foot(pilot: Pilot[None], pane: int = 0) -> str:

@@ -43,7 +43,7 @@ async def ask(pilot: Pilot[None], question: str) -> None:
 
 
 def answers(pilot: Pilot[None]) -> list[str]:
-    return [answer.content_text for answer in pilot.app.screen.query(Answer)]
+    return [answer.turn.content for answer in pilot.app.screen.query(Answer)]
 
 
 def last_turn(chats: Path) -> Turn:
@@ -65,7 +65,7 @@ async def test_an_answer_streams_in_with_its_speed_beneath() -> None:
         await ask(pilot, "How fast?")
         await until(pilot, lambda: answers(pilot) == ["It is *fast*."] and ended(pilot))
         await pilot.pause()
-        assert [question.content_text for question in pilot.app.screen.query(Question)] == ["How fast?"]
+        assert [question.turn.content for question in pilot.app.screen.query(Question)] == ["How fast?"]
         note = foot(pilot)
         assert "45 tok/s · TTFT 80 ms · 3 tokens" in note
         assert pilot.app.screen.query_one(Prose).source == "It is *fast*."

@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.parameters import BACKENDS, lacking, refuse_lacking, table
+from engine.backends.parameters import BACKENDS, lacking, refuse_lacking
 from engine.config import MAX_BANNED_CHARACTERS, MAX_BANNED_STRINGS, PARAMETERS, SamplingParams
 from engine.errors import InvalidRequest
+from tools.docs_pages.sampling import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
 
 
 def test_the_page_shows_the_table() -> None:
-    assert table() in PAGE.read_text(), "docs/sampling.md is not what `python -m engine.backends.parameters` prints"
+    assert table() in PAGE.read_text(), "docs/sampling.md is not what `python -m tools.docs_pages.sampling` prints"
 
 
 def test_rows_name_nothing_but_parameters_and_backends() -> None:

@@ -127,15 +127,14 @@ def test_a_single_end_token_and_a_list_of_them_are_both_read(tmp_path: Path) -> 
 
 
 def test_a_null_window_of_mistral_and_an_unused_one_of_qwen_mean_no_window(tmp_path: Path) -> None:
-    assert read(tmp_path, "MistralForCausalLM", sliding_window=None).sliding_window is None
-    assert read(tmp_path, "Qwen2ForCausalLM", sliding_window=32, use_sliding_window=False).sliding_window is None
-    assert read(tmp_path, "MistralForCausalLM", sliding_window=32).sliding_window == 32
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=None).traits.windows == (None,) * 2
+    assert read(tmp_path, "Qwen2ForCausalLM", sliding_window=32, use_sliding_window=False).traits.windows == (None,) * 2
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=32).traits.windows == (32,) * 2
 
 
-def test_a_model_with_one_unwindowed_layer_has_no_window_as_a_whole(tmp_path: Path) -> None:
+def test_qwens_first_layers_have_no_window(tmp_path: Path) -> None:
     config = read(tmp_path, "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=32, max_window_layers=1)
     assert config.traits.windows == (None, 32)
-    assert config.sliding_window is None
 
 
 @pytest.mark.parametrize(

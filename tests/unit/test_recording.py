@@ -349,7 +349,7 @@ def test_what_the_http_side_and_the_settings_told_is_recorded_too(tmp_path: Path
     fake = FakeLink()
     with Recorder(fake, tmp_path / "night.rec", interval_s=0.01) as recorder:
         while recorder.frames < 3:
-            recorder.wait(0.01)
+            recorder._thread.join(0.01)
             fake.show(msgspec.structs.replace(fake.current, at=fake.current.at + 1))
     link = as_link(ReplayLink(Recording(tmp_path / "night.rec")))
     assert link.api.report() == fake.api.report()
@@ -362,13 +362,13 @@ def test_a_recording_whose_disk_fails_says_why(tmp_path: Path) -> None:
     fake = FakeLink()
     with Recorder(fake, tmp_path / "night.rec", interval_s=0.01) as recorder:
         while not recorder.frames:
-            recorder.wait(0.01)
+            recorder._thread.join(0.01)
         with sqlite3.connect(tmp_path / "night.rec") as other:
             other.execute("DROP TABLE frames")
         other.close()
         while not recorder.problem:
             fake.show(msgspec.structs.replace(fake.current, at=fake.current.at + 1))
-            recorder.wait(0.01)
+            recorder._thread.join(0.01)
     assert "cannot be used" in recorder.problem
 
 

@@ -198,12 +198,12 @@ async def test_who_shares_prefixes_is_changed_at_once(config: Path) -> None:
 
 async def test_a_faster_screen_gets_snapshots_as_often_and_a_slower_one_no_fewer(config: Path) -> None:
     runtime = running(config, {"refresh_hz": "10"})
-    assert runtime.engine.publish_s == 0.1
+    assert runtime.engine._publisher.publish_s == 0.1
     runtime = running(config)
     await runtime.live_settings.save("refresh_hz", "8")
-    assert runtime.engine.publish_s == 0.125
+    assert runtime.engine._publisher.publish_s == 0.125
     await runtime.live_settings.save("refresh_hz", "1")
-    assert runtime.engine.publish_s == 0.25
+    assert runtime.engine._publisher.publish_s == 0.25
 
 
 async def test_a_setting_of_loads_is_used_by_the_next_one(config: Path) -> None:

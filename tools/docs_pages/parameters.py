@@ -21,9 +21,9 @@ from console.api.requests.parameters import SAMPLING_REFUSED, Refusal
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import JsonSchema, ShapedAs, endpoint_specs
 from console.api.settings import ApiSettings
-from engine.backends.parameters import bounds, support_differences
 from engine.config import EngineConfig
 from engine.engine import Engine
+from tools.docs_pages.sampling import bounds, support_differences
 
 # The fields of a request body as lines of a table: what each takes, what it is when it is left out, what it means.
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
-from console.cli.main import sources_of
+from console.cli.parser import Parser, add_every_setting, parse, with_dashes
 from console.link.chat import ChatDelta, ChatMessage, DraftCount
 from console.link.protocol import EngineLink
 from console.runtime.loading import choose_model
+from console.settings.sources import Sources
 from console.tui.app import EricApp
 from console.tui.terminal import run_console
 from engine.config import SamplingParams
@@ -118,7 +119,9 @@ def main(argv: Sequence[str]) -> int:
         apps.append(ProbedApp(link, **options))
         return apps[0]
 
-    sources = sources_of(argv[2:])
+    parser = Parser()
+    add_every_setting(parser, "")
+    sources = Sources.read(parse(with_dashes(argv[2:]), parser))
     settings = sources.settings()
     code = run_console(settings, choose_model(settings), sources, make)
     Path(argv[0]).write_bytes(msgspec.msgpack.encode(apps[0].beats if apps else Beats([], [])))

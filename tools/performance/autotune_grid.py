@@ -236,7 +236,7 @@ def proves(proof: Proof) -> bool:
 
 
 def _rate(sample: Sample) -> float:
-    return sum(each.tokens for each in sample.slices) / sample.seconds
+    return sum(each.tokens for each in sample.slices) / sum(each.seconds for each in sample.slices)
 
 
 def _value(interval: Interval | None) -> float | None:

@@ -158,10 +158,6 @@ class Recorder:
         self._stopped.set()
         self._thread.join()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has stopped by itself, `timeout_s` at most."""
-        self._thread.join(timeout_s)
-
     def _run(self) -> None:
         with self._writer:
             try:

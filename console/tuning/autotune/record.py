@@ -105,11 +105,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return cls(slices=(half, half), failed=reason)
 
     @property
-    def seconds(self) -> float:
-        """How long it was."""
-        return sum(each.seconds for each in self.slices)
-
-    @property
     def rates(self) -> list[RateSlice]:
         """Of each slice its tokens/s, and its seconds."""
         return [(each.tokens / each.seconds, each.seconds) for each in self.slices]

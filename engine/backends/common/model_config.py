@@ -86,12 +86,6 @@ class ModelConfig:
         local = self.local_rope is not None and self.traits.windows[layer] is not None
         return self.local_rope if local else self.rope
 
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that any layer looks back on at most; None where some layer sees the whole context."""
-        windows = [window for window in self.traits.windows if window is not None]
-        return max(windows) if len(windows) == self.layers else None
-
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""

@@ -130,11 +130,6 @@ class TurnWidget(Widget):
         self._place = place
         self._offered = False
 
-    @property
-    def content_text(self) -> str:
-        """The source of what is shown."""
-        return self.turn.content
-
     def mark(self, place: BranchPosition, *, selected: bool, offered: bool) -> None:
         """Where the turn stands now, and whether actions on it are offered."""
         self.set_class(selected, "-selected")

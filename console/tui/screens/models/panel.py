@@ -326,11 +326,6 @@ class ModelPanel(Vertical):
         assert isinstance(self.app, EricApp)
         return self.app.link.models
 
-    @property
-    def form(self) -> LoadForm | None:
-        """The form of the model that is shown."""
-        return self.query_one(LoadFormView).form
-
     def show(self, entry: ModelEntry, hint: Content, moment: object) -> None:
         """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for again."""
         if not hint.is_same(self._hint):

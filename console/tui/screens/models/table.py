@@ -99,12 +99,6 @@ class ModelTable(Table):
         """The model of that name."""
         return next((entry for entry in self._entries if entry.name == name), None)
 
-    def select(self, name: str) -> None:
-        """Put the cursor on a model, where it is shown."""
-        names = [row.key for row in self.rows]
-        if name in names:
-            self.move_to(names.index(name))
-
     def _draw(self) -> None:
         found = [entry for entry in self._entries if matches(entry, self._word)]
         self.show([self._row(entry) for entry in found], empty=_NO_MATCH if self._entries else _NONE)
@@ -158,11 +152,6 @@ def family(entry: ModelEntry) -> str:
 def quantization(entry: ModelEntry) -> str:
     """ "exl2 5.0 bpw", "bf16"."""
     return entry.quantisation or text.dtype(entry.dtype) or "–"
-
-
-def model_kind(entry: ModelEntry) -> str:
-    """ "Llama bf16", "Mistral exl2 5.0 bpw"."""
-    return " ".join(part for part in (family(entry), quantization(entry)) if part != "–")
 
 
 def parameters(entry: ModelEntry) -> str:
