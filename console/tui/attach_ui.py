@@ -40,7 +40,7 @@ def _options(theme: str | None) -> dict[str, Any]:
     """How this person likes the console. Raises InvalidRequest for bad settings, and where there is no terminal."""
     if stream := redirected_stream():
         how = f"'{APP_NAME} top' prints the state of an instance in one line"
-        raise InvalidRequest(f"There is no terminal to show it in, as {stream} is none; {how}")
+        raise InvalidRequest(f"{stream} is not a terminal; {how}")
     settings = load_settings({} if theme is None else {"theme": theme})
     return {"theme": settings.theme, "refresh_hz": settings.refresh_hz}
 

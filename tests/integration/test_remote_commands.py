@@ -92,7 +92,7 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
         (("attach", "http://user@host"), "is more than the URL of an instance"),
         (("replay", "pyproject.toml"), "is not a recording of ericllm"),
         (("replay", "nothing.rec"), "There is no file nothing.rec"),
-        (("attach", NOBODY), "There is no terminal"),
+        (("attach", NOBODY), "is not a terminal"),
         (("--headless", "--read-only"), "--read-only has no effect with --headless"),
     ],
 )

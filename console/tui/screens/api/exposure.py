@@ -16,8 +16,8 @@ _QUESTION = (
     "Create a key on the API screen (6, w), or listen without one?"
 )
 _REFUSAL = (
-    "{host} is reachable from the network, and no key is set. Make one on the API screen (6, then "
-    "w), or start with --no-auth."
+    "{host} is reachable from the network, and no key is set. Create one on the API screen (6, w), "
+    "or start with --no-auth."
 )
 
 
