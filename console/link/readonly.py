@@ -24,7 +24,7 @@ class ReadOnlyLink(RpcLink):
 
     def __init__(self, link: EngineLink) -> None:
         super().__init__(self)
-        self.conversation = NullConversation(self, _refusal)
+        self.conversation = NullConversation(self, self._refusal)
         self._link = link
 
     def standing(self) -> LinkStatus:
@@ -38,9 +38,8 @@ class ReadOnlyLink(RpcLink):
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
         """Return the answer of the other link to a call that changes nothing."""
         if call.changes:
-            raise _refusal()
+            raise self._refusal()
         return await invoke(call, self._link, arguments)
 
-
-def _refusal() -> ReadOnly:
-    return ReadOnly("This console is read-only: it shows everything and changes nothing")
+    def _refusal(self) -> ReadOnly:
+        return ReadOnly(self.standing().refusal)

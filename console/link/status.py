@@ -33,6 +33,13 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
         return f"Starting {self.model}…" if self.model else "Starting…"
 
     @property
+    def refusal(self) -> str:
+        """Why a read-only link takes no command."""
+        if self.reach == "recording":
+            return "This is a recording: nothing can be changed"
+        return "This console is read-only: it shows everything and changes nothing"
+
+    @property
     def stale(self) -> bool:
         """True if what is shown is old, or not known yet."""
         return self.reach in ("connecting", "lost", "refused") or self.silent_s > 0

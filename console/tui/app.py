@@ -6,20 +6,24 @@ import asyncio
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events
+from textual.actions import ActionParseResult
 from textual.binding import Binding
 from textual.command import CommandPalette, Provider
+from textual.dom import DOMNode
+from textual.screen import Screen
 
 from console import text
 from console.adviser import Adviser
 from console.link.protocol import ApiStatus, EngineLink
 from console.tui import keymap, modes
 from console.tui.alerts import AlertWatch
+from console.tui.binding_index import mutating_actions
 from console.tui.commands import BindingCommands, ThemeCommands
 from console.tui.preferences import Preferences
 from console.tui.screens.base import AppScreen, ConsoleRow
@@ -209,14 +213,11 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _draw(self, view: View) -> None:
         """Draw one frame: of `view` alone."""
-        before, self._drawn = self._drawn, view
+        self._drawn = view
         self.set_class(view.link_status.stale, "-stale")
         self._knobs.settled(view.snapshot)
         self._follow(view)
-        screens = self.screen_stack if self.is_running else ()
-        if screens and (before is None or (len(before.published.models) > 1) != (len(view.published.models) > 1)):
-            screens[-1].refresh_bindings()
-        for screen in screens:
+        for screen in self.screen_stack if self.is_running else ():
             if isinstance(screen, AppScreen) and screen.is_mounted:
                 screen.draw(view)
 
@@ -253,12 +254,9 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.view_model(next_model_key(self.view.published, self.view.model_key))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Another model can be brought into view where there is one; the API of another instance carries this console.
-
-        Where no command is taken, keys that give one stay: the link says why it refuses.
-        """
-        if action == "toggle_api" and self.view.link_status.reach not in ("here", "starting", "recording"):
-            return self.view.is_read_only
+        """Another model can be brought into view where there is one; an attached console needs the API there."""
+        if action == "toggle_api":
+            return self.view.link_status.reach in ("here", "starting")
         return len(self.view.published.models) > 1 if action == "next_model" else True
 
     async def on_event(self, event: events.Event) -> None:
@@ -273,6 +271,32 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.panic("The console crashed. See the log for the cause. Running requests were terminated.")
 
     # -- commands to the engine --------------------------------------------------------------------------------------
+
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """Run an action of a key, a link or the palette. A read-only console says why it does not change the engine."""
+        node = default_namespace or self
+        target, name, _ = self._parse_action(action, node, namespaces)
+        if self._changes_engine(node, target, name) and self.refuses_changes():
+            return True
+        return await super().run_action(action, default_namespace, namespaces)
+
+    def _changes_engine(self, node: DOMNode, target: DOMNode, name: str) -> bool:
+        """Return whether the action is that of a mutating binding of the target, the node or the screen."""
+        if ("", name) in mutating_actions(type(target)):
+            return True
+        namespace = "app" if target is self else "screen" if isinstance(target, Screen) else ""
+        return any((namespace, name) in mutating_actions(type(each)) for each in (node, self.screen) if namespace)
+
+    def refuses_changes(self) -> bool:
+        """Return whether this console changes nothing, and say why."""
+        if self.view.is_read_only:
+            self.notify(self.view.link_status.refusal, severity="warning", markup=False)
+        return self.view.is_read_only
 
     def perform(self, command: Coroutine[Any, Any, object], *, done: str = "") -> None:
         """Run an engine command in the background; toast `done` afterwards, or why it failed."""
@@ -319,12 +343,12 @@ class EricApp(StyledApp, inherit_bindings=False):
         confirm_exposure(self, api.host, api, go=start)
 
     def _stop_api(self, api: ApiStatus) -> None:
-        """Ask first where requests run or clients are connected; where no command is taken, the link says why."""
+        """Ask first where requests run or clients are connected."""
         from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen
 
         live = sum(row.source == "api" and row.state != "finished" for row in self.view.published.requests)
         running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
-        if self.view.is_read_only or not (live or api.clients or api.connections or api.stopping):
+        if not (live or api.clients or api.connections or api.stopping):
             self._switch_api_off("cut")
         elif api.stopping:
             title = (
@@ -369,7 +393,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             self.perform(self.link.drain(), done="Draining: new requests are refused. D resumes.")
 
         unfinished = _unfinished(snapshot)
-        if self.view.is_read_only or not (unfinished or api.running):
+        if not (unfinished or api.running):
             drain()
             return
         question = ConfirmScreen(
@@ -461,7 +485,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         question = FinishOrCutScreen(
             f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished.",
             "Finish: new requests are refused, and the console quits after the last one.\n"
-            "Quit now: clients get the output so far.",
+            "Quit now: clients get partial answers.",
             finish="Finish them first",
             cut="Quit now",
             no="Cancel",

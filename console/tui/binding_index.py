@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from textual.actions import parse
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
@@ -25,6 +26,12 @@ def mutating_ids(owner: type[DOMNode]) -> frozenset[str]:
     They are read from where they are declared: of an active binding, Textual has a copy without fields of ours.
     """
     return frozenset(each.id for each in _declared(owner) if each.mutates and each.id)
+
+
+@cache
+def mutating_actions(owner: type[DOMNode]) -> frozenset[tuple[str, str]]:
+    """Return the actions of those bindings: "app", "screen" or "" for the class itself, and the name."""
+    return frozenset(parse(each.action)[:2] for each in _declared(owner) if each.mutates)
 
 
 @cache

@@ -27,7 +27,7 @@ class ConsoleBinding(Binding):
 
 
 WORKERS = Binding.Group("Workers", compact=True)
-PROMPTS = Binding.Group("Prompts", compact=True)
+PROMPTS = Binding.Group("Max prompts", compact=True)
 API_SWITCH = ConsoleBinding(
     "a", "app.toggle_api", "API", id="api.toggle", mutates=True, tooltip="Switch the HTTP API on or off"
 )
@@ -70,13 +70,14 @@ KNOBS: tuple[ConsoleBinding, ...] = (
         group=PROMPTS,
     ),
 )
+KNOB_IDS = frozenset(each.id for each in KNOBS)
 DRAIN = ConsoleBinding(
     "D",
     "app.toggle_drain",
     "Drain",
     id="drain.toggle",
     mutates=True,
-    tooltip="Drain: finish what runs and refuse new requests, or take new ones again",
+    tooltip="Drain or resume: refuse new requests and finish running ones",
     show=False,
 )
 HELP = Binding(
@@ -88,7 +89,7 @@ READOUT: tuple[Binding, ...] = (
         "readout(-1)",
         "Earlier",
         id="graphs.earlier",
-        tooltip="Read the values of an earlier moment in the graphs",
+        tooltip="Move the graph cursor back",
         key_display="(",
         show=False,
     ),
@@ -97,12 +98,12 @@ READOUT: tuple[Binding, ...] = (
         "readout(1)",
         "Later",
         id="graphs.later",
-        tooltip="Read the values of a later moment in the graphs",
+        tooltip="Move the graph cursor forward",
         key_display=")",
         show=False,
     ),
 )
-ALERTS = Binding("A", "app.alerts", "Alerts", id="alerts", tooltip="Alerts: what went wrong lately", show=False)
+ALERTS = Binding("A", "app.alerts", "Alerts", id="alerts", tooltip="Show recent alerts", show=False)
 
 BINDINGS: list[Binding] = [
     *(
@@ -136,7 +137,7 @@ BINDINGS: list[Binding] = [
         "app.next_model",
         "Model",
         id="model.next",
-        tooltip="Show the next model: state, knobs, chat",
+        tooltip="Switch to the next loaded model",
     ),
     Binding("ctrl+q", "app.quit", "Quit", id="quit.always", tooltip="Quit the console", show=False, priority=True),
     Binding(

@@ -246,7 +246,7 @@ async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> Non
 async def test_help_lists_the_keys_and_explains_the_numbers() -> None:
     app = EricApp(FakeLink())
     async with app.run_test(size=(100, 60)) as pilot:
-        await pilot.press("question_mark")
+        await pilot.press("down", "question_mark")
         assert isinstance(app.screen, HelpScreen)
         shown = screen_text(app)
         for words in ("Cancel the selected request", "Add a worker", "time to first token", "inter-token latency"):
@@ -258,7 +258,8 @@ async def test_help_lists_the_keys_and_explains_the_numbers() -> None:
 async def test_the_palette_offers_every_key_and_runs_it() -> None:
     link = FakeLink()
     app = EricApp(link)
-    async with app.run_test():
+    async with app.run_test() as pilot:
+        await pilot.press("down")
         titles = {entry.title for entry in entries(app.screen)}
         assert {"Add a worker", "Go to Chat", "Cancel the selected request", "Quit the console"} <= titles
         hits = [hit async for hit in BindingCommands(app.screen).search("add a worker")]

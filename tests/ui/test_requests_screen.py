@@ -359,7 +359,7 @@ def test_requests_fit_a_small_terminal() -> None:
         "req-f003     ○ cancelled",
         "ali",
     )
-    assert shows(_app(), *words, "x Cancel", terminal_size=(80, 24), run_before=_filtered)
+    assert shows(_app(), *words, "⏎ Open", terminal_size=(80, 24), run_before=_filtered)
 
 
 def test_a_request_looks_right(snap_compare: Any) -> None:

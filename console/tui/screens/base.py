@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events
@@ -15,7 +16,7 @@ from textual.widgets import Input
 
 from console.link.protocol import EngineLink
 from console.tui.binding_index import mutating_ids
-from console.tui.keymap import HELP, ConsoleBinding
+from console.tui.keymap import HELP, KNOB_IDS, ConsoleBinding
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.status_line import StatusLine
@@ -41,6 +42,7 @@ class AppScreen(Screen[T]):
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(name, id, classes)
         self._header = StatusLine()
+        self._conditions: tuple[object, ...] = ()
 
     @property
     def console(self) -> EricApp:
@@ -63,6 +65,7 @@ class AppScreen(Screen[T]):
             if self._header.is_attached:
                 alerts = self.console.alerts.unseen(view)
                 self._header.show(view.snapshot, view.api, view.link_status, alerts=alerts)
+        self.offer_keys()
 
     def redraw(self) -> None:
         """Draw the app's current view again, after a change on this side."""
@@ -70,32 +73,51 @@ class AppScreen(Screen[T]):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """The bindings here and now, those disabled that are not offered."""
-        return {
-            key: active._replace(enabled=active.enabled and self.offers(active.node, active.binding))
-            for key, active in super().active_bindings.items()
-        }
+        """The bindings here and now, those disabled that are not offered, each with its label."""
+        return {key: self._as_offered(active) for key, active in super().active_bindings.items()}
+
+    def _as_offered(self, active: ActiveBinding) -> ActiveBinding:
+        node, binding = active.node, active.binding
+        enabled = active.enabled and (not self.is_mounted or self.offers(node, binding))
+        if self.is_mounted and (label := self.label(binding)) != binding.description:
+            binding = replace(binding, description=label)
+        return active._replace(binding=binding, enabled=enabled)
 
     def offers(self, node: DOMNode, binding: Binding) -> bool:
         """Return whether footer, help and palette have the binding of a node now. A key that is not offered says why it
-        does nothing: a read-only console offers those that change nothing."""
-        return not self.console.view.is_read_only or binding.id not in mutating_ids(type(node))
+        does nothing. A read-only console offers none that changes the engine; knobs are those of a model."""
+        view = self.console.view
+        if binding.id in KNOB_IDS and view.snapshot.status.spec is None:
+            return False
+        return not view.is_read_only or binding.id not in mutating_ids(type(node))
+
+    def label(self, binding: Binding) -> str:
+        """Return what the footer calls a binding now."""
+        return binding.description
+
+    def key_conditions(self, view: View) -> tuple[object, ...]:
+        """Return what `offers`, `label` and `check_action` depend on."""
+        return (view.is_read_only, view.snapshot.status.spec is None, len(view.published.models) > 1)
+
+    def offer_keys(self) -> None:
+        """Offer the keys again where one of their conditions changed."""
+        conditions = self.key_conditions(self.console.view) if self.is_mounted else ()
+        if conditions != self._conditions:
+            self._conditions = conditions
+            self.refresh_bindings()
 
     def cancel_request(self, row: RequestRow | None) -> None:
-        """Cancel a request after a question, or say why there is nothing to cancel; where no command is taken, the link
-        says so at once."""
+        """Cancel a request after a question, or say why there is nothing to cancel."""
         from console.tui.screens.dialogs import ConfirmScreen
 
         if row is None:
             self.notify("Select a request first.", severity="warning")
         elif row.state == "finished":
             self.notify(f"{row.id} has already ended.", markup=False)
-        elif self.console.view.is_read_only:
-            self._cancel(row)
         else:
             question = ConfirmScreen(
                 f"Cancel {row.id}?",
-                "Its client gets the output so far.",
+                "The client gets the partial answer.",
                 yes="Cancel it",
                 no="Keep it",
             )

@@ -117,11 +117,22 @@ def _parts(view: _View, brevity: int, room: int) -> list[_Part]:
         return [*parts, _Part(Content.styled(f"◌ starting {standing.model}".rstrip(), "$worker-loading"))]
     status = snapshot.status
     serves = status.state in ("ready", "draining")
-    tail = [*([_shape(snapshot, brevity)] if serves else ()), *_health(view, brevity), *_remarks(snapshot, brevity)]
-    if standing.reach != "recording" and (status.state != "failed" or brevity == 0):
-        tail.append(_api(api, brevity if serves else max(brevity, 3), named=standing.name.endswith(f":{api.port}")))
-    taken = sum(part.content.cell_length + 3 for part in (*parts, *tail))
-    return [*parts, _Part(_state(snapshot, brevity, room - taken, alarm if serves else "")), *tail]
+    tail = [
+        *([_shape(snapshot, brevity)] if serves else ()),
+        *_health(view, brevity if serves else max(brevity, 3)),
+        *_remarks(snapshot, brevity),
+    ]
+    if standing.reach != "recording":
+        tail.append(_api(api, brevity, named=standing.name.endswith(f":{api.port}")))
+    failure = "" if status.error is None or status.state != "failed" else f"✖ failed: {status.error.message}"
+    if failure and _room(room, (*parts, *tail)) < len(failure):
+        tail = tail[:-1]
+    return [*parts, _Part(_state(snapshot, brevity, _room(room, (*parts, *tail)), alarm if serves else "")), *tail]
+
+
+def _room(room: int, others: Sequence[_Part]) -> int:
+    """What the others leave for one more part."""
+    return room - sum(part.content.cell_length + 3 for part in others)
 
 
 def _where(standing: LinkStatus, brevity: int) -> list[Content]:

@@ -259,6 +259,8 @@ class Table(ScrollView, can_focus=True):
             self._resize()
         self._follow()
         if self._length != len(self._rows):
+            if self.has_focus and not (self._length and self._rows):
+                self.screen.refresh_bindings()
             self._length = len(self._rows)
             self._resize()
             return
@@ -410,6 +412,10 @@ class Table(ScrollView, can_focus=True):
     def action_page(self, by: int) -> None:
         """Up or down by what is seen."""
         self.action_move(by * max(1, self.size.height - 2))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether there is a row to open."""
+        return action != "choose" or bool(self._rows)
 
     def action_choose(self) -> None:
         """Open the row under the cursor, the first where it is nowhere yet."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
+from textual.dom import DOMNode
 
 from console.tui.keymap import API_SWITCH, DRAIN, KNOBS, READOUT
 from console.tui.screens.dashboard.panels import DashboardPanel, Place, discover
@@ -22,7 +23,9 @@ from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.view import View
 from console.tui.widgets.graph import Graph
-from engine.snapshot import RequestRow
+from engine.snapshot import RequestRow, Second
+
+_QUIET_S = 60
 
 
 class DashboardScreen(RequestActions, AdvisedScreen):
@@ -64,6 +67,16 @@ class DashboardScreen(RequestActions, AdvisedScreen):
                 yield from at("right")
         yield from at("bottom")
 
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """Offer to show a worker where there is one."""
+        if binding.id == "worker.open" and not self.console.view.snapshot.workers:
+            return False
+        return super().offers(node, binding)
+
+    def key_conditions(self, view: View) -> tuple[object, ...]:
+        """Whether there is a worker."""
+        return (*super().key_conditions(view), bool(view.snapshot.workers))
+
     def on_resize(self) -> None:
         """Devices take another form, of another height."""
         self.call_after_refresh(self._fit_devices)
@@ -74,9 +87,12 @@ class DashboardScreen(RequestActions, AdvisedScreen):
 
     def update_body(self, view: View) -> None:
         """Hand the view on to the panels."""
-        self.set_class(is_many(view.snapshot.devices), "-many")
+        many = is_many(view.snapshot.devices)
+        self.set_class(many, "-many")
         for panel in self.query(DashboardPanel):
             panel.show(view)
+        has_graphs = not (many or self.has_class("-narrow") or self.query_one(RequestsPanel).table.rows)
+        self.set_class(has_graphs and is_quiet(view.snapshot.history), "-quiet")
 
     def on_workers_panel_opened(self, event: WorkersPanel.Opened) -> None:
         """Enter on a worker, or two clicks."""
@@ -92,7 +108,8 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         if table.rows:
             table.action_choose()
         else:
-            self.notify("No worker yet. Press 2 to load a model.", severity="warning")
+            hint = "" if self.console.view.is_read_only else " Press 2 to load a model."
+            self.notify(f"No worker yet.{hint}", severity="warning")
 
     def action_workers(self) -> None:
         """Open the only worker, or go to the table to choose one."""
@@ -119,6 +136,7 @@ class DashboardScreen(RequestActions, AdvisedScreen):
     def action_newest(self) -> None:
         """Choose no request, and show the first ones."""
         self.query_one(RequestsPanel).table.let_go()
+        self.offer_keys()
 
     def action_toggle_ended(self) -> None:
         """Show the requests that ended below the live ones, or hide them."""
@@ -139,3 +157,8 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         screen = self.app.screen_stack[0]
         assert isinstance(screen, RequestsScreen)
         screen.show_client(client)
+
+
+def is_quiet(history: Sequence[Second]) -> bool:
+    """Return whether there was no request for a minute, so that graphs may have the room of the requests."""
+    return not any(second.running + second.queued for second in history[-_QUIET_S:])

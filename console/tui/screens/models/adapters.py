@@ -20,7 +20,7 @@ from console.tui.widgets.table import Column, Row, Table, cell
 from engine.snapshot import AdapterReading, ModelReading
 
 _COLUMNS = (Column("adapter", 12, grow=20), Column("state", 20, grow=60), Column("size", 9, "right"))
-_NONE = "No adapters yet. Enter a folder below; requests select an adapter by its name as model."
+_NONE = "No adapters yet. Requests select an adapter by its name as model."
 
 
 class AdaptersScreen(Dialog[None]):
@@ -59,6 +59,7 @@ class AdaptersScreen(Dialog[None]):
             self.dismiss()
             return
         set_title(self.query_one(".adapters"), f"Adapters of {model.name}")
+        self.query_one(Input).display = not view.is_read_only
         self.query_one(Table).show([_row(adapter, model) for adapter in model.adapters])
 
     def on_input_submitted(self, event: Input.Submitted) -> None:

@@ -45,10 +45,10 @@ class ModelLoad(Static):
         self._paces = LoadPaces()
         self._shown = Content("")
 
-    def show(self, snapshot: Snapshot, fetching: Fetching | None = None) -> None:
-        """Redraw what has changed. fetching: a download under way."""
+    def show(self, snapshot: Snapshot, fetching: Fetching | None = None, *, read_only: bool = False) -> None:
+        """Redraw what has changed. fetching: a download under way. read_only: without keys that change the engine."""
         paces = self._paces.observe(snapshot.at, _under_way(snapshot, fetching))
-        shown = for_terminal(self.app, loaded_models_text(snapshot, fetching, paces))
+        shown = for_terminal(self.app, loaded_models_text(snapshot, fetching, paces, read_only=read_only))
         if not shown.is_same(self._shown):
             self._shown = shown
             self.update(shown)
@@ -63,29 +63,37 @@ def _under_way(snapshot: Snapshot, fetching: Fetching | None) -> dict[str, LoadP
     return {key: progress for key, progress in found.items() if progress is not None}
 
 
-def loaded_models_text(snapshot: Snapshot, fetching: Fetching | None = None, paces: Mapping[str, Pace] = {}) -> Content:
+def loaded_models_text(
+    snapshot: Snapshot,
+    fetching: Fetching | None = None,
+    paces: Mapping[str, Pace] = {},
+    *,
+    read_only: bool = False,
+) -> Content:
     """All models held, and the download; where there is none, what to do, or how the first one fares.
 
-    paces: of models by name, of workers by id, of the download as "download".
+    paces: of models by name, of workers by id, of the download as "download". read_only: without keys that change the
+    engine.
     """
     models = snapshot.models or _only(snapshot)
-    blocks = [] if fetching is None else [_download(fetching, paces.get("download"))]
+    blocks = [] if fetching is None else [_download(fetching, paces.get("download"), read_only=read_only)]
     if not models and fetching is None:
-        blocks = [list(_without_a_model(snapshot.status))]
+        blocks = [list(_without_a_model(snapshot.status, read_only=read_only))]
     here = default_model(snapshot) if snapshot.models else next(iter(models), None)
     loads = len(models) > 1 and any(model.status.state == "loading" for model in models)
     for model in models:
         mark = _mark(model is here) if len(models) > 1 else ""
-        blocks.append(_block(model, snapshot, paces, mark=mark, full=model is here and not loads))
+        full = model is here and not loads
+        blocks.append(_block(model, snapshot, paces, mark=mark, full=full, read_only=read_only))
     return Content("\n\n").join(Content("\n").join(lines) for lines in blocks)
 
 
-def _download(fetching: Fetching, pace: Pace | None) -> list[Content]:
+def _download(fetching: Fetching, pace: Pace | None, *, read_only: bool) -> list[Content]:
     asking = fetching.progress.total <= 0
     return [
         Content.assemble(("◔ downloading", "$worker-loading"), (f"  {fetching.model}", "bold $foreground")),
         *([Content.styled("Fetching the file list…", "$muted")] if asking else current_phase(fetching.progress, pace)),
-        Content.assemble(_CANCEL, ("; the downloaded part is kept", "$muted")),
+        *([] if read_only else [Content.assemble(_CANCEL, ("; the downloaded part is kept", "$muted"))]),
     ]
 
 
@@ -107,14 +115,14 @@ def _only(snapshot: Snapshot) -> tuple[ModelReading, ...]:
     )
 
 
-def _without_a_model(status: ModelStatus) -> Iterator[Content]:
+def _without_a_model(status: ModelStatus, *, read_only: bool) -> Iterator[Content]:
     yield model_state(status.state).content
     if status.state == "loading":
         yield from phase_lines(status.progress)
-        yield _CANCEL
+        yield from () if read_only else (_CANCEL,)
     elif status.error is not None:
         yield Content.styled(status.error.message, "$error")
-    else:
+    elif not read_only:
         yield Content.styled("Choose a model and press Enter.", "$muted")
 
 
@@ -123,7 +131,7 @@ def _mark(in_view: bool) -> str:
 
 
 def _block(
-    model: ModelReading, snapshot: Snapshot, paces: Mapping[str, Pace], *, mark: str, full: bool
+    model: ModelReading, snapshot: Snapshot, paces: Mapping[str, Pace], *, mark: str, full: bool, read_only: bool
 ) -> list[Content]:
     """mark: before its state. full: say more than what changes."""
     status = model.status
@@ -139,14 +147,14 @@ def _block(
         workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
         lines += phase_lines(status.progress, paces.get(model.name))
         lines += _workers(workers if len(workers) > 1 else [], paces)
-        lines.append(_CANCEL)
+        lines += [] if read_only else [_CANCEL]
     elif status.state == "failed":
         lines += [Content.styled(status.error.message, "$error")] if status.error is not None else []
     else:
         lines += _rows(model, snapshot, full=full)
         coming = [worker for worker in snapshot.workers if worker.model in ("", model.name) and worker.progress]
         lines += _workers(coming if full else [], paces)
-        if full and status.state in ("ready", "idle"):
+        if full and status.state in ("ready", "idle") and not read_only:
             lines.append(_KEYS)
     return lines
 

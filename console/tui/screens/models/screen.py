@@ -218,7 +218,7 @@ class ModelsScreen(ConsoleScreen):
         """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
         self.query_one(HubBox).set_class(view.is_read_only, "-read-only")
         snapshot = view.snapshot
-        self.query_one(ModelLoad).show(snapshot, self.link.models.fetching())
+        self.query_one(ModelLoad).show(snapshot, self.link.models.fetching(), read_only=view.is_read_only)
         loaded = {str(status.spec.path): status.state for status in active_models(snapshot) if status.spec is not None}
         if loaded != self._loaded:
             self._loaded = loaded

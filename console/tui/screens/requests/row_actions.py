@@ -6,12 +6,14 @@ from typing import ClassVar
 
 import msgspec
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 
 from console.settings.addresses import reachable
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.api.screen import KEY_VARIABLE, curl_command, curl_line
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.requests.groups import client_of
+from console.tui.view import View
 from engine.config.sampling import PARAMETERS
 from engine.errors import EngineError
 from engine.requests.history import RequestDetail
@@ -52,6 +54,27 @@ class RequestActions(ConsoleScreen):
             show=False,
         ),
     ]
+
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """Offer what is done with a request where one is selected, and cancelling while it is live."""
+        if binding.id == "request.cancel" and not self.can_cancel:
+            return False
+        if binding.id in ("request.copy_id", "request.client") and self.chosen_request is None:
+            return False
+        return super().offers(node, binding)
+
+    def key_conditions(self, view: View) -> tuple[object, ...]:
+        """Whether a request is selected, and whether it can be cancelled."""
+        return (*super().key_conditions(view), self.chosen_request is None, self.can_cancel)
+
+    def on_table_moved(self) -> None:
+        """Offer the keys of another row."""
+        self.offer_keys()
+
+    @property
+    def can_cancel(self) -> bool:
+        """True if `x` has something to cancel."""
+        return (row := self.chosen_request) is not None and row.state != "finished"
 
     @property
     def chosen_request(self) -> RequestRow | None:

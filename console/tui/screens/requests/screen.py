@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.dom import DOMNode
 from textual.widgets import Input
 
 from console import text
@@ -94,6 +95,23 @@ class RequestsScreen(RequestActions):
     def _rearranged(self) -> None:
         self._show(self.console.view)
         self.refresh_bindings()
+
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """Offer to cancel queued requests while there are any."""
+        if binding.id == "requests.cancel_queued" and not self.console.view.published.queued:
+            return False
+        return super().offers(node, binding)
+
+    def key_conditions(self, view: View) -> tuple[object, ...]:
+        """Whether requests are queued."""
+        return (*super().key_conditions(view), view.published.queued > 0)
+
+    @property
+    def can_cancel(self) -> bool:
+        """True if `x` has something to cancel: a request, or those of a group."""
+        if not self._requests.shows_groups:
+            return super().can_cancel
+        return (group := self.table.cursor_key) is not None and bool(self._requests.live_of(group))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether a key has a meaning now: groups are not sorted."""
@@ -185,12 +203,10 @@ class RequestsScreen(RequestActions):
             self.notify(f"Choose a {self._requests.grouping} with the arrow keys first.", severity="warning")
         elif not (rows := self._requests.live_of(group)):
             self.notify(f"{group} has no live requests.", markup=False)
-        elif self.console.view.is_read_only:
-            self._cancel_all(rows)
         else:
             question = ConfirmScreen(
                 f"Cancel {text.plural(len(rows), 'request')} of {group}?",
-                "The client gets the output so far.",
+                "The client gets the partial answer.",
                 yes="Cancel them",
                 no="Keep them",
             )

@@ -39,10 +39,10 @@ class EffectTable(Table):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(_COLUMNS, id=id)
 
-    def show_effects(self, effects: tuple[Effect, ...], *, named: bool) -> None:
-        """named: show the model of each change."""
+    def show_effects(self, effects: tuple[Effect, ...], *, named: bool, read_only: bool = False) -> None:
+        """named: show the model of each change. read_only: knobs cannot be changed here."""
         columns = (_COLUMNS[0], _MODEL, *_COLUMNS[1:]) if named else _COLUMNS
-        self.show([_effect_row(effect, named=named) for effect in effects], empty=NONE_YET, columns=columns)
+        self.show([_effect_row(effect, named=named) for effect in effects], empty=NONE if read_only else NONE_YET, columns=columns)
 
     def chosen(self, effects: tuple[Effect, ...]) -> Effect | None:
         """The one under the cursor, the newest where it is nowhere; None where there is none."""
@@ -50,6 +50,7 @@ class EffectTable(Table):
         return next(under, effects[0] if effects else None)
 
 
+NONE = "No changes yet. The effect of a change on throughput and latency is measured here."
 NONE_YET = (
     "No changes yet. Change workers with [ ] or max prompts with - + while requests run: the effect on throughput and "
     "latency is measured here, over the same load before and after. s sends sample requests for 30 s."
