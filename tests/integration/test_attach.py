@@ -117,7 +117,7 @@ async def test_all_that_a_console_asks_for_can_be_asked_from_elsewhere(remote: E
     await until(lambda: remote.api.report().requests > 0)
     with pytest.raises(EngineBusy, match="This console uses the API"):
         await remote.stop_api()
-    with pytest.raises(InvalidRequest, match="none of the folders"):
+    with pytest.raises(InvalidRequest, match="none of the models folders"):
         await remote.models.load("/etc")
     with pytest.raises(ModelNotFound):
         await remote.unload("nobody")

@@ -64,8 +64,8 @@ async def test_a_server_is_measured_with_its_key_and_kept_under_its_address(tmp_
 @pytest.mark.parametrize(
     ("wrong", "param", "said"),
     [
-        ({"url": "ftp://x"}, "url", "is not an address of a server"),
-        ({"url": "http://[::1"}, "url", "is not an address of a server"),
+        ({"url": "ftp://x"}, "url", "is not a server URL"),
+        ({"url": "http://[::1"}, "url", "is not a server URL"),
         ({"url": "http://me:pw@x"}, "url", "use --key-file"),
         ({"url": "http://127.0.0.1:9"}, "url", "cannot be reached: connection refused"),
         ({"dialect": "morse"}, "dialect", "unknown dialect morse"),

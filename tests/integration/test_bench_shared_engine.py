@@ -129,7 +129,7 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_asked(tm
         for settings, said in (
             ({"prompt_tokens": "999999"}, "do not fit the model"),
             ({"users": "0"}, "users must be 1 or more"),
-            ({"users": "5000"}, "would fill the queue"),
+            ({"users": "5000"}, "exceed the queue limit"),
         ):
             with pytest.raises(InvalidRequest, match=said):
                 await found.start(BenchOrder(bench="users", settings=settings))
@@ -205,5 +205,5 @@ async def test_without_a_state_folder_the_result_is_told_and_not_kept(tmp_path: 
         await found.start(USERS)
         await found.finished()
         assert found.report().state == "done"
-        assert "not remembered" in found.report().outcome
+        assert "not saved" in found.report().outcome
         assert await found.history() == ()

@@ -104,7 +104,7 @@ async def test_threads_loads_anew_for_each_number_of_guesses(engine: Engine) -> 
     result = await run_bench(plan, EngineTarget(engine, reload))
     assert [row.keys["guessed"] for row in result.rows] == [0, 0, 1, 1]
     assert asked[0] == {"ngram_draft": True, "draft_tokens": 1}
-    assert result.notes == ("Guessing 8 tokens ahead was not measured: draft_tokens is 8; it must be between 1 and 7",)
+    assert result.notes == ("8 draft tokens were not measured: draft_tokens is 8; it must be between 1 and 7",)
 
 
 async def test_guessing_is_turned_off_with_its_number_of_tokens(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ async def test_long_makes_room_for_the_long_prompt_and_tells_the_gaps(engine: En
     [row] = result.rows
     assert row.keys["streams"] == 20
     assert int(row.keys["long_tokens"]) < 10_000
-    assert "the model takes no more" in result.notes[0]
+    assert "the limit of the model" in result.notes[0]
     assert (row.median("longest_gap_ms") or 0) >= (row.median("median_gap_ms") or 1) > 0
     assert row.median("long_ttft_ms")
     assert engine.config.max_prompts == 16
@@ -192,7 +192,7 @@ async def test_prompts_for_an_unknown_vocabulary_are_words(served: Served) -> No
 
 @pytest.mark.parametrize("url", ["", "ftp://here", "http://"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="not an address of a server"):
+    with pytest.raises(InvalidRequest, match="not a server URL"):
         HttpTarget(url)
 
 

@@ -189,7 +189,7 @@ def test_a_part_that_is_too_long_is_fetched_anew(stopped_half_way: Path, model_f
 
 def test_a_cancelled_download_says_what_is_kept(hub: FakeHub, repo: FakeRepo, model_files: dict) -> None:
     hub.hold = "model.safetensors"
-    with pytest.raises(LoadCancelled, match=r"cancelled; 0\.0 of 0\.0 MiB are kept, and the next download continues"):
+    with pytest.raises(LoadCancelled, match=r"cancelled; 0\.0 of 0\.0 MiB are saved; the next download continues"):
         resolve("org/name", [], cancelled=cancel_when_half_sent(hub))
 
 

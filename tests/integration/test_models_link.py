@@ -149,7 +149,7 @@ async def test_the_model_that_would_be_replaced_is_the_one_of_the_same_name(mode
     async with linked(models, devices=f"sim:{room_for_two}") as (link, _):
         await link.models.load("tiny", SMALL)
         await link.models.load("other", SMALL, beside=True)
-        assert (await link.models.estimate("other", SMALL)).verdict.startswith("In place of other: Fits")
+        assert (await link.models.estimate("other", SMALL)).verdict.startswith("Replacing other: Fits")
 
 
 async def test_bits_of_a_load_win_over_the_flag_of_the_program(models: Path) -> None:

@@ -87,11 +87,11 @@ def test_what_cannot_be_reached_is_one_sentence_and_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("top", "ftp://x"), "is not an address of an instance"),
+        (("top", "ftp://x"), "is not the URL of an instance"),
         (("top", "--interval", "soon"), "soon is not a number between"),
         (("attach", "http://user@host"), "is more than the URL of an instance"),
         (("replay", "pyproject.toml"), "is not a recording of ericllm"),
-        (("replay", "nothing.rec"), "There is no file nothing.rec"),
+        (("replay", "nothing.rec"), "No such file: nothing.rec"),
         (("attach", NOBODY), "is not a terminal"),
         (("--headless", "--read-only"), "--read-only has no effect with --headless"),
     ],
