@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
+from textual.content import Content
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
@@ -19,8 +20,10 @@ from console.tui.binding_index import mutating_ids
 from console.tui.keymap import HELP, KNOB_IDS, ConsoleBinding
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.status_line import StatusLine
 from console.tui.widgets.tab_row import TabRow
+from console.tui.widgets.table import Table
 from engine.snapshot import RequestRow
 
 if TYPE_CHECKING:
@@ -30,10 +33,34 @@ T = TypeVar("T")
 
 
 class ConsoleRow(Widget):
-    """A row that an app adds to every screen."""
+    """A row that an app adds to every screen, above the footer."""
+
+    DEFAULT_CSS = """
+    ConsoleRow { height: 1; width: 1fr; padding: 0 1; dock: bottom; margin-bottom: 1; background: $panel; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._content = Content("")
+
+    def draw(self, width: int) -> Content:
+        """Return the row in `width` cells."""
+        raise NotImplementedError
 
     def show(self) -> None:
         """Draw the row again, where anything changed."""
+        content = for_terminal(self.app, self.draw(self.size.width))
+        if not content.is_same(self._content):
+            self._content = content
+            self.refresh()
+
+    def on_resize(self) -> None:
+        """Fit the row into the width."""
+        self.show()
+
+    def render(self) -> Content:
+        """The row as it was last shown."""
+        return self._content
 
 
 class AppScreen(Screen[T]):
@@ -151,6 +178,28 @@ class Dialog(ModalScreen[T], AppScreen[T]):
 
     def action_accept(self) -> None:
         """Accept the form."""
+
+
+class TableForm(Dialog[bool | None]):
+    """A form with a table; True once what it starts has begun. Enter starts it from the table as well, and so do two
+    clicks on a row."""
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Enter accepts where the focus is."""
+        return isinstance(self.focused, Table) or super().check_action(action, parameters)
+
+    def on_table_chosen(self, event: Table.Chosen) -> None:
+        """Start, after two clicks on a row."""
+        event.stop()
+        self.action_start()
+
+    def action_accept(self) -> None:
+        """Start, from a field or the table."""
+        self.action_start()
+
+    def action_start(self) -> None:
+        """Start; where that is refused, say why and stay."""
+        raise NotImplementedError
 
 
 def accept_key(words: str) -> ConsoleBinding:

@@ -57,82 +57,6 @@ def append_kernel(
     tl.store(v_pages + page * v_page + slot * v_token + heads * v_head + dims, v, mask=inside)
 
 
-@triton.jit
-def _attend_blocks(
-    acc,
-    high,
-    weight,
-    q_tile,
-    k_base,
-    v_base,
-    table_row,
-    first,
-    last,
-    limit,
-    positions,
-    inner,
-    outer,
-    k_page,
-    k_token,
-    v_page,
-    v_token,
-    head_dim: tl.constexpr,
-    page_tokens: tl.constexpr,
-    window: tl.constexpr,
-    capped: tl.constexpr,
-    upcast: tl.constexpr,
-    masked: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-):
-    """Take in the key blocks [first, last). masked: some row may not see some key, or keys end within a block."""
-    dims = tl.arange(0, block_d)[None, :]
-    for block in range(first, last):
-        keys = block * block_n + tl.arange(0, block_n)
-        inside = dims < head_dim
-        if masked:
-            inside = inside & (keys < limit)[:, None]
-        if page_tokens % block_n == 0:
-            # The whole block lies in one page.
-            page = tl.load(table_row + block * block_n // page_tokens).to(tl.int64)
-            k_at = page * k_page + (keys % page_tokens)[:, None] * k_token
-            v_at = page * v_page + (keys % page_tokens)[:, None] * v_token
-        else:
-            pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
-            k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
-            v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
-        k = tl.load(k_base + k_at + dims, mask=inside, other=0.0)
-        if upcast:
-            k = k.to(tl.float32)
-        scores = tl.dot(q_tile, tl.trans(k))
-        if capped:  # noqa: SIM108 - decided when compiling
-            # tanh(x) = 1 - 2 / (exp(2x) + 1); `inner` holds the 2 and the change of base, `outer` the cap.
-            scores = (1.0 - 2.0 / (tl.math.exp2(scores * inner) + 1.0)) * outer
-        else:
-            scores = scores * inner
-        if masked:
-            seen = keys[None, :] <= positions[:, None]
-            if window > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_high = tl.maximum(high, tl.max(scores, 1))
-        base = new_high
-        if masked:
-            # A row that has seen nothing yet: -inf - -inf would be NaN.
-            base = tl.where(new_high == float("-inf"), 0.0, new_high)
-        probabilities = tl.math.exp2(scores - base[:, None])
-        fade = tl.math.exp2(high - base)
-        weight = weight * fade + tl.sum(probabilities, 1)
-        v = tl.load(v_base + v_at + dims, mask=inside, other=0.0)
-        probabilities = probabilities.to(v.dtype)
-        if upcast:
-            v = v.to(tl.float32)
-            probabilities = probabilities.to(tl.float32)
-        acc = acc * fade[:, None] + tl.dot(probabilities, v)
-        high = new_high
-    return acc, high, weight
-
-
 @triton.jit(do_not_specialize=["table_stride", "q_len", "added", "splits"])
 def attend_kernel(
     q,
@@ -217,61 +141,51 @@ def attend_kernel(
     k_base = k_pages + kv_head * k_head
     v_base = v_pages + kv_head * v_head
     table_row = block_table + sequence * table_stride
-    if window == 0:
-        acc, high, weight = _attend_blocks(
-            acc,
-            high,
-            weight,
-            q_tile,
-            k_base,
-            v_base,
-            table_row,
-            first,
-            whole,
-            limit,
-            positions,
-            inner,
-            outer,
-            k_page,
-            k_token,
-            v_page,
-            v_token,
-            head_dim,
-            page_tokens,
-            window,
-            capped,
-            upcast,
-            False,
-            block_n,
-            block_d,
-        )
-    acc, high, weight = _attend_blocks(
-        acc,
-        high,
-        weight,
-        q_tile,
-        k_base,
-        v_base,
-        table_row,
-        whole,
-        last,
-        limit,
-        positions,
-        inner,
-        outer,
-        k_page,
-        k_token,
-        v_page,
-        v_token,
-        head_dim,
-        page_tokens,
-        window,
-        capped,
-        upcast,
-        True,
-        block_n,
-        block_d,
-    )
+    # masked: some row may not see some key, or keys end within a block.
+    for masked in tl.static_range(window > 0, 2):
+        for block in range(whole if masked else first, last if masked else whole):
+            keys = block * block_n + tl.arange(0, block_n)
+            inside = dims < head_dim
+            if masked:
+                inside = inside & (keys < limit)[:, None]
+            if page_tokens % block_n == 0:
+                # The whole block lies in one page.
+                page = tl.load(table_row + block * block_n // page_tokens).to(tl.int64)
+                k_at = page * k_page + (keys % page_tokens)[:, None] * k_token
+                v_at = page * v_page + (keys % page_tokens)[:, None] * v_token
+            else:
+                pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
+                k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
+                v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
+            k = tl.load(k_base + k_at + dims, mask=inside, other=0.0)
+            if upcast:
+                k = k.to(tl.float32)
+            scores = tl.dot(q_tile, tl.trans(k))
+            if capped:  # noqa: SIM108 - decided when compiling
+                # tanh(x) = 1 - 2 / (exp(2x) + 1); `inner` holds the 2 and the change of base, `outer` the cap.
+                scores = (1.0 - 2.0 / (tl.math.exp2(scores * inner) + 1.0)) * outer
+            else:
+                scores = scores * inner
+            if masked:
+                seen = keys[None, :] <= positions[:, None]
+                if window > 0:
+                    seen = seen & (keys[None, :] > positions[:, None] - window)
+                scores = tl.where(seen, scores, float("-inf"))
+            new_high = tl.maximum(high, tl.max(scores, 1))
+            base = new_high
+            if masked:
+                # A row that has seen nothing yet: -inf - -inf would be NaN.
+                base = tl.where(new_high == float("-inf"), 0.0, new_high)
+            probabilities = tl.math.exp2(scores - base[:, None])
+            fade = tl.math.exp2(high - base)
+            weight = weight * fade + tl.sum(probabilities, 1)
+            v = tl.load(v_base + v_at + dims, mask=inside, other=0.0)
+            probabilities = probabilities.to(v.dtype)
+            if upcast:
+                v = v.to(tl.float32)
+                probabilities = probabilities.to(tl.float32)
+            acc = acc * fade[:, None] + tl.dot(probabilities, v)
+            high = new_high
     some = weight > 0.0
     acc = acc / tl.where(some, weight, 1.0)[:, None]
     out_rows = (sequence * q_len + tokens).to(tl.int64) * (kv_heads * group) + heads

@@ -16,7 +16,6 @@ from console import text
 from console.link.status import LinkStatus
 from console.tui.screens.base import ConsoleRow, Dialog
 from console.tui.view import View
-from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import State, model_state
 from console.tui.widgets.table import Column, OpeningTable, Row, Table, cell
 from engine.snapshot import Snapshot
@@ -57,11 +56,10 @@ class InstanceReading:
 
 
 class InstanceRow(ConsoleRow):
-    """One row, above the footer."""
+    """The instances, each to be clicked."""
 
     DEFAULT_CSS = """
     InstanceRow {
-        height: 1; width: 1fr; padding: 0 1; dock: bottom; margin-bottom: 1; background: $panel;
         link-style: none; link-color: $foreground; link-background: transparent;
         link-style-hover: bold; link-color-hover: $primary; link-background-hover: $panel;
     }
@@ -70,25 +68,10 @@ class InstanceRow(ConsoleRow):
     def __init__(self, app: AttachedApp) -> None:
         super().__init__()
         self._app = app
-        self._content = Content("")
 
-    def show(self) -> None:
-        """Draw the row again, where anything changed."""
-        content = self._row()
-        if not content.is_same(self._content):
-            self._content = content
-            self.refresh()
-
-    def on_resize(self) -> None:
-        """Fit the names into the row."""
-        self.show()
-
-    def render(self) -> Content:
-        """The row as it was last shown."""
-        return self._content
-
-    def _row(self) -> Content:
-        return for_terminal(self.app, instance_row(self._app.readings, self.size.width))
+    def draw(self, width: int) -> Content:
+        """Return the row in `width` cells."""
+        return instance_row(self._app.readings, width)
 
 
 def instance_row(readings: Sequence[InstanceReading], width: int) -> Content:

@@ -15,7 +15,6 @@ from textual.widgets import Input, Label
 
 from console.text import local_time
 from console.tui.screens.base import ConsoleRow, Dialog, accept_key
-from console.tui.widgets.glyphs import for_terminal
 
 if TYPE_CHECKING:
     from console.tui.replay_app import ReplayApp
@@ -76,31 +75,15 @@ class PlayReading:
 
 
 class ReplayBar(ConsoleRow):
-    """One row, above the footer."""
-
-    DEFAULT_CSS = """
-    ReplayBar { height: 1; width: 1fr; padding: 0 1; dock: bottom; margin-bottom: 1; background: $panel; }
-    """
+    """The place in the recording, to be clicked."""
 
     def __init__(self, app: ReplayApp) -> None:
         super().__init__()
         self._replay = app
-        self._content = Content("")
 
-    def show(self) -> None:
-        """As it is now."""
-        content = self._drawn()
-        if not content.is_same(self._content):
-            self._content = content
-            self.refresh()
-
-    def on_resize(self) -> None:
-        """The bar takes what room there is."""
-        self.show()
-
-    def render(self) -> Content:
-        """The bar as it was last shown."""
-        return self._content
+    def draw(self, width: int) -> Content:
+        """Return the bar in `width` cells."""
+        return replay_bar(self._replay.reading, width)
 
     def on_click(self, event: events.Click) -> None:
         """Go to the place that was clicked."""
@@ -110,9 +93,6 @@ class ReplayBar(ConsoleRow):
         if place is not None and cells and left <= place.x < left + cells:
             share = (place.x - left + 0.5) / cells
             self._replay.go_to(reading.begins + share * (reading.ends - reading.begins))
-
-    def _drawn(self) -> Content:
-        return for_terminal(self.app, replay_bar(self._replay.reading, self.size.width))
 
 
 def replay_bar(reading: PlayReading, width: int) -> Content:

@@ -16,7 +16,7 @@ from console.bench.dialects import DIALECTS
 from console.link.benches import BenchForm, BenchOrder, BenchServer
 from console.link.protocol import EngineLink
 from console.link.status import link_status
-from console.tui.screens.base import Dialog, accept_key
+from console.tui.screens.base import TableForm, accept_key
 from console.tui.screens.benches.bench_draft import TRACE, BenchDraft
 from console.tui.widgets.bench import BenchFields
 from console.tui.widgets.glyphs import for_terminal
@@ -132,8 +132,8 @@ _SIZES = {True: "quick: fewer and shorter requests", False: "full, as on the com
 _SWITCHES = {True: "Full run (ctrl+t)", False: "Quick (ctrl+t)"}
 
 
-class BenchFormScreen(Dialog[bool | None]):
-    """True once a bench has begun. draft: what was typed before."""
+class BenchFormScreen(TableForm):
+    """Form of a bench. draft: what was typed before."""
 
     AUTO_FOCUS = "#bench-kinds"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -250,19 +250,6 @@ class BenchFormScreen(Dialog[bool | None]):
     def action_place(self) -> None:
         """To the address."""
         self.query_one(BenchPlace).go_to_address()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enter starts the bench from the table as well."""
-        return isinstance(self.focused, Table) or super().check_action(action, parameters)
-
-    def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Two clicks on a bench."""
-        event.stop()
-        self.action_start()
-
-    def action_accept(self) -> None:
-        """Begin, from a field or the table."""
-        self.action_start()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""

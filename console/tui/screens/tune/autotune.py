@@ -14,7 +14,7 @@ from console import text
 from console.link.protocol import EngineLink
 from console.link.status import link_status
 from console.link.tuning import Tried, TuneOrder, TuningReport
-from console.tui.screens.base import Dialog, accept_key
+from console.tui.screens.base import TableForm, accept_key
 from console.tui.screens.benches.bench_draft import TRACE
 from console.tui.screens.tune.autotune_draft import BASIC_FORM, FORM, KNOBS, RELOADING, TuneDraft
 from console.tui.widgets.bench import BenchFields
@@ -162,8 +162,8 @@ _HOW: dict[bool, str] = {True: "reloads model", False: "live"}
 _ELSEWHERE = " Traces need a console on that machine."
 
 
-class TuneFormScreen(Dialog[bool | None]):
-    """True once it has begun. model: the one to be tuned, "" is the first.  draft: what was typed and chosen before."""
+class TuneFormScreen(TableForm):
+    """Form of autotune. model: the one to be tuned, "" is the first.  draft: what was typed and chosen before."""
 
     AUTO_FOCUS = "#field-0"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -252,19 +252,8 @@ class TuneFormScreen(Dialog[bool | None]):
         self._show_knobs()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Enter starts it from the table as well, where alone Space toggles a knob."""
-        if action == "switch":
-            return isinstance(self.focused, Table)
-        return isinstance(self.focused, Table) or super().check_action(action, parameters)
-
-    def on_table_chosen(self, event: Table.Chosen) -> None:
-        """Two clicks on a knob."""
-        event.stop()
-        self.action_start()
-
-    def action_accept(self) -> None:
-        """Begin, from a field or the table."""
-        self.action_start()
+        """Space toggles a knob in the table alone."""
+        return isinstance(self.focused, Table) if action == "switch" else super().check_action(action, parameters)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse's way."""
