@@ -192,7 +192,8 @@ class DeviceSensors(msgspec.Struct, frozen=True, kw_only=True):
     memory_utilisation: share of time in which its memory was read or written, 0..1.  fan: 0..1 of its highest speed.
     throttle_reasons: what lowers its clock now, () for nothing.  ecc_errors: uncorrected, since the driver was loaded.
     xid_errors: numbers of the Xid errors seen since the engine started, the last ones.
-    pcie_rx_bytes_per_s: received by the device.
+    pcie_rx_bytes_per_s, nvlink_rx_bytes_per_s: received by the device.
+    nvlink_links, max_nvlink_links: NVLink links that are up, and all of the device.
     """
 
     memory_utilisation: float | None = None
@@ -210,6 +211,10 @@ class DeviceSensors(msgspec.Struct, frozen=True, kw_only=True):
     ecc_errors: int | None = None
     xid_errors: tuple[int, ...] | None = None
     fan: float | None = None
+    nvlink_links: int | None = None
+    max_nvlink_links: int | None = None
+    nvlink_rx_bytes_per_s: float | None = None
+    nvlink_tx_bytes_per_s: float | None = None
 
 
 class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,6 +96,10 @@ _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _SLOW_READS = 10
 """Readings that change rarely are read once in this number of samples."""
 _MAX_XIDS = 16
+_MAX_NVLINKS = 18
+_ALL_NVLINKS = 0xFFFFFFFF
+_NVLINK_SENT, _NVLINK_RECEIVED = 138, 139
+"""Fields of nvml.h: KiB of data over all links since the driver was loaded."""
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class _Gpu:
     """A device under the id that CUDA gives it, and NVML's handle of it. limits: None for a slice of one.
 
     sensors: the last readings, of which a sample renews a part.  events: where its Xid errors are reported, None where
-    they are not.
+    they are not.  nvlink: microseconds and bytes received and sent, of the last sample.
     """
 
     id: str
@@ -111,6 +115,7 @@ class _Gpu:
     limits: DeviceLimits | None = None
     sensors: DeviceSensors = field(default_factory=DeviceSensors)
     events: Any = None
+    nvlink: tuple[int, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +259,40 @@ class NvmlProbe:
                 "pcie_width": self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
                 "ecc_errors": self._ask("nvmlDeviceGetTotalEccErrors", handle, uncorrected, volatile),
                 "fan": None if fan is None else fan / 100,
+                **self._nvlinks(handle),
             }
+        if gpu.sensors.nvlink_links:
+            changes |= self._nvlink_traffic(gpu)
         return msgspec.structs.replace(gpu.sensors, **changes)
+
+    def _nvlinks(self, handle: Any) -> dict[str, int | None]:
+        """NVLink links that are up, and all; None where there are none."""
+        states: list[int] = []
+        while len(states) < _MAX_NVLINKS:
+            state = self._ask("nvmlDeviceGetNvLinkState", handle, len(states))
+            if state is None:
+                break
+            states.append(state)
+        return {
+            "nvlink_links": sum(map(bool, states)) if states else None,
+            "max_nvlink_links": len(states) or None,
+        }
+
+    def _nvlink_traffic(self, gpu: _Gpu) -> dict[str, float | None]:
+        """Bytes per second over all NVLink links since the last sample."""
+        fields = [(_NVLINK_RECEIVED, _ALL_NVLINKS), (_NVLINK_SENT, _ALL_NVLINKS)]
+        values = self._ask("nvmlDeviceGetFieldValues", gpu.handle, fields)
+        before, gpu.nvlink = gpu.nvlink, None
+        if values is None or any(value.nvmlReturn for value in values):
+            return {"nvlink_rx_bytes_per_s": None, "nvlink_tx_bytes_per_s": None}
+        received, sent = (value.value.ullVal * 1024.0 for value in values)
+        gpu.nvlink = (values[0].timestamp, received, sent)
+        if before is None or (passed_s := (values[0].timestamp - before[0]) / 1e6) <= 0:
+            return {}
+        return {
+            "nvlink_rx_bytes_per_s": max(0.0, received - before[1]) / passed_s,
+            "nvlink_tx_bytes_per_s": max(0.0, sent - before[2]) / passed_s,
+        }
 
     def _sample_pcie(self, gpu: _Gpu) -> None:
         """Measure the PCIe traffic of one GPU for its next reading: NVML watches it for 20 ms in either direction, so

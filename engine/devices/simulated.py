@@ -33,6 +33,10 @@ _IDLE = DeviceSensors(
     ecc_errors=0,
     xid_errors=(),
     fan=0.3,
+    nvlink_links=4,
+    max_nvlink_links=4,
+    nvlink_rx_bytes_per_s=0.0,
+    nvlink_tx_bytes_per_s=0.0,
 )
 _FORM = "use sim:GIB,GIB, for example sim:24,24"
 
@@ -103,6 +107,8 @@ def under_load(reading: DeviceReading, utilisation: float) -> DeviceReading:
             pcie_rx_bytes_per_s=9e8 * utilisation,
             pcie_tx_bytes_per_s=4e8 * utilisation,
             fan=1.0 if hot else 0.3 + 0.5 * utilisation,
+            nvlink_rx_bytes_per_s=2e9 * utilisation,
+            nvlink_tx_bytes_per_s=2e9 * utilisation,
         ),
     )
 

@@ -66,7 +66,7 @@ def cells(table: ModelTable, name: str) -> list[str]:
 async def foretold(pilot: Pilot[None]) -> None:
     """The Models screen, once it says whether the selected model fits."""
     await listed(pilot)
-    await until(pilot, lambda: "fit" in selected(pilot))
+    await until(pilot, lambda: "fit" in selected(pilot).lower())
 
 
 def shows(

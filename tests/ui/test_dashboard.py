@@ -11,6 +11,7 @@ from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dashboard.panels.session import SessionPanel
 from console.tui.screens.dashboard.panels.throughput import limit_legend
+from console.tui.screens.dashboard.panels.workers import WorkersPanel
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.row_actions import curl_body
 from console.tui.widgets.graph import Span
@@ -19,7 +20,7 @@ from engine.backends.base import StepLimit
 from engine.errors import ErrorInfo
 from engine.requests.causes import Cause, describe_all
 from engine.snapshot import Snapshot
-from tests.fakes import request_scenes, scenes
+from tests.fakes import fleet_scenes, request_scenes, scenes
 from tests.fakes.link import FakeLink
 from tests.ui.seen import rows, screen_text, shows, until
 
@@ -81,6 +82,29 @@ async def test_eight_gpus_fit_100x30_with_eight_workers_and_requests_to_work_wit
     assert all(f" w{index} " in seen for index in range(8))
     assert seen.count("● decode") >= 5
     assert "out tok/s" in seen
+
+
+async def test_of_many_workers_those_that_are_not_ready_come_first_and_the_frame_counts_them() -> None:
+    workers = [scenes.worker(index % 8, id=f"w{index}") for index in range(16)]
+    workers[9] = msgspec.structs.replace(workers[9], state="loading")
+    workers[12] = msgspec.structs.replace(workers[12], state="failed", last_error=fleet_scenes.left_dead("w12"))
+    snapshot = scenes.changed(scenes.eight_gpus(), workers=tuple(workers), target_workers=16, models=())
+    app = EricApp(FakeLink(snapshot))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: "14 of 16 ready, 1 loading, 1 dead" in screen_text(app))
+        table = app.screen.query_one(WorkersPanel).table
+        await until(pilot, lambda: [row.key for row in table.rows[:3]] == ["w12", "w9", "w0"])
+
+
+async def test_without_a_request_for_a_minute_the_graphs_have_the_room_of_the_requests() -> None:
+    link = FakeLink(scenes.cpu_idle())
+    app = EricApp(link)
+    async with app.run_test(size=(160, 48)) as pilot:
+        graphs = app.screen.query_one("#overview")
+        await until(pilot, lambda: graphs.size.height > 35)
+        link.show(scenes.busy())
+        app.refresh_screen()
+        await until(pilot, lambda: graphs.size.height < 30)
 
 
 async def test_more_workers_than_there_is_room_for_are_scrolled_to() -> None:
@@ -244,7 +268,7 @@ def test_the_busy_dashboard_looks_right_on_a_small_terminal_in_the_light_theme(s
 def test_eight_gpus_have_a_row_each_on_100x30() -> None:
     devices = [f"GPU{number} " for number in range(8)]
     workers = [f"w{number}  GPU{number}" for number in range(8)]
-    rest = "Requests", "req-00000000", "req-00056075", "x Cancel"
+    rest = "Requests", "req-00000000", "req-00056075", "⏎ Open"
     app = EricApp(FakeLink(scenes.eight_gpus()))
     assert shows(app, "■ weights", *devices, "Workers", *workers, *rest, terminal_size=(100, 30))
 

@@ -32,6 +32,10 @@ SENSORS = DeviceSensors(
     ecc_errors=2,
     xid_errors=(79,),
     fan=0.45,
+    nvlink_links=18,
+    max_nvlink_links=18,
+    nvlink_rx_bytes_per_s=4.0 * 2**30,
+    nvlink_tx_bytes_per_s=3.0 * 2**30,
 )
 
 
@@ -53,7 +57,8 @@ async def test_every_reading_is_on_the_page(size: tuple[int, int]) -> None:
             "ECC errors    2",
             "Xid errors    79",
             "fan           45%",
-            "python (4242) 1.0 GiB",
+            "NVLink        18 of 18 links · in 4.0 GiB/s · out 3.0 GiB/s",
+            "1.0 GiB     4242  python  worker",
         ):
             assert words in seen, words
         await pilot.press("escape")
@@ -65,7 +70,7 @@ def test_an_absent_reading_is_n_a_and_never_zero() -> None:
     lines = device_blocks(scenes.busy(devices=(bare,))).plain.splitlines()
     absent = {line.split("  ")[1].strip() for line in lines if line.endswith("n/a")}
     readings = ("utilisation", "power", "temperature", "SM clock", "memory clock", "throttling", "PCIe")
-    assert absent >= {*readings, "ECC errors", "Xid errors", "fan"}
+    assert absent >= {*readings, "NVLink", "ECC errors", "Xid errors", "fan"}
 
 
 def test_simulated_devices_play_every_reading() -> None:

@@ -60,6 +60,9 @@ class Card:
     ecc: int | None = None
     fan: int | None = None
     xids: list[int] | None = None
+    nvlinks: Sequence[int] = ()
+    nvlink_kib: int = 0
+    """Received by each read of its counters, which are a second apart; half as much is sent."""
 
 
 def mig_slice(uuid: str, gib: int, **readings: Any) -> Card:
@@ -82,11 +85,24 @@ class FakeNvml:
 
     def __post_init__(self) -> None:
         self.calls: list[str] = []
+        self.reads = 0
 
     def _pcie_throughput(self, card: Card, counter: int) -> int:
         self.calls.append(card.uuid)
         kib_per_s: int = _given(card.pcie_kib_per_s.get(counter))
         return kib_per_s
+
+    def _nvlink_counters(self, card: Card, fields: Sequence[tuple[int, int]]) -> list[SimpleNamespace]:
+        self.reads += 1
+        per_read = {139: card.nvlink_kib, 138: card.nvlink_kib // 2}
+        return [
+            SimpleNamespace(
+                nvmlReturn=0,
+                timestamp=self.reads * 1_000_000,
+                value=SimpleNamespace(ullVal=self.reads * per_read[name]),
+            )
+            for name, _ in fields
+        ]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         answers: Mapping[str, Callable[..., Any]] = {
@@ -110,6 +126,8 @@ class FakeNvml:
             "nvmlDeviceGetPcieThroughput": self._pcie_throughput,
             "nvmlDeviceGetTotalEccErrors": lambda card, kind, counter: _given(card.ecc),
             "nvmlDeviceGetFanSpeed": lambda card: _given(card.fan),
+            "nvmlDeviceGetNvLinkState": lambda card, link: _given(dict(enumerate(card.nvlinks)).get(link)),
+            "nvmlDeviceGetFieldValues": self._nvlink_counters,
             "nvmlEventSetCreate": list,
             "nvmlDeviceRegisterEvents": lambda card, kind, events: events.append(_given(card.xids)),
             "nvmlEventSetFree": lambda events: events.clear(),
@@ -216,6 +234,15 @@ def test_sensors_are_read_in_words_and_units(machine: Machine) -> None:
     )
     assert [(each.pid, each.used_bytes) for each in gpu.own] == [(7, 12 * GIB)]
     assert [each.pid for each in gpu.others] == [8]
+
+
+def test_nvlink_is_read_as_links_that_are_up_and_bytes_over_all_of_them(machine: Machine) -> None:
+    probe = machine(Card(nvlinks=[1, 1, 0], nvlink_kib=2000))
+    for _ in range(3):
+        [gpu] = probe.read()
+    assert gpu.sensors is not None
+    assert (gpu.sensors.nvlink_links, gpu.sensors.max_nvlink_links) == (2, 3)
+    assert (gpu.sensors.nvlink_rx_bytes_per_s, gpu.sensors.nvlink_tx_bytes_per_s) == (2000 * 1024, 1000 * 1024)
 
 
 def test_sensors_that_a_card_does_not_have_are_absent_and_never_0(machine: Machine) -> None:

@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
-from textual.dom import DOMNode
 
 from console.tui.keymap import API_SWITCH, DRAIN, KNOBS, READOUT
 from console.tui.screens.dashboard.panels import DashboardPanel, Place, discover
@@ -67,15 +66,9 @@ class DashboardScreen(RequestActions, AdvisedScreen):
                 yield from at("right")
         yield from at("bottom")
 
-    def offers(self, node: DOMNode, binding: Binding) -> bool:
+    def key_states(self, view: View) -> dict[str, bool | str]:
         """Offer to show a worker where there is one."""
-        if binding.id == "worker.open" and not self.console.view.snapshot.workers:
-            return False
-        return super().offers(node, binding)
-
-    def key_conditions(self, view: View) -> tuple[object, ...]:
-        """Whether there is a worker."""
-        return (*super().key_conditions(view), bool(view.snapshot.workers))
+        return super().key_states(view) | {"worker.open": bool(view.snapshot.workers)}
 
     def on_resize(self) -> None:
         """Devices take another form, of another height."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -20,10 +20,11 @@ from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.plot import meter
 from engine.devices.health import harmful_throttling
-from engine.snapshot import DeviceReading, DeviceSensors, DeviceWork, ProcessMemory, Snapshot
+from engine.snapshot import DeviceReading, DeviceSensors, DeviceWork, Snapshot
 
 _LABEL = 14
 _BAR = 24
+_MAX_PROCESSES, _NAME_CELLS = 8, 32
 _ABSENT = ("n/a", "$muted")
 _NONE = DeviceSensors()
 
@@ -136,7 +137,7 @@ def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str,
     if device.kind == "cpu":
         if device.temperature_c is not None:
             yield "temperature", _temperature(device)
-        yield "processes", _processes((*device.own, *device.others))
+        yield from _processes(device)
         return
     yield "power", _of(device.power_w, device.power_limit_w, "W")
     yield "temperature", _temperature(device)
@@ -144,11 +145,12 @@ def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str,
     yield "memory clock", _of(sensors.memory_clock_mhz, sensors.max_memory_clock_mhz, "MHz")
     yield "throttling", _throttling(device)
     yield "PCIe", _pcie(sensors)
+    yield "NVLink", _nvlink(sensors)
     yield "ECC errors", _errors(None if sensors.ecc_errors is None else str(sensors.ecc_errors), "0")
     xids = None if sensors.xid_errors is None else ", ".join(map(str, sensors.xid_errors)) or "none"
     yield "Xid errors", _errors(xids, "none")
     yield "fan", None if sensors.fan is None else Content(text.percent(sensors.fan))
-    yield "processes", _processes((*device.own, *device.others))
+    yield from _processes(device)
 
 
 def _against_peak(value: float, peak: float | None, unit: str, unknown: str) -> Content:
@@ -196,9 +198,23 @@ def _pcie(sensors: DeviceSensors) -> Content | None:
         generation is not None and f"gen {generation}{_limit(sensors.max_pcie_generation)}",
         width is not None and f"x{width}{_limit(sensors.max_pcie_width)}",
     ]
-    for way, value in (("in", sensors.pcie_rx_bytes_per_s), ("out", sensors.pcie_tx_bytes_per_s)):
-        parts.append(value is not None and f"{way} {text.size(value)}/s")
-    return _joined(*parts)
+    return _joined(*parts, *_traffic(sensors.pcie_rx_bytes_per_s, sensors.pcie_tx_bytes_per_s))
+
+
+def _nvlink(sensors: DeviceSensors) -> Content | None:
+    links = sensors.nvlink_links
+    if links is None:
+        return None
+    return _joined(
+        f"{links}{_limit(sensors.max_nvlink_links)} links",
+        *_traffic(sensors.nvlink_rx_bytes_per_s, sensors.nvlink_tx_bytes_per_s),
+    )
+
+
+def _traffic(received: float | None, sent: float | None) -> Iterator[str]:
+    for way, value in (("in", received), ("out", sent)):
+        if value is not None:
+            yield f"{way} {text.size(value)}/s"
 
 
 def _limit(value: int | None) -> str:
@@ -209,10 +225,15 @@ def _errors(shown: str | None, fine: str) -> Content | None:
     return None if shown is None else Content.styled(shown, "" if shown == fine else "bold $error")
 
 
-def _processes(found: Sequence[ProcessMemory]) -> Content | None:
-    largest = sorted(found, key=lambda process: -process.used_bytes)
-    named = [
-        f"{process.name.rpartition('/')[2] or 'process'} ({process.pid}) {text.size(process.used_bytes)}"
-        for process in largest
-    ]
-    return Content(", ".join(named)) if named else None
+def _processes(device: DeviceReading) -> Iterator[tuple[str, Content | None]]:
+    """A row for each process with memory there, the largest first."""
+    found = sorted((*device.own, *device.others), key=lambda process: -process.used_bytes)
+    if not found:
+        yield "processes", None
+    for at, process in enumerate(found[:_MAX_PROCESSES]):
+        size = text.size(process.used_bytes) if process.used_bytes else "–"
+        name = text.clip(process.name.rpartition("/")[2] or "process", _NAME_CELLS)
+        whose = ("  worker", "$muted") if process in device.own else ""
+        yield ("" if at else "processes"), Content.assemble(f"{size:>9}  {process.pid:>7}  {name}", whose)
+    if (more := len(found) - _MAX_PROCESSES) > 0:
+        yield "", Content.styled(f"and {more} more", "$muted")

@@ -283,6 +283,7 @@ class ModelPanel(Vertical):
     ModelPanel LoadFormView.-broken { display: none; }
     ModelPanel #brief { height: auto; max-height: 3; }
     ModelPanel #model-body { height: auto; max-height: 60vh; scrollbar-size-vertical: 1; }
+    ModelPanel #hint.-empty { display: none; }
     ModelPanel #hint {
         height: auto;
         link-style: none; link-color: $primary; link-background: transparent;
@@ -314,9 +315,7 @@ class ModelPanel(Vertical):
             yield ModelDetails()
             yield LoadFormView()
             yield FitPreview()
-        hint = Static("", id="hint", markup=False)
-        hint.display = False
-        yield hint
+        yield Static("", id="hint", classes="-empty", markup=False)
 
     @property
     def models(self) -> ModelsLink:
@@ -331,7 +330,7 @@ class ModelPanel(Vertical):
         if not hint.is_same(self._hint):
             self._hint = hint
             line = self.query_one("#hint", Static)
-            line.display = bool(hint)
+            line.set_class(not hint, "-empty")
             line.update(for_terminal(self.app, hint))
         if (entry, moment) == (self._entry, self._moment):
             return

@@ -16,7 +16,7 @@ from console.text import device_label
 from console.tui.screens.dashboard.panels import DashboardPanel, Place
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
-from console.tui.widgets.panel import refresh_rows, set_title
+from console.tui.widgets.panel import refresh_rows, set_subtitle, set_title
 from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
 from engine.devices.health import harmful_throttling
 from engine.snapshot import DeviceReading, ProcessMemory, Second
@@ -204,7 +204,8 @@ def paired_rows(panel: Panel) -> list[Content]:
 def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     """One row each with what it was, is and holds. numbers: GiB of each kind in columns, under a head that is the
     legend too."""
-    readings = [Content("  ").join(_readings(device)) for device in panel.devices]
+    has_room = panel.width >= _BANDWIDTH_WIDTH
+    readings = [Content("  ").join(_readings(device, bandwidth=has_room)) for device in panel.devices]
     readings_width = max((each.cell_length for each in readings), default=0)
     used = max((len(_used_text(device)) for device in panel.devices), default=0)
     fixed = (
@@ -261,7 +262,7 @@ def other_processes(devices: Sequence[DeviceReading], width: int) -> list[Conten
 
 def _detail(panel: Panel, at: int, label: int) -> list[Content]:
     device, width = panel.devices[at], panel.width
-    readings = Content("   ").join(_readings(device))
+    readings = Content("   ").join(_readings(device, bandwidth=True))
     name = text.clip(device.name, width - label - readings.cell_length - 1)
     title = Content.assemble((f"{device_label(device):<{label}}", "bold $foreground"), (name, "$muted"))
     used = f"{_used_text(device)} GiB"
@@ -330,7 +331,8 @@ def _used_text(device: DeviceReading) -> str:
     return f"{text.gib(device.total_bytes - device.free_bytes)}/{total}".rjust(2 * len(total) + 1)
 
 
-def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
+def _readings(device: DeviceReading, *, brief: bool = False, bandwidth: bool = False) -> list[Content]:
+    """bandwidth: also the share of time in which its memory was read or written."""
     found: list[Content] = []
     if device.temperature_c is not None:
         hot = device.temperature_c >= HOT_C
@@ -338,6 +340,9 @@ def _readings(device: DeviceReading, *, brief: bool = False) -> list[Content]:
     if device.power_w is not None:
         limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
         found.append(Content(f"{device.power_w:.0f}{limit} W"))
+    if bandwidth and device.sensors is not None and device.sensors.memory_utilisation is not None:
+        share = text.percent(device.sensors.memory_utilisation)
+        found.insert(0, Content.assemble(("mem interface ", "$muted"), f"{share:>4}"))
     if device.sensors is not None and device.sensors.xid_errors:
         found.insert(0, Content.styled(f"Xid {device.sensors.xid_errors[-1]}", "$error"))
     if harmful_throttling(device):
@@ -356,6 +361,7 @@ _DETAILED_WIDTH = 56
 _PAIRED_WIDTH = 72
 _TABLE_WIDTH = 90
 _NUMBERS_WIDTH = 108
+_BANDWIDTH_WIDTH = 140
 
 
 class DevicesPanel(DashboardPanel):
@@ -386,13 +392,13 @@ class DevicesPanel(DashboardPanel):
         if devices == self._devices and newest == self._history[-1:]:
             return
         self._devices, self._history = devices, snapshot.history
-        set_title(self, self._heading())
+        self._frame()
         before, self._shown = self._shown, self._lines(self.size.width)
         refresh_rows(self, before, self._shown)
 
     def fit(self) -> None:
         """The screen has another size: so may the form have."""
-        set_title(self, self._heading())
+        self._frame()
         self._shown = self._lines(self.size.width)
         self.refresh(layout=True)
 
@@ -403,6 +409,19 @@ class DevicesPanel(DashboardPanel):
     def render(self) -> Content:
         """All lines."""
         return Content("\n").join(self._lines(self.size.width))
+
+    def _frame(self) -> None:
+        """Title, and what the small graphs show where no line says it."""
+        set_title(self, self._heading())
+        width = self.size.width
+        if is_many(self._devices):
+            has_graphs = width >= _TABLE_WIDTH and not self._has_numbers(width)
+        else:
+            has_graphs = self._is_detailed(width)
+        set_subtitle(self, f"graphs: 0 to 100%, last {SPAN_S // 60} min" if has_graphs else "")
+
+    def _is_detailed(self, width: int) -> bool:
+        return self.screen.has_class("-tall") and width >= _DETAILED_WIDTH
 
     def _heading(self) -> Content:
         """Return the title, with the legend where no line has it."""
@@ -432,7 +451,7 @@ class DevicesPanel(DashboardPanel):
     def _form(self, panel: Panel, *, short: bool) -> list[Content]:
         width = panel.width
         if not is_many(panel.devices):
-            if self.screen.has_class("-tall") and width >= _DETAILED_WIDTH:
+            if self._is_detailed(width):
                 return detailed_rows(panel)
             return brief_rows(panel, numbers=not short)
         if width >= _TABLE_WIDTH:

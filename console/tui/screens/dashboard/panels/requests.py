@@ -20,7 +20,7 @@ from engine.snapshot import RequestRow, Snapshot
 _BAR = 16
 _ORDER = {"decode": 0, "prefill": 1, "queued": 2, "finished": 3}
 _LIVE_COLUMNS = (
-    Column("id", 8, grow=8),
+    Column("id", 12, grow=4),
     Column("client", 12, grow=24, drop=4),
     Column("state", 11),
     Column("worker", 6, drop=1),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from textual.app import ComposeResult
+from textual.content import Content
 from textual.message import Message
 
 from console import text
@@ -13,12 +17,17 @@ from console.text import devices_name
 from console.tui.load_pace import LoadPaces, Pace
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
-from console.tui.widgets.panel import set_subtitle
-from console.tui.widgets.states import worker_state
+from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.panel import set_title
+from console.tui.widgets.states import is_dead, worker_state
 from console.tui.widgets.table import Cell, Column, OpeningTable, Row, Table, cell
 from console.tui.widgets.worker_text import failure_text, num_slots, time_left
-from engine.snapshot import Snapshot, WorkerReading
+from engine.snapshot import Snapshot, WorkerReading, WorkerState
 
+_URGENCY: Mapping[WorkerState, int] = MappingProxyType(
+    {"failed": 0, "restarting": 1, "loading": 2, "starting": 2, "draining": 3, "stopping": 3, "ready": 4}
+)
+_ALWAYS_SEEN = 3
 _MODEL_CELLS = 8
 _OTHER_CELLS = 40
 
@@ -60,18 +69,32 @@ class WorkersPanel(DashboardPanel):
             worker_row(
                 worker, brief=medium and (several or worker.id in paces), model=several, pace=paces.get(worker.id)
             )
-            for worker in workers
+            for worker in in_order(workers)
         ]
         shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
         self.table.show(rows, empty=_empty(snapshot, view.link_status), columns=shown)
-        ready = sum(worker.state == "ready" for worker in workers)
         wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
-        set_subtitle(self, f"{ready} of {wanted} ready" if workers else "")
+        summary = (f" · {workers_text(workers, wanted)}", "$muted") if workers else ""
+        set_title(self, for_terminal(self.app, Content.assemble(self.TITLE, summary)))
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter, or two clicks."""
         event.stop()
         self.post_message(self.Opened(event.key))
+
+
+def in_order(workers: Sequence[WorkerReading]) -> Sequence[WorkerReading]:
+    """Those that are not ready first, where there are more than are seen at once."""
+    if len(workers) <= _ALWAYS_SEEN:
+        return workers
+    return sorted(workers, key=lambda worker: (_URGENCY[worker.state], not is_dead(worker)))
+
+
+def workers_text(workers: Sequence[WorkerReading], wanted: int) -> str:
+    """ "61 of 64 ready, 2 loading, 1 dead"."""
+    ready = sum(worker.state == "ready" for worker in workers)
+    others = Counter(worker_state(worker).word for worker in workers if worker.state != "ready")
+    return ", ".join([f"{ready} of {wanted} ready", *(f"{count} {word}" for word, count in others.most_common())])
 
 
 def columns(workers: tuple[WorkerReading, ...], *, room: int | None = None) -> tuple[Column, ...]:
