@@ -113,7 +113,7 @@ async def _reload(runtime: Runtime) -> None:
             _say(f"{runtime.live_settings.path()} reloaded; {how}: {', '.join(names)}")
     if not used and not later:
         has_file = is_file(Path(runtime.live_settings.path()))
-        _say(f"{runtime.live_settings.path()} {'was read again' if has_file else 'does not exist'}; no changes")
+        _say(f"{runtime.live_settings.path()} {'was reloaded' if has_file else 'does not exist'}; no changes")
 
 
 class _Stop:

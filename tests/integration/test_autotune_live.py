@@ -201,7 +201,7 @@ async def test_the_demo_is_tuned_put_back_kept_and_used_when_it_is_asked_for(tmp
     runtime = Runtime(Settings(api=False, worker_host="thread"), state_dir=tmp_path)
     await runtime.start()
     try:
-        with pytest.raises(InvalidRequest, match="nothing was found yet"):
+        with pytest.raises(InvalidRequest, match="No result to apply yet"):
             await runtime.tuning.use_best()
         await runtime.load("demo")
         before = await at(runtime.engine)
@@ -246,7 +246,7 @@ async def test_a_best_that_breaks_the_slo_is_never_put_to_use_and_a_file_that_ca
         assert (report.state, report.applied, await at(runtime.engine)) == ("done", False, before)
         assert report.mix == "prompts of 16 tokens, answers of 8"
         assert re.search("misses the latency SLO, closest", report.outcome), report.outcome
-        assert "So it is not applied" in report.outcome
+        assert "Not applied" in report.outcome
         assert "The result could not be saved" in report.outcome and "tuned.json cannot be written" in report.outcome
         with pytest.raises(InvalidRequest, match="misses the latency SLO"):
             await runtime.tuning.use_best()

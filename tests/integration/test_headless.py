@@ -188,14 +188,14 @@ def test_without_a_terminal_a_hang_up_has_the_settings_read_again(
         server.wait_for(said)
 
     reload("max_prompts = 3\n", f"{config} was reloaded; no changes")
-    reload("max_prompts = 5\ndrain_seconds = 9\nport = 1\n", "used now: max_prompts$")
+    reload("max_prompts = 5\ndrain_seconds = 9\nport = 1\n", "applied: max_prompts$")
     server.wait_for("applies to the next load or start: port$")
     reload("max_prompts = 'many'\n", f"settings unchanged: 'max_prompts' in {config} many: ")
     reload("max_prompts = [\n", f"settings unchanged: {config} cannot be read: ")
-    reload("max_prompts = 4\n", "used now: max_prompts$")
+    reload("max_prompts = 4\n", "applied: max_prompts$")
     if not any("max_prompts 5 -> 4" in line for line in server.lines):  # a thread writes the log: before or after
         server.wait_for("max_prompts 5 -> 4")
-    reload("", "used now: max_prompts$")
+    reload("", "applied: max_prompts$")
     config.unlink()
     server.process.send_signal(signal.SIGHUP)
     server.wait_for(f"{config} does not exist; no changes")
