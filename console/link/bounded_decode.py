@@ -19,8 +19,8 @@ MAX_MSGPACK_BYTES = 4 * 2**20
 MAX_MSGPACK_CONTAINERS = 150_000
 """Bytes that may begin a list or a dict, those of text and numbers that look so among them."""
 
-MAX_VALUES = 250_000
-"""In one value, lists and dicts with all that they hold: a snapshot of 5,000 requests has half as many."""
+MAX_VALUES = 300_000
+"""In one value, lists and dicts with all that they hold: more than a snapshot of 10,000 requests has."""
 
 MAX_ITEMS = 20_000
 """In one list: a screen that shows it draws some of them, and looks at all."""

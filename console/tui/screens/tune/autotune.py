@@ -170,7 +170,7 @@ class TuneFormScreen(TableForm):
         accept_key("Start"),
         Binding("ctrl+s,ctrl+r", "start", "Start", id="tune.start", tooltip="Start autotune", show=False),
         Binding(
-            "ctrl+o",
+            "ctrl+o,ctrl+l",
             "advanced",
             "Advanced",
             id="tune.advanced",
