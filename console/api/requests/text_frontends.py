@@ -169,7 +169,7 @@ class LiveGeneration:
 
     @property
     def why(self) -> WhyField:
-        """What its time went into, as Generation has it."""
+        """Causes of its time, as Generation has them."""
         return self._generation.why
 
     @property

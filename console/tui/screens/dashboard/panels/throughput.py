@@ -162,9 +162,9 @@ def limit_legend(span: Span, *, lettered: bool = False) -> list[Content]:
     """Each limit of the span in words with its sign: the one now, then the most frequent, and no work last; nothing
     where none is known."""
     since = span.history[-1].at - span.seconds if span.history else 0.0
-    known = [sample.limit for sample in span.history if sample.at > since and sample.limit is not None]
-    frequent = (limit for limit, _ in Counter(known).most_common())
-    order = sorted(frequent, key=lambda limit: (limit == "none", limit != known[-1]))
+    limits = [sample.limit for sample in span.history if sample.at > since and sample.limit is not None]
+    frequent = (limit for limit, _ in Counter(limits).most_common())
+    order = sorted(frequent, key=lambda limit: (limit == "none", limit != limits[-1]))
     return [Content.assemble(_limit_sign(limit, lettered), (f" {_LIMITS[limit].words}  ", "$muted")) for limit in order]
 
 
