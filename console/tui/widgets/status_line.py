@@ -96,10 +96,10 @@ def _joined(parts: Sequence[_Part]) -> Content:
 
 def _reduced(parts: Sequence[_Part], room: int) -> Content:
     """The parts that there is room for: what is well goes before what is not."""
-    kept = list(parts)
-    while _joined(kept).cell_length > room and (spare := max(kept, key=lambda part: part.drop)).drop:
-        kept.remove(spare)
-    return _joined(kept).truncate(room, ellipsis=True)
+    shown = list(parts)
+    while _joined(shown).cell_length > room and (spare := max(shown, key=lambda part: part.drop)).drop:
+        shown.remove(spare)
+    return _joined(shown).truncate(room, ellipsis=True)
 
 
 def _parts(view: _View, brevity: int, room: int) -> list[_Part]:
@@ -131,7 +131,7 @@ def _parts(view: _View, brevity: int, room: int) -> list[_Part]:
 
 
 def _room(room: int, others: Sequence[_Part]) -> int:
-    """What the others leave for one more part."""
+    """Return the room that the others leave for one more part."""
     return room - sum(part.content.cell_length + 3 for part in others)
 
 
