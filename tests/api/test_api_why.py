@@ -1,4 +1,4 @@
-"""What the time of an answer went into, over HTTP: from the arrival of its request until its client has read the end."""
+"""Causes of the time of an answer over HTTP: from the arrival of its request until its client has read the end."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class ThroughputPanel(DashboardPanel):
             self.query_one(f"#{name}", Graph).show(title, span)
 
     def _show_advice(self, why: Why) -> None:
-        """Name in the frame what takes the time of requests, where Session is not shown or has fewer than three rows."""
+        """Name in the frame what takes the time of requests, where Session is hidden or has fewer than three rows."""
         has_room = any(panel.display and panel.size.height > 2 for panel in self.screen.query("#session"))
         advice = "" if has_room else advice_line(why)
         title = Content.assemble(self.TITLE, (" · ", "$muted"), (advice, "$warning")) if advice else Content(self.TITLE)
