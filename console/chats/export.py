@@ -17,6 +17,11 @@ from engine.errors import InvalidRequest
 # The code blocks of an answer, from its source: no border, no wrapped line, no blank that a screen added. Pure.
 
 
+def may_have_code(markdown: str) -> bool:
+    """Return whether there may be a code block, without parsing."""
+    return any(sign in f"\n{markdown}" for sign in ("```", "~~~", "\n    ", "\n\t"))
+
+
 def code_blocks(markdown: str) -> list[str]:
     """The text of each block, in order; one that has not ended yet is among them."""
     return [token.content for token in MarkdownIt().parse(markdown) if token.type in ("fence", "code_block")]

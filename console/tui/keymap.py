@@ -70,7 +70,7 @@ KNOBS: tuple[ConsoleBinding, ...] = (
         group=PROMPTS,
     ),
 )
-KNOB_IDS = frozenset(each.id for each in KNOBS)
+KNOB_IDS = tuple(each.id for each in KNOBS if each.id)
 DRAIN = ConsoleBinding(
     "D",
     "app.toggle_drain",

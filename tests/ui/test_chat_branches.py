@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from console.chats import ChatSettings, ChatStore, OpenChat, TurnNote
 from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.chat.prose import Prose
 from console.tui.screens.chat.turn import Foot
+from engine.backends.base import FinishReason
 from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -71,7 +74,7 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
         await opened(pilot)
         await pilot.press("alt+n")
         await until(pilot, lambda: len(app._notifications) == 1)
-        assert "no more branches" in next(iter(app._notifications)).message
+        assert "No more branches" in next(iter(app._notifications)).message
         assert answers(pilot) == ["two"]
 
 
@@ -90,7 +93,9 @@ async def test_the_model_goes_on_with_its_own_answer(tmp_path: Path) -> None:
     assert [turn.content for turn in kept(chats).all()] == ["Q", "It is fast indeed"]
 
 
-@pytest.mark.parametrize(("key", "words"), [("ctrl+t", "no answer to go on with"), ("ctrl+r", "no question to ask")])
+@pytest.mark.parametrize(
+    ("key", "words"), [("ctrl+t", "No answer to continue"), ("ctrl+r", "No question to regenerate")]
+)
 async def test_with_nothing_said_there_is_nothing_to_repeat_or_continue(key: str, words: str) -> None:
     app = console(FakeLink())
     async with app.run_test(notifications=True) as pilot:
@@ -108,7 +113,7 @@ async def test_without_a_model_nothing_is_repeated_or_continued(key: str, tmp_pa
         await opened(pilot)
         await pilot.press(key)
         await until(pilot, lambda: len(app._notifications) == 1)
-        assert "No model is loaded" in next(iter(app._notifications)).message
+        assert "No model loaded" in next(iter(app._notifications)).message
         assert answers(pilot) == ["A"]
 
 
@@ -138,6 +143,26 @@ async def test_an_answer_that_failed_before_its_first_word_leaves_no_branch(tmp_
     assert [turn.content for turn in kept(chats).all()] == ["Q", "now"]
 
 
+@pytest.mark.parametrize(
+    ("text", "finish", "continues", "has_code"),
+    [("A", "stop", False, False), ("A", "length", True, False), ("```\ncode\n```", "stop", False, True)],
+)
+async def test_continue_and_code_are_offered_where_they_do_something(
+    tmp_path: Path, text: str, finish: FinishReason, continues: bool, has_code: bool
+) -> None:
+    chats = tmp_path / "chats.db"
+    store = ChatStore(chats)
+    chat = OpenChat(store, None, ChatSettings())
+    chat.ask("Q")
+    turn = chat.begin_answer(chat.branches[0], "demo")
+    chat.keep(msgspec.structs.replace(turn, content=text, note=TurnNote(finish=finish), unfinished=False))
+    store.close()
+    async with console(FakeLink(), chats).run_test(size=(100, 40)) as pilot:
+        await opened(pilot)
+        await until(pilot, lambda: "[again]" in foot(pilot))
+        assert ("[continue]" in foot(pilot), "[code]" in foot(pilot)) == (continues, has_code)
+
+
 async def test_actions_are_offered_beneath_the_last_turn_and_the_selected_one() -> None:
     link = FakeLink(answer="A")
     async with console(link).run_test(size=(100, 40)) as pilot:
@@ -145,7 +170,7 @@ async def test_actions_are_offered_beneath_the_last_turn_and_the_selected_one() 
         await asked(pilot, "one")
         await asked(pilot, "two")
         feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
-        assert ["[continue]" in each for each in feet] == [False, False, False, True]
+        assert ["[again]" in each for each in feet] == [False, False, False, True]
         await pilot.click(panes(pilot)[0].turn_widgets()[0])
         feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
         assert feet[0] == "[edit]  [copy]  [delete]"

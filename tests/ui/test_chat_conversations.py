@@ -225,7 +225,7 @@ async def test_the_draft_is_counted_once_typing_rests_against_the_context(chats:
         await until(pilot, lambda: "left for the answer" in count(pilot))
         link.conversation.context = 28
         await pilot.press(*" more")
-        await until(pilot, lambda: "too many" in count(pilot))
+        await until(pilot, lambda: "over" in count(pilot))
 
 
 async def test_counting_never_holds_the_keys() -> None:
@@ -262,7 +262,7 @@ def test_the_count_warns_before_nothing_is_left_for_the_answer() -> None:
     assert count_line(near) == ("7,700 + 48 of 8,192 tokens · 444 left for the answer", True)
     assert count_line(near, max_tokens=400) == ("7,700 + 48 of 8,192 tokens", False)
     full = DraftCount(history=8190, draft=4, context=8192)
-    assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 too many", True)
+    assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 over", True)
     assert count_line(DraftCount(history=5, draft=4, context=0)) == ("5 + 4 tokens", False)
 
 
@@ -314,8 +314,9 @@ async def test_every_action_of_the_chat_is_in_the_palette_while_typing() -> None
     from console.tui.commands import entries
     from console.tui.screens.chat.screen import CHAT_BINDINGS
 
-    async with console(FakeLink()).run_test() as pilot:
+    async with console(FakeLink(answer="    code")).run_test() as pilot:
         await opened(pilot)
+        await asked(pilot, "Q")
         offered = {entry.title for entry in entries(pilot.app.screen)}
         idle = {binding.tooltip for binding in CHAT_BINDINGS if binding.id != "chat.stop"}  # type: ignore[union-attr]
         assert idle <= offered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from textual.events import Key
 
@@ -11,9 +13,10 @@ from console.tui.screens.chat.conversation_list import ChatList
 from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.help import HelpScreen
+from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.chatting import answers, asked, console, ended, opened, questions
-from tests.ui.seen import rows, until
+from tests.ui.chatting import answers, asked, console, ended, fill, opened, questions
+from tests.ui.seen import rows, screen_text, until
 
 LETTERS = "What a? [] +- q m n I 123"
 KEYS = {
@@ -101,6 +104,7 @@ async def test_no_key_is_offered_that_would_be_typed() -> None:
     app = console(FakeLink())
     async with app.run_test(size=(140, 30)) as pilot:
         await opened(pilot)
+        await asked(pilot, "Q")
         for leave in ((), ("escape",)):
             await pilot.press(*leave)
             await pilot.pause()
@@ -109,6 +113,41 @@ async def test_no_key_is_offered_that_would_be_typed() -> None:
         found = {entry.title: entry.keys for entry in entries(app.screen)}
         assert found["Show recent alerts"] == ""
         assert found["Copy the selected message, or the last answer"] == "^y or alt+y"
+
+
+async def test_the_frame_of_the_box_says_whether_keys_type_or_act_on_the_conversation(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.db"
+    fill(chats, "one", "1")
+    app = console(FakeLink(), chats)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot)
+        assert "Typing" in screen_text(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "Reading: arrows scroll" in screen_text(app))
+        await pilot.press("x")
+        await until(pilot, lambda: "Typing" in screen_text(app))
+        await pilot.press("alt+e")
+        await until(pilot, lambda: "Edit the question" in screen_text(app))
+
+
+async def test_an_empty_chat_offers_to_send_and_nothing_that_needs_a_question_or_an_answer() -> None:
+    app = console(FakeLink(answer="A"))
+    async with app.run_test(size=(160, 40)) as pilot:
+        await opened(pilot)
+        await until(pilot, lambda: "Send" in rows(app)[-1])
+        for label in ("Regenerate", "Continue", "Edit", "Copy"):
+            assert label not in rows(app)[-1]
+        await asked(pilot, "Q")
+        await until(pilot, lambda: all(label in rows(app)[-1] for label in ("Regenerate", "Continue", "Edit", "Copy")))
+
+
+async def test_without_a_model_there_is_nothing_to_send_and_enter_says_why() -> None:
+    app = console(FakeLink(scenes.empty()))
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        await opened(pilot)
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: "No model loaded" in screen_text(app) and box(app).text == "x")
+        assert "Send" not in rows(app)[-1]
 
 
 def type_at_once(app: EricApp, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -69,7 +69,7 @@ class AppScreen(Screen[T]):
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(name, id, classes)
         self._header = StatusLine()
-        self._conditions: tuple[object, ...] = ()
+        self._key_states: Mapping[str, bool | str] = {}
 
     @property
     def console(self) -> EricApp:
@@ -105,32 +105,29 @@ class AppScreen(Screen[T]):
 
     def _as_offered(self, active: ActiveBinding) -> ActiveBinding:
         node, binding = active.node, active.binding
-        enabled = active.enabled and (not self.is_mounted or self.offers(node, binding))
-        if self.is_mounted and (label := self.label(binding)) != binding.description:
+        enabled = active.enabled and self.offers(node, binding)
+        if isinstance(label := self._key_states.get(binding.id or ""), str):
             binding = replace(binding, description=label)
         return active._replace(binding=binding, enabled=enabled)
 
     def offers(self, node: DOMNode, binding: Binding) -> bool:
         """Return whether footer, help and palette have the binding of a node now. A key that is not offered says why it
-        does nothing. A read-only console offers none that changes the engine; knobs are those of a model."""
-        view = self.console.view
-        if binding.id in KNOB_IDS and view.snapshot.status.spec is None:
+        does nothing. A read-only console offers none that changes the engine."""
+        if self._key_states.get(binding.id or "") is False:
             return False
-        return not view.is_read_only or binding.id not in mutating_ids(type(node))
+        return not self.console.view.is_read_only or binding.id not in mutating_ids(type(node))
 
-    def label(self, binding: Binding) -> str:
-        """Return what the footer calls a binding now."""
-        return binding.description
-
-    def key_conditions(self, view: View) -> tuple[object, ...]:
-        """Return what `offers`, `label` and `check_action` depend on."""
-        return (view.is_read_only, view.snapshot.status.spec is None, len(view.published.models) > 1)
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Return by ids of bindings whether they have something to work on now, or their label now."""
+        states: dict[str, bool | str] = dict.fromkeys(KNOB_IDS, view.snapshot.status.spec is not None)
+        return states | {"model.next": len(view.published.models) > 1}
 
     def offer_keys(self) -> None:
-        """Offer the keys again where one of their conditions changed."""
-        conditions = self.key_conditions(self.console.view) if self.is_mounted else ()
-        if conditions != self._conditions:
-            self._conditions = conditions
+        """Show the keys again where the state of one changed."""
+        view = self.console.view
+        states = self.key_states(view) | {"": view.is_read_only} if self.is_mounted else {}
+        if states != self._key_states:
+            self._key_states = states
             self.refresh_bindings()
 
     def cancel_request(self, row: RequestRow | None) -> None:

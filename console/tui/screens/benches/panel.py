@@ -32,6 +32,8 @@ from console.tui.widgets.table import Table
 from engine.errors import EngineError
 
 MAX_OVER_TIME = 50
+_OF_RESULTS = ("bench.plot", "bench.plot.before", "bench.time", "bench.mark", "bench.forget")
+"""Keys of the selected result."""
 _ENDINGS = {"done": ("✓", "$success"), "cancelled": ("◇", "$warning"), "failed": ("✖", "$error")}
 
 
@@ -106,6 +108,14 @@ class BenchesPanel(Vertical):
         """Only a running bench can be cancelled."""
         return self._report.under_way if action == "cancel" else True
 
+    @property
+    def key_states(self) -> dict[str, bool | str]:
+        """Offer what has a result to work on."""
+        chosen, marked = self.table.chosen, self._marked
+        pair = len(marked) == 2 or (bool(marked) and chosen not in (None, *marked))
+        states: dict[str, bool | str] = dict.fromkeys(_OF_RESULTS, chosen is not None)
+        return states | {"bench.compare": pair}
+
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     @property
@@ -160,6 +170,7 @@ class BenchesPanel(Vertical):
 
     def _show_entries(self) -> None:
         self.table.show_entries(self._entries, self._marked)
+        self._screen.offer_keys()
         results = self.query_one("#bench-results")
         set_subtitle(results, plural(len(self._entries), "result") if self._entries else "")
 

@@ -206,6 +206,7 @@ class ConversationsScreen(ConsoleScreen):
         questions = [turn.content for turn in self.pane.path if turn.role == "user"]
         self.query_one(ChatInput).last_question = questions[-1] if questions else ""
         self._counter.ask()
+        self.offer_keys()
 
     async def on_chat_list_opened(self, event: ChatList.Opened) -> None:
         """Go to another conversation, to what was looked for in it; an answer under way is stopped and kept."""

@@ -72,6 +72,9 @@ class ChatLine(Horizontal):
 
 
 ASKING = "Message. Enter sends, ctrl+j starts a new line."
+TYPING = "Typing"
+READING = "Reading: arrows scroll, shift+arrows select, a letter types"
+EDITING = "Edit the question: enter sends it as a new branch, esc cancels"
 
 
 class ChatInput(TextArea):
@@ -95,7 +98,8 @@ class ChatInput(TextArea):
         min-height: 3;
         max-height: 33vh;
         border: round $border-blurred;
-        border-title-color: $warning;
+        border-title-color: $muted;
+        &.-editing { border-title-color: $warning; }
         background: $background;
         padding: 0 1;
         &:focus { border: round $primary; }
@@ -121,8 +125,21 @@ class ChatInput(TextArea):
         """Ask a question otherwise; None leaves that."""
         self.editing = question
         self.text = question.content if question is not None else ""
-        self.border_title = "Edit the question: enter sends it as a new branch, esc cancels" if question else None
+        self._show_mode()
         self.move_cursor(self.document.end)
+
+    def on_focus(self) -> None:
+        """Say what the keys do."""
+        self._show_mode()
+
+    def on_blur(self) -> None:
+        """Say what the keys do elsewhere."""
+        self._show_mode()
+
+    def _show_mode(self) -> None:
+        """Say in the frame whether keys type or act on the conversation."""
+        self.set_class(self.editing is not None, "-editing")
+        self.border_title = EDITING if self.editing is not None else TYPING if self.has_focus else READING
 
     def put_back(self, question: Submitted) -> None:
         """Put a question that was not sent back, before what was typed since."""

@@ -13,6 +13,7 @@ from console.chats import Branch, OpenChat, Turn
 from console.chats.conversation import AnswerStream
 from console.chats.presets import describe_settings
 from console.link.chat import ChatMessage, DraftCount
+from console.tui.screens.base import AppScreen
 from console.tui.screens.chat.settings import sampling
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.chat.turn import BranchPosition
@@ -178,7 +179,8 @@ class Pane:
 
     def _refresh_keys(self) -> None:
         """Stop is offered while an answer is under way."""
-        self.transcript.screen.refresh_bindings()
+        if isinstance(screen := self.transcript.screen, AppScreen):
+            screen.offer_keys()
 
     def _grow(self, turn: Turn) -> None:
         self.chat.tree.put(turn)

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.dom import DOMNode
 from textual.widget import Widget
 from textual.widgets import TextArea
 
 from console.chats import ChatSettings, Preset, Turn
-from console.chats.export import code_blocks
+from console.chats.export import code_blocks, may_have_code
 from console.chats.presets import apply_preset, describe_settings
 from console.text import clip, plural
 from console.tui.clipboard import copy
@@ -26,6 +25,7 @@ from console.tui.screens.chat.prose import Prose
 from console.tui.screens.chat.settings import ChatSettingsScreen, PresetsScreen
 from console.tui.screens.chat.turn import Foot
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.view import View
 from engine.errors import EngineError
 from engine.snapshot import Snapshot
 
@@ -110,11 +110,30 @@ class ChatScreen(ConversationsScreen):
         """The answer whose code was copied last, and the number of that block."""
         self._sending = asyncio.Lock()
 
-    def offers(self, node: DOMNode, binding: Binding) -> bool:
-        """There is nothing to stop but an answer under way."""
-        if binding.id == "chat.stop" and not any(pane.answering for pane in self._panes):
-            return False
-        return super().offers(node, binding)
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer what has a model, a question, an answer or a kept conversation to work on."""
+        if not self._panes:
+            return super().key_states(view)
+        ready, path = view.snapshot.status.state in ANSWERING, self.pane.path
+        answering = any(pane.answering for pane in self._panes)
+        asked = any(turn.role == "user" for turn in path)
+        answer = self.pane.turn("assistant")
+        answered = bool(path) and path[-1].role == "assistant" and bool(path[-1].content)
+        states: dict[str, bool | str] = dict.fromkeys(("chat.up", "chat.down", "chat.turn.delete"), bool(path))
+        states |= dict.fromkeys(("chat.rename", "chat.export", "chat.export.json"), self._chat.id is not None)
+        return (
+            super().key_states(view)
+            | states
+            | {
+                "chat.send": ready,
+                "chat.stop": answering,
+                "chat.again": ready and asked,
+                "chat.continue": ready and answered and not answering,
+                "chat.edit": asked,
+                "chat.copy": answer is not None or self.pane.transcript.selected is not None,
+                "chat.code": answer is not None and may_have_code(answer.content),
+            }
+        )
 
     def _ready(self) -> bool:
         """Return whether a model can answer; notify where none can."""

@@ -185,7 +185,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         for widget in self.turn_widgets():
             turn_id = widget.turn.id
             chosen = turn_id == self.selected
-            widget.mark(self._place_of(widget.turn), selected=chosen, offered=chosen or turn_id == last)
+            widget.mark(self._place_of(widget.turn), selected=chosen, is_last=turn_id == last)
 
     def turn_widgets(self) -> list[TurnWidget]:
         """The turns that are mounted, in order."""

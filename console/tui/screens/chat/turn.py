@@ -18,6 +18,7 @@ from textual.widgets import Static
 
 from console import text
 from console.chats import Turn, TurnNote
+from console.chats.export import may_have_code
 from console.tui.screens.chat.prose import Prose
 from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import printable_lines
@@ -113,7 +114,7 @@ def _link(label: str, action: str) -> Content:
 
 
 class TurnWidget(Widget):
-    """turn: what is shown; place: among its branches; offered: its actions are to be seen."""
+    """turn: what is shown; place: among its branches. Of the selected and the last turn, actions are to be seen."""
 
     DEFAULT_CSS = """
     TurnWidget {
@@ -128,13 +129,14 @@ class TurnWidget(Widget):
         super().__init__()
         self.turn = turn
         self._place = place
-        self._offered = False
+        self._offered = self._is_last = False
 
-    def mark(self, place: BranchPosition, *, selected: bool, offered: bool) -> None:
-        """Where the turn stands now, and whether actions on it are offered."""
+    def mark(self, place: BranchPosition, *, selected: bool, is_last: bool) -> None:
+        """Where the turn stands now."""
         self.set_class(selected, "-selected")
-        if (place, offered) != (self._place, self._offered):
-            self._place, self._offered = place, offered
+        offered = selected or is_last
+        if (place, offered, is_last) != (self._place, self._offered, self._is_last):
+            self._place, self._offered, self._is_last = place, offered, is_last
             self.show_foot()
 
     def on_mount(self) -> None:
@@ -235,9 +237,16 @@ class Answer(TurnWidget):
         waiting = self.turn.unfinished and not self.turn.content
         problem = self.turn.note.problem if not self.turn.unfinished else ""
         words = problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
-        actions = _FAILED_ACTIONS if self.turn.failed else _ANSWER_ACTIONS
-        offered = actions if self._offered and not self.turn.unfinished else ()
+        offered = self._actions() if self._offered and not self.turn.unfinished else ()
         self.query_one(Foot).show(words, self._place, offered, failed=bool(problem))
+
+    def _actions(self) -> Sequence[tuple[str, str]]:
+        """Continuing is for the last answer, where the model did not end it itself."""
+        if self.turn.failed:
+            return _FAILED_ACTIONS
+        idle = set() if self._is_last and self.turn.note.finish != "stop" else {"go_on"}
+        idle |= set() if may_have_code(self.turn.content) else {"copy_code"}
+        return [each for each in _ANSWER_ACTIONS if each[0] not in idle]
 
     def _start(self) -> None:
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import msgspec
 from textual.binding import Binding, BindingType
-from textual.dom import DOMNode
 
 from console.settings.addresses import reachable
 from console.tui.keymap import ConsoleBinding
@@ -55,17 +54,14 @@ class RequestActions(ConsoleScreen):
         ),
     ]
 
-    def offers(self, node: DOMNode, binding: Binding) -> bool:
+    def key_states(self, view: View) -> dict[str, bool | str]:
         """Offer what is done with a request where one is selected, and cancelling while it is live."""
-        if binding.id == "request.cancel" and not self.can_cancel:
-            return False
-        if binding.id in ("request.copy_id", "request.client") and self.chosen_request is None:
-            return False
-        return super().offers(node, binding)
-
-    def key_conditions(self, view: View) -> tuple[object, ...]:
-        """Whether a request is selected, and whether it can be cancelled."""
-        return (*super().key_conditions(view), self.chosen_request is None, self.can_cancel)
+        is_chosen = self.chosen_request is not None
+        return super().key_states(view) | {
+            "request.cancel": self.can_cancel,
+            "request.copy_id": is_chosen,
+            "request.client": is_chosen,
+        }
 
     def on_table_moved(self) -> None:
         """Offer the keys of another row."""

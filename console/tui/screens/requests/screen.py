@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.dom import DOMNode
 from textual.widgets import Input
 
 from console import text
@@ -96,15 +95,9 @@ class RequestsScreen(RequestActions):
         self._show(self.console.view)
         self.refresh_bindings()
 
-    def offers(self, node: DOMNode, binding: Binding) -> bool:
+    def key_states(self, view: View) -> dict[str, bool | str]:
         """Offer to cancel queued requests while there are any."""
-        if binding.id == "requests.cancel_queued" and not self.console.view.published.queued:
-            return False
-        return super().offers(node, binding)
-
-    def key_conditions(self, view: View) -> tuple[object, ...]:
-        """Whether requests are queued."""
-        return (*super().key_conditions(view), view.published.queued > 0)
+        return super().key_states(view) | {"requests.cancel_queued": view.published.queued > 0}
 
     @property
     def can_cancel(self) -> bool:

@@ -42,7 +42,11 @@ class EffectTable(Table):
     def show_effects(self, effects: tuple[Effect, ...], *, named: bool, read_only: bool = False) -> None:
         """named: show the model of each change. read_only: knobs cannot be changed here."""
         columns = (_COLUMNS[0], _MODEL, *_COLUMNS[1:]) if named else _COLUMNS
-        self.show([_effect_row(effect, named=named) for effect in effects], empty=NONE if read_only else NONE_YET, columns=columns)
+        self.show(
+            [_effect_row(effect, named=named) for effect in effects],
+            empty=NONE if read_only else NONE_YET,
+            columns=columns,
+        )
 
     def chosen(self, effects: tuple[Effect, ...]) -> Effect | None:
         """The one under the cursor, the newest where it is nowhere; None where there is none."""

@@ -55,9 +55,9 @@ class KnobPanel(Widget):
         super().__init__(id=id)
         self._shown = Content("")
 
-    def show(self, snapshot: Snapshot) -> None:
-        """The knobs of the model in view."""
-        lines = knob_lines(snapshot)
+    def show(self, snapshot: Snapshot, *, turns: bool = True) -> None:
+        """The knobs of the model in view. turns: with signs to click, and keys."""
+        lines = knob_lines(snapshot, turns=turns)
         if not lines.is_same(self._shown):
             self._shown = lines
             self.refresh()
@@ -67,24 +67,27 @@ class KnobPanel(Widget):
         return for_terminal(self.app, self._shown)
 
 
-def knob_lines(snapshot: Snapshot) -> Content:
-    """Every knob: value, keys, and how things stand."""
+def knob_lines(snapshot: Snapshot, *, turns: bool = True) -> Content:
+    """Every knob: value, keys, and how things stand. turns: with signs to click, and keys."""
     return Content("\n").join(
         (
-            _knob(snapshot, "num_workers", "[ ]", _workers(snapshot)),
-            _knob(snapshot, "max_prompts", "- +", _prompts(snapshot)),
-            _knob(snapshot, "idle_unload_s", ", .", _idle(snapshot.idle_unload_s)),
-            _knob(snapshot, "step_tokens", "{ }", "per step, prefill and decode together"),
-            _knob(snapshot, "threads", "< >", "CPU threads per worker"),
+            _knob(snapshot, "num_workers", "[ ]", _workers(snapshot), turns=turns),
+            _knob(snapshot, "max_prompts", "- +", _prompts(snapshot), turns=turns),
+            _knob(snapshot, "idle_unload_s", ", .", _idle(snapshot.idle_unload_s), turns=turns),
+            _knob(snapshot, "step_tokens", "{ }", "per step, prefill and decode together", turns=turns),
+            _knob(snapshot, "threads", "< >", "CPU threads per worker", turns=turns),
         )
     )
 
 
-def _knob(snapshot: Snapshot, knob: KnobName, keys: str, label: str) -> Content:
+def _knob(snapshot: Snapshot, knob: KnobName, keys: str, label: str, *, turns: bool) -> Content:
+    title, value = (f"{knob_title(knob):<{_NAME}}", "$muted"), knob_text(knob, knob_value(snapshot, knob))
+    if not turns:
+        return Content.assemble(title, (f"{value:<{_VALUE}}", "bold"), (f"  {label}", "$muted"))
     return Content.assemble(
-        (f"{knob_title(knob):<{_NAME}}", "$muted"),
+        title,
         _link(" − ", f"app.step('{knob}', -1)"),
-        (f"{knob_text(knob, knob_value(snapshot, knob)):^{_VALUE}}", "bold"),
+        (f"{value:^{_VALUE}}", "bold"),
         _link(" + ", f"app.step('{knob}', 1)"),
         (f"  {keys}  ", "$primary"),
         (label, "$muted"),
@@ -155,6 +158,7 @@ STEP_TOKENS = Binding.Group("Step tokens", compact=True)
 THREADS = Binding.Group("Threads", compact=True)
 _ZOOM = 300
 NO_POINTS = "Needs 10 s of load."
+_KNOB_IDS = ("idle.shorter", "idle.longer", "tokens.fewer", "tokens.more", "threads.fewer", "threads.more")
 
 
 class TuneScreen(AdvisedScreen):
@@ -164,6 +168,36 @@ class TuneScreen(AdvisedScreen):
     AUTO_FOCUS = "EffectTable"
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
+            "f",
+            "find",
+            "Autotune",
+            id="tune.find",
+            mutates=True,
+            primary=True,
+            tooltip="Start or cancel autotune",
+        ),
+        ConsoleBinding(
+            "s",
+            "load",
+            "Sample load",
+            id="tune.load",
+            mutates=True,
+            tooltip="Start or stop a sample load of 30 s",
+        ),
+        Binding(
+            "b",
+            "show('benchmarks')",
+            "Bench",
+            id="tune.bench",
+            tooltip="Benchmarks: run one, show results",
+        ),
+        Binding(
+            "v", "next_view", "View", id="tune.view", tooltip="Show changes, autotune, the workload, or benchmarks"
+        ),
+        ConsoleBinding(
+            "w", "use_best", "Apply best", id="tune.use", mutates=True, tooltip="Apply and save the best settings"
+        ),
+        ConsoleBinding(
             "u",
             "undo",
             "Undo",
@@ -171,6 +205,8 @@ class TuneScreen(AdvisedScreen):
             mutates=True,
             tooltip="Undo the selected change",
         ),
+        *KNOBS,
+        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput vs. TTFT or ITL"),
         ConsoleBinding(
             "comma",
             "app.step('idle_unload_s', -1)",
@@ -235,39 +271,7 @@ class TuneScreen(AdvisedScreen):
             group=THREADS,
             show=False,
         ),
-        ConsoleBinding(
-            "f",
-            "find",
-            "Autotune",
-            id="tune.find",
-            mutates=True,
-            primary=True,
-            tooltip="Start or cancel autotune",
-        ),
-        Binding(
-            "b",
-            "show('benchmarks')",
-            "Bench",
-            id="tune.bench",
-            tooltip="Benchmarks: run one, show results",
-        ),
-        ConsoleBinding(
-            "w", "use_best", "Apply best", id="tune.use", mutates=True, tooltip="Apply and save the best settings"
-        ),
-        Binding(
-            "v", "next_view", "View", id="tune.view", tooltip="Show changes, autotune, the workload, or benchmarks"
-        ),
         Binding("escape", "show('changes')", "Changes", id="tune.changes", tooltip="Show changes", show=False),
-        ConsoleBinding(
-            "s",
-            "load",
-            "Sample load",
-            id="tune.load",
-            mutates=True,
-            tooltip="Start or stop a sample load of 30 s",
-        ),
-        Binding("l", "latency", "Latency", id="tune.latency", tooltip="Plot throughput vs. TTFT or ITL"),
-        *KNOBS,
         API_SWITCH,
         *READOUT,
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Change the time range of the graphs"),
@@ -310,11 +314,31 @@ class TuneScreen(AdvisedScreen):
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer what has something to work on: a model, a change, the best settings, a plot, a result. The key of a run
+        stops it."""
+        report, has_model, has_plots = self._report, view.snapshot.status.spec is not None, self._view in _WITH_PLOTS
+        states: dict[str, bool | str] = dict.fromkeys(_KNOB_IDS, has_model)
+        states |= dict.fromkeys(("tune.latency", "graphs.zoom", "graphs.earlier", "graphs.later"), has_plots)
+        return (
+            super().key_states(view)
+            | states
+            | self.query_one(BenchesPanel).key_states
+            | {
+                "tune.find": "Stop autotune" if report.under_way else has_model,
+                "tune.load": "Stop load" if report.load_clients else has_model and not report.under_way,
+                "tune.use": report.best is not None and not report.under_way and not report.applied,
+                "tune.undo": self._view == "changes" and bool(self.console.effects.found),
+                "tune.bench": self._view != "benchmarks",
+                "tune.changes": self._view != "changes",
+            }
+        )
+
     def update_body(self, view: View) -> None:
         """Hand the snapshot on, to the view that is seen."""
         snapshot = view.snapshot
         self.query_one(AdvicePanel).show(view)
-        self.query_one(KnobPanel).show(snapshot)
+        self.query_one(KnobPanel).show(snapshot, turns=not view.is_read_only)
         before, self._report = self._report, self.link.tuning.report()
         bench = self.link.benches.report()
         if self._report.under_way and not before.under_way:
@@ -324,9 +348,10 @@ class TuneScreen(AdvisedScreen):
             self._show_plots(snapshot, f"{brief(bench)}; b shows it" if bench.under_way else _sample_text(self._report))
         match self._view:
             case "changes":
-                self._show_effects(self.console.effects.found, named=len(snapshot.models) > 1)
+                named = len(snapshot.models) > 1
+                self._show_effects(self.console.effects.found, named=named, read_only=view.is_read_only)
             case "autotune":
-                self.query_one(TuningPanel).show(self._report)
+                self.query_one(TuningPanel).show(self._report, read_only=view.is_read_only)
             case "workload":
                 self.query_one(WorkloadPanel).show(snapshot)
             case "benchmarks":
@@ -353,10 +378,10 @@ class TuneScreen(AdvisedScreen):
         set_subtitle(self.query_one("#tune-plots"), subtitle)
         self._show_settings(snapshot)
 
-    def _show_effects(self, found: tuple[Effect, ...], *, named: bool) -> None:
+    def _show_effects(self, found: tuple[Effect, ...], *, named: bool, read_only: bool) -> None:
         if self._effects != (found, named):
             self._effects = (found, named)
-            self.query_one(EffectTable).show_effects(found, named=named)
+            self.query_one(EffectTable).show_effects(found, named=named, read_only=read_only)
             self._show_change()
 
     def _show_settings(self, snapshot: Snapshot) -> None:
@@ -380,6 +405,7 @@ class TuneScreen(AdvisedScreen):
     def on_table_moved(self, event: Table.Moved) -> None:
         """Say more of another change."""
         self._show_change()
+        self.offer_keys()
 
     def action_zoom(self) -> None:
         """Another span in the graph."""
