@@ -38,8 +38,7 @@ from engine.metrics.meter import Meter
 from engine.models.deployment import Deployment
 from engine.models.handover import Handover
 from engine.placement.load_history import LoadHistoryFile
-from engine.placement.plan import Placement
-from engine.placement.reservations import with_reservations
+from engine.placement.plan import Placement, with_reservations
 from engine.requests.causes import Cause
 from engine.requests.history import RequestText, text_of
 from engine.requests.request import Request

@@ -6,7 +6,7 @@ import pytest
 
 from console.planning.measuring import WITHOUT_GUESSES, Design, MeasuredWorker, local_model, measure
 from engine.errors import EngineError
-from engine.simulation.fit import fit_steps
+from engine.simulation.step_costs import fit_steps
 
 DESIGN = Design(max_prompts=4, step_tokens=128, page_tokens=16, longest_tokens=400)
 

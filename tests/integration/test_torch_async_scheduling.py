@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.backends.torch import runner as runner_module
-from engine.backends.torch.cuda.graph_capture import readback_for
+from engine.backends.torch.cuda.step_transfer import readback_for
 from engine.config import SamplingParams
 from tests.fakes import queued
 from tests.fakes.ahead import GREEDY, SEEDED, Asked, ahead, answers, load, plainly, same

@@ -36,8 +36,7 @@ from tests.fakes.hostile import HOSTILE, hostile
 PRINTS_ITSELF = {
     "runtime/output.py": "the one place",
     "runtime/headless.py": "its warning is red",
-    "planning/child.py": "a child process, read by its parent",
-    "planning/simulations.py": "likewise",
+    "planning/simulations.py": "a child process, read by its parent",
     "planning/measuring.py": "likewise",
 }
 

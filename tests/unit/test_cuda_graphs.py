@@ -7,7 +7,7 @@ import torch
 
 from engine.backends import torch_device
 from engine.backends.exllamav2.loading import Gpus
-from engine.backends.torch.cuda.graph_capture import CudaRecorder
+from engine.backends.torch.cuda.decode_graphs import CudaRecorder
 from tests.fakes.cuda import WORKSPACE_BYTES, FakeCuda
 
 DEVICE = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import pytest
 from engine.config import DeviceShare
 from engine.devices import simulated_readings
 from engine.placement.model_memory import RUNTIME_BYTES
-from engine.placement.reservations import with_reservations
+from engine.placement.plan import with_reservations
 from engine.snapshot import DeviceReading, WorkerState
 
 GIB = 2**30

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from engine.simulation.fit import fit_steps, solve
-from engine.simulation.step_costs import MeasuredModel, StepCosts, StepSample, StepShape
+from engine.simulation.step_costs import MeasuredModel, StepCosts, StepSample, StepShape, fit_steps, solve
 
 KNOWN = StepCosts(
     fixed_s=2e-3,

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from console.planning.child import Child, say
+from console.planning.measuring import Child, say
 from engine.backends.base import Backend, BackendRequest
 from engine.config import EngineConfig
 from engine.errors import EngineError, WorkerFailed

@@ -20,8 +20,7 @@ import msgspec
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from console.bench.engine_target import all_ready
-from console.planning.child import Child, say
-from console.planning.measuring import LocalModel, local_model
+from console.planning.measuring import Child, LocalModel, local_model, say
 from console.runtime.logs import logging_to
 from engine.config import EngineConfig
 from engine.engine import Engine

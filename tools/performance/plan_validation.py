@@ -26,11 +26,10 @@ from engine.errors import WorkerFailed
 from engine.requests.request import GenerateRequest
 from engine.simulation.cluster import Cluster, FrontDoor
 from engine.simulation.demand import Ask, Mix, OpenDemand, TraceDemand
-from engine.simulation.fit import fit_steps, solve
 from engine.simulation.lengths import uniform
 from engine.simulation.outcome import Outcome, Percentiles
 from engine.simulation.simulation import simulate
-from engine.simulation.step_costs import StepCosts, StepSample
+from engine.simulation.step_costs import StepCosts, StepSample, fit_steps, solve
 from tools.command import exit_code
 from tools.performance.timekeeper import VOCAB_SIZE, TimekeepingBackend
 

@@ -19,9 +19,14 @@ from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs
-from engine.backends.torch.cuda.graph_capture import readback_for, recorder_for, uploader_for
-from engine.backends.torch.cuda.step_transfer import BlockingUploader, fill_pending_ids, upload_plan
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs, recorder_for
+from engine.backends.torch.cuda.step_transfer import (
+    BlockingUploader,
+    fill_pending_ids,
+    readback_for,
+    upload_plan,
+    uploader_for,
+)
 from engine.backends.torch.determinism import refuse_nondeterministic
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool

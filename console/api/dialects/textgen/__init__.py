@@ -6,8 +6,7 @@ It shares POST /api/v1/generate with KoboldAI's: a body with a field of this dia
 from __future__ import annotations
 
 from console.api.dialects.base import Dialect, Example
-from console.api.dialects.textgen.generate import TextEndpoints, format_error
-from console.api.dialects.textgen.info import InfoEndpoints
+from console.api.dialects.textgen.generate import InfoEndpoints, TextEndpoints, format_error
 
 _OWN_FIELDS = frozenset(
     {

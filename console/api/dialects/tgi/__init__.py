@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from console.api.dialects.base import Dialect, Example
-from console.api.dialects.tgi.generate import GenerateEndpoints
-from console.api.dialects.tgi.info import InfoEndpoints
+from console.api.dialects.tgi.generate import GenerateEndpoints, InfoEndpoints
 from console.api.http.errors import MAX_MESSAGE_LENGTH, is_server_side, localized_message
 from engine.errors import ContextLengthExceeded, EngineError
 

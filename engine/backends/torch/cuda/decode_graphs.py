@@ -1,7 +1,8 @@
 """DecodeGraphs: steps that only decode, recorded once per size and replayed with one launch (CUDA graphs).
 
 A recording has fixed kernels, sizes and addresses. So a step is padded to a recorded size, and its indices are written
-to the buffer that the recordings read. Any other step is computed without a recording. Only the `Recorder` needs CUDA.
+to the buffer that the recordings read. Any other step is computed without a recording. Only `CudaRecorder` needs CUDA;
+it was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
-from engine.backends.torch_device import failure_reason, is_device_lost, is_out_of_memory
+from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
 
 MIN_TABLE_TOKENS = 2048
 """Tokens per sequence of the narrowest block tables; wider ones double."""
@@ -42,6 +43,42 @@ class Recorder(Protocol):
 
     def record(self, compute: Callable[[], None]) -> Recording:
         """Run `compute` to warm up, and record it. It must neither wait nor depend on values of tensors."""
+
+
+class CudaRecorder:
+    """Records work on one device. All recordings share their working memory and cuBLAS's workspace: no two run at
+    once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run `work` twice on a stream of its own, so that kernels are compiled and libraries ready, then capture it.
+
+        An existing cuBLAS workspace belongs to all work of its stream, a new one to the capture. So there must be none
+        when a capture begins, and none is left when it has ended.
+        """
+        with torch.cuda.device(self._device):
+            current, stream, graph = torch.cuda.current_stream(), self._stream, torch.cuda.CUDAGraph()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):  # restores the stream also where the end of a capture fails
+                    work()
+                    work()
+                    clear_workspaces()
+                    with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                        work()
+            finally:
+                clear_workspaces()
+            current.wait_stream(stream)
+        return graph
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return the recorder of `device`; None where it has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True)

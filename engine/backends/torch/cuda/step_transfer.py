@@ -1,5 +1,5 @@
 """Transfers of a step: its plan to the device, in one copy from pinned memory that the host does not wait for, and
-sampled ids back to the host.
+sampled ids back to the host. What needs CUDA was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -80,6 +81,23 @@ class PinnedUploader:
         return sent
 
 
+def uploader_for(device: torch.device) -> Uploader | None:
+    """Return the uploader to `device`; None for the CPU."""
+    if device.type != "cuda":
+        return None
+
+    def pinned(size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    return PinnedUploader(device, pinned, partial(_event_wait, device))
+
+
+def _event_wait(device: torch.device) -> Wait:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 def offsets(sizes_bytes: Sequence[int]) -> tuple[list[int], int]:
     """Return aligned offsets of parts of these sizes in one buffer, and the buffer's size."""
     ends = list(itertools.accumulate(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes_bytes))
@@ -127,6 +145,27 @@ class Readback(Protocol):
 
     def mark(self) -> Wait:
         """Return a wait for the work queued so far."""
+
+
+class CudaReadback:
+    """Copies from one device into pinned memory, which torch reuses only once such a copy is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Queue the copy."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Wait:
+        """Return a wait for the work queued so far."""
+        return _event_wait(self._device)
+
+
+def readback_for(device: torch.device) -> Readback | None:
+    """Return the readback from `device`; None where the host waits for every step."""
+    return CudaReadback(device) if device.type == "cuda" else None
 
 
 def fill_pending_ids(ids: Tensor, drawn: Tensor) -> None:
