@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -512,9 +513,8 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.set_timer(PALETTE_GONE_S, self._save_picture)
 
     def _save_picture(self) -> None:
-        try:
-            path = Path(self.save_screenshot(path=str(Path.cwd()))).resolve()
-        except OSError as error:
-            self.notify(f"The screenshot cannot be saved: {error.strerror}", severity="error", markup=False)
-        else:
-            self.notify(f"Saved {path}", markup=False)
+        from console.tui.screens.save_dialog import save_file, suggested_path
+
+        picture = self.export_screenshot()
+        path = suggested_path(time.strftime("ericllm-%Y%m%d-%H%M%S.svg"))
+        save_file(self, "Save the screenshot", path, lambda: picture.encode("utf-8", "replace"))

@@ -43,7 +43,7 @@ COMMANDS: tuple[Binding, ...] = (
     _command("open.settings", "Go to Settings", "app.open('settings')", ""),
     _command("theme", "Theme…", "app.change_theme", "Change the colours"),
     _command("doctor", "Doctor", "app.doctor", "Check this machine and its install"),
-    _command("screenshot", "Screenshot", "app.picture", "Save a screenshot (SVG) to the current folder"),
+    _command("screenshot", "Screenshot", "app.picture", "Save a screenshot (SVG)"),
     _command("quit", "Quit the console", "app.quit", ""),
 )
 """Common commands of every screen, in order of use."""
@@ -176,9 +176,19 @@ class BindingCommands(_Listed):
 
 
 class ThemeCommands(_Listed):
-    """The themes, the program's own and a person's own first."""
+    """The themes: the program's own and a person's own; those of Textual are only found by their names."""
+
+    async def discover(self) -> Hits:
+        """Ours, before anything was typed."""
+        for title, call, about in self.listed():
+            if about is None:
+                yield DiscoveryHit(title, call)
 
     def listed(self) -> Iterable[tuple[str, IgnoreReturnCallbackType, str | None]]:
         """By name."""
         for name in sorted(self.app.available_themes, key=lambda name: (name in BUILTIN_THEMES, name)):
-            yield name, partial(setattr, self.app, "theme", name), None
+            yield (
+                name,
+                partial(setattr, self.app, "theme", name),
+                "a theme of Textual" if name in BUILTIN_THEMES else None,
+            )

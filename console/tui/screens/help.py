@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.style import Style
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from console.tui.commands import help_entries
 from console.tui.screens.base import Dialog
@@ -22,6 +22,8 @@ from console.tui.widgets.glyphs import for_terminal
 
 _TERM = 16
 _MEANING = 50
+Matches = Callable[..., bool]
+"""Of texts: each word of the filter is in one of them."""
 NUMBERS: tuple[tuple[str, str], ...] = (
     ("tok/s", "tokens generated per second, all workers together"),
     ("TTFT", "time to first token: from a request's arrival to its first token"),
@@ -47,7 +49,9 @@ NUMBERS: tuple[tuple[str, str], ...] = (
 class HelpScreen(Dialog[None]):
     """behind: the screen whose keys are explained."""
 
+    AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "find", "Filter", id="help.filter", tooltip="Show only lines with a word", key_display="/"),
         Binding(
             "escape,question_mark,q", "dismiss", "Close", id="help.close", tooltip="Close the help", key_display="esc"
         ),
@@ -63,8 +67,32 @@ class HelpScreen(Dialog[None]):
         with VerticalScroll(classes="dialog help") as page:
             page.border_title = "Keys and numbers"
             page.border_subtitle = "click to run"
-            lines = [*self._keys(), Content(""), *_numbers()]
-            yield Static(for_terminal(self.app, Content("\n").join(lines)))
+            yield Input(placeholder="/ filter", compact=True)
+            yield Static(self._lines(""), markup=False)
+
+    def action_find(self) -> None:
+        """Type a word."""
+        self.query_one(Input).focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter as it is typed."""
+        event.stop()
+        self.query_one(Static).update(self._lines(event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Back to the page, filter kept."""
+        event.stop()
+        self.query_one(VerticalScroll).focus()
+
+    def _lines(self, words: str) -> Content:
+        """The lines with each of the words."""
+        wanted = words.lower().split()
+
+        def matches(*texts: str) -> bool:
+            return all(word in " ".join(texts).lower() for word in wanted)
+
+        lines = [*self._keys(matches), Content(""), *_numbers(matches)]
+        return for_terminal(self.app, Content("\n").join(lines))
 
     def action_take(self, at: int) -> None:
         """Close, and do what was clicked."""
@@ -72,16 +100,18 @@ class HelpScreen(Dialog[None]):
         self.dismiss()
         self.app.call_later(self.app.run_action, chosen.action, chosen.node)
 
-    def _keys(self) -> Iterator[Content]:
+    def _keys(self, matches: Matches) -> Iterator[Content]:
         """Those of the panel with the focus, then the screen's, then the console's."""
-        for title, group in itertools.groupby(enumerate(self._entries), lambda each: self._place(each[1].node)):
+        found = [(at, each) for at, each in enumerate(self._entries) if matches(each.keys, each.title)]
+        for title, group in itertools.groupby(found, lambda each: self._place(each[1].node)):
             yield Content.styled(title, "bold $primary")
             for at, entry in group:
                 yield _line(entry.keys, entry.title, Style.from_meta({"@click": f"screen.take({at})"}))
             yield Content("")
-        if len(self._behind.focus_chain) > 1:
+        if len(self._behind.focus_chain) > 1 and matches("tab next panel"):
             yield _line("tab", "Go to the next panel")
-        if (palette := self._behind.active_bindings.get(self.app.COMMAND_PALETTE_BINDING)) is not None:
+        palette = self._behind.active_bindings.get(self.app.COMMAND_PALETTE_BINDING)
+        if palette is not None and matches("command palette"):
             yield _line(self.app.get_key_display(palette.binding), "Command palette")
 
     def _place(self, node: DOMNode) -> str:
@@ -97,9 +127,9 @@ class HelpScreen(Dialog[None]):
         return (2 if node is self._behind.app else 1 if node is self._behind else 0, moves)
 
 
-def _numbers() -> Iterator[Content]:
+def _numbers(matches: Matches) -> Iterator[Content]:
     yield Content.styled("What the numbers mean", "bold $primary")
-    yield from (_line(name, meaning) for name, meaning in NUMBERS)
+    yield from (_line(name, meaning) for name, meaning in NUMBERS if matches(name, meaning))
 
 
 def _line(term: str, meaning: str, link: Style | None = None) -> Content:

@@ -50,6 +50,7 @@ from engine.text.printable import printable, printable_json
 # The head of the API screen: where it listens, how much it is asked, and a line that asks it.
 
 _CURVE_CELLS = 30
+NO_KEYS = "No keys: anyone who can connect may use the API"
 _GAP = "   "
 
 
@@ -58,6 +59,7 @@ class _View:
     status: ApiStatus
     report: ApiReport
     curl: str
+    read_only: bool
 
 
 class ApiHead(Widget):
@@ -77,9 +79,9 @@ class ApiHead(Widget):
         self.border_title = "API"
         self._view: _View | None = None
 
-    def show(self, status: ApiStatus, report: ApiReport, curl: str) -> None:
+    def show(self, status: ApiStatus, report: ApiReport, curl: str, *, read_only: bool = False) -> None:
         """Draw the head again, where anything changed."""
-        before, self._view = self.render(), _View(status, report, curl)
+        before, self._view = self.render(), _View(status, report, curl, read_only)
         if not self.render().is_same(before):
             self.refresh()
 
@@ -92,7 +94,7 @@ class ApiHead(Widget):
         lines = (
             place_line(status, width),
             traffic_line(report, width, ascii_only=is_ascii(self.app)),
-            curl_row(self._view.curl),
+            curl_row(self._view.curl, read_only=self._view.read_only),
         )
         return for_terminal(self.app, Content("\n").join(lines))
 
@@ -140,10 +142,11 @@ def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
     )
 
 
-def curl_row(curl: str) -> Content:
+def curl_row(curl: str, *, read_only: bool = False) -> Content:
     """The line, cut where it is too long: what is copied is all of it."""
     if not curl:
-        return Content.styled("All dialects are off: clients get a 404. d switches one on.", "$warning")
+        hint = "" if read_only else " d switches one on."
+        return Content.styled(f"All dialects are off: clients get a 404.{hint}", "$warning")
     return Content.assemble(_link(Content.styled("c copy: ", "$accent"), "screen.copy"), (curl, "$muted"))
 
 
@@ -223,15 +226,21 @@ class ApiScreen(ConsoleScreen):
         """The server, its keys, clients and failures, each as high as its rows; dialects and traffic have the rest."""
         yield ApiHead(id="api-head")
         with Container(id="api-users"):
-            yield TablePanel(
-                "Keys", KEY_COLUMNS, empty="No keys: anyone who can connect may use the API. w: create key", id="keys"
-            )
+            yield TablePanel("Keys", KEY_COLUMNS, empty=NO_KEYS, id="keys")
             yield TablePanel("Clients", CLIENT_COLUMNS, empty="No clients in the last minute", id="clients")
         yield TablePanel("Failures", FAILURE_COLUMNS, empty="No failed requests", id="failures")
         with Container(id="api-traffic"):
             yield TablePanel("Dialects", DIALECT_COLUMNS, empty="No dialects", id="dialects")
             with Container(id="api-graph", classes="panel"):
                 yield Graph(Scale(text.count, least=4), Curve(lambda at: at.running, "$graph-tokens", "requests/s"))
+
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer what has a command to copy, a key to revoke or a dialect to switch."""
+        return super().key_states(view) | {
+            "api.copy": bool(self._curl),
+            "api.key.revoke": any(key.name != SETTINGS_KEY for key in self._report.keys),
+            "api.dialect": bool(self._report.dialects),
+        }
 
     def update_body(self, view: View) -> None:
         """The server as it is now."""
@@ -244,11 +253,13 @@ class ApiScreen(ConsoleScreen):
             dialects=report.dialects,
             with_key=api.key_required,
         )
-        self.query_one(ApiHead).show(api, report, self._curl)
+        self.query_one(ApiHead).show(api, report, self._curl, read_only=view.is_read_only)
         keys, clients = len(report.keys), len(report.clients)
         if self.has_class("-wide"):  # side by side
             keys = clients = max(keys, clients)
         self._show("keys", [key_row(key, snapshot.at) for key in report.keys], keys)
+        table = self._table("keys")
+        table.show(table.rows, empty=NO_KEYS if view.is_read_only else f"{NO_KEYS}. w: create key")
         self._show("clients", [client_row(client, snapshot.at) for client in report.clients], clients)
         self._show_failures(report)
         dialects = self._table("dialects")

@@ -154,6 +154,9 @@ class BenchesPanel(Vertical):
         self.run_worker(self._reading(choose), group="history", exclusive=True, exit_on_error=False)
 
     async def _reading(self, choose: int) -> None:
+        if self._screen.console.view.link_status.reach == "recording":
+            self.table.show((), empty="A recording holds no benchmark results.")
+            return
         try:
             self._entries = await self._link.benches.history()
         except EngineError as error:
@@ -169,7 +172,8 @@ class BenchesPanel(Vertical):
         self._plot()
 
     def _show_entries(self) -> None:
-        self.table.show_entries(self._entries, self._marked)
+        is_read_only = self._screen.console.view.is_read_only
+        self.table.show_entries(self._entries, self._marked, read_only=is_read_only)
         self._screen.offer_keys()
         results = self.query_one("#bench-results")
         set_subtitle(results, plural(len(self._entries), "result") if self._entries else "")

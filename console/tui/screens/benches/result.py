@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -16,20 +14,20 @@ from textual.content import Content
 from textual.widgets import Static
 
 from console.bench.export import csv_text, plot
-from console.bench.result import BenchResult, encode_result, write_file
+from console.bench.result import BenchResult, encode_result
 from console.bench.text import heading_text, published_text, span
 from console.link.benches import BenchEntry
 from console.text import clip
 from console.tui.screens.base import Dialog
 from console.tui.screens.benches.plot import bars, plottable_columns
+from console.tui.screens.save_dialog import save_file, suggested_path
 from console.tui.widgets.bench import table_of
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Column, OpeningTable, Row, Table, cell
-from engine.errors import EngineError
 
 # The results of benches that are remembered, a row each, the newest first.
 
-NO_RESULT = "No results yet. Press n to run a bench."
+NO_RESULT = "No results yet."
 _TIME_CELLS = 16
 _COLUMNS = (
     Column("", 1),
@@ -49,9 +47,10 @@ class BenchHistoryTable(OpeningTable):
     def __init__(self) -> None:
         super().__init__(_COLUMNS, empty=NO_RESULT, id="bench-history")
 
-    def show_entries(self, entries: Sequence[BenchEntry], marked: Collection[int]) -> None:
-        """In the order given."""
-        self.show([_row(entry, entry.id in marked) for entry in entries])
+    def show_entries(self, entries: Sequence[BenchEntry], marked: Collection[int], *, read_only: bool = False) -> None:
+        """In the order given. read_only: no bench can be run from here."""
+        empty = NO_RESULT if read_only else f"{NO_RESULT} Press n to run a bench."
+        self.show([_row(entry, entry.id in marked) for entry in entries], empty=empty)
 
     @property
     def chosen(self) -> int | None:
@@ -107,9 +106,9 @@ class BenchResultScreen(Dialog[None]):
         Binding(
             "w",
             "write",
-            "Write files",
+            "Save files",
             id="bench.write",
-            tooltip="Write the result as JSON and CSV, and its plot as SVG, into the current folder",
+            tooltip="Save the result as JSON and CSV, and its plot as SVG",
         ),
         Binding("escape,q", "dismiss", "Close", id="bench.result.close", tooltip="Close the result", key_display="esc"),
     ]
@@ -162,26 +161,19 @@ class BenchResultScreen(Dialog[None]):
         self._draw()
 
     def action_write(self) -> None:
-        """Write the result into the folder where the console was started."""
-        self.run_worker(self._write(), group="write", exclusive=True, exit_on_error=False)
-
-    async def _write(self) -> None:
-        numbers = plottable_columns(self._result)
+        """Save the result for programs, and its plot, where the operator says."""
+        result, numbers = self._result, plottable_columns(self._result)
         column = numbers[self._number % len(numbers)].name if numbers else ""
-        name = re.sub(r"\W+", "-", self._result.name)[:_NAME_LENGTH]  # another instance may call it a path
-        stem = Path.cwd() / f"bench-{name}-{self._kept_as}"
-        try:
-            await asyncio.to_thread(_write_files, stem, self._result, column)
-        except EngineError as error:
-            self.notify(error.message, severity="error", markup=False)
-        else:
-            self.notify(f"Saved {stem}.json, .csv and .svg", markup=False)
-
-
-def _write_files(stem: Path, result: BenchResult, column: str) -> None:
-    write_file(stem.with_suffix(".json"), encode_result(result), "json")
-    write_file(stem.with_suffix(".csv"), csv_text(result).encode(), "csv")
-    write_file(stem.with_suffix(".svg"), plot(result, column).encode(), "svg")
+        name = re.sub(r"\W+", "-", result.name)[:_NAME_LENGTH]  # another instance may call it a path
+        others = {".csv": lambda: csv_text(result).encode(), ".svg": lambda: plot(result, column).encode()}
+        path = suggested_path(f"bench-{name}-{self._kept_as}.json")
+        save_file(
+            self.app,
+            "Save the result (JSON; CSV and SVG next to it)",
+            path,
+            lambda: encode_result(result),
+            others=others,
+        )
 
 
 def _notes(result: BenchResult) -> Content:

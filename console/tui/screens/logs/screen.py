@@ -115,6 +115,10 @@ class LogsScreen(ConsoleScreen):
             yield Input(placeholder="/ search", id="word", compact=True)
             yield Static(id="log-state", markup=False)
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to copy and to save while lines are shown."""
+        return super().key_states(view) | dict.fromkeys(("logs.copy", "logs.export"), bool(self._view.lines.shown))
+
     def update_body(self, view: View) -> None:
         """Add the lines since the last frame."""
         if view.published.log_total == self._seen:

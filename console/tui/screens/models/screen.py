@@ -10,7 +10,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.dom import DOMNode
 from textual.message import Message
 from textual.widgets import Input
 
@@ -34,7 +33,7 @@ from console.tui.screens.models.panel import (
     num_live_requests,
     selection_hint,
 )
-from console.tui.screens.models.table import ModelTable
+from console.tui.screens.models.table import NO_MODELS, ModelTable
 from console.tui.view import View
 from console.tui.widgets.table import Table
 from engine.config import MAX_TIMEOUT_S
@@ -196,8 +195,6 @@ class ModelsScreen(ConsoleScreen):
         self._marked: tuple[str, ...] = ()
         self._edits: Edits = {}
         self._scans = 0
-        self._is_broken = False
-        self._is_loading = False
 
     def compose_body(self) -> ComposeResult:
         """Table and boxes on the left, details on the right (below, where it is narrow)."""
@@ -225,35 +222,45 @@ class ModelsScreen(ConsoleScreen):
             self.query_one(ModelTable).mark(loaded, self._marked)
         self._describe(view)
 
-    def offers(self, node: DOMNode, binding: Binding) -> bool:
-        """A model that cannot be loaded offers no load, and nothing is cancelled where nothing loads."""
-        if (binding.id in _LOADING and self._is_broken) or (binding.id == "models.cancel" and not self._is_loading):
-            return False
-        return super().offers(node, binding)
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer what has a model to work on: one that can be loaded, one that is loaded, two to compare."""
+        table, model = self.query_one(ModelTable), view.model
+        entry, is_held = table.selected, bool(active_models(view.published))
+        states: dict[str, bool | str] = dict.fromkeys(_LOADING, entry is not None and not is_broken(entry))
+        return (
+            super().key_states(view)
+            | states
+            | {
+                "models.cancel": self._is_loading(view),
+                "models.unload": is_held or view.snapshot.status.state != "unloaded",
+                "models.adapters": model is not None and model.status.state in ("ready", "idle"),
+                "models.forget": entry is not None,
+                "models.mark": entry is not None,
+                "models.compare": len(table.rows) > 1,
+            }
+        )
 
-    def _look_at_keys(self, view: View) -> None:
-        """Offer other keys, where another kind of model is selected or a load began or ended."""
-        entry = self.query_one(ModelTable).selected
-        snapshot = view.published
-        loads = any(status.state == "loading" for status in (snapshot.status, *active_models(snapshot)))
-        before = self._is_broken, self._is_loading
-        self._is_broken = entry is not None and is_broken(entry)
-        self._is_loading = loads or self.link.models.fetching() is not None
-        if before != (self._is_broken, self._is_loading):
-            self.refresh_bindings()
+    def _is_loading(self, view: View) -> bool:
+        """Return whether there is a load or a download to cancel."""
+        statuses = (view.published.status, *active_models(view.published))
+        return any(status.state == "loading" for status in statuses) or self.link.models.fetching() is not None
 
     def action_rescan(self) -> None:
         """Rescan the model folders, and at what the devices have free."""
         self.run_worker(self._scan(), group="scan", exclusive=True, exit_on_error=False)
 
     async def _scan(self) -> None:
+        view = self.console.view
+        if view.link_status.reach == "recording":
+            self.query_one(ModelTable).fill((), none="A recording holds no list of models.")
+            return
         try:
             entries = await self.link.list_models()
         except EngineError as error:
             self.notify(error.message, severity="error", markup=False)
             return
         self._scans += 1
-        self.query_one(ModelTable).fill(entries)
+        self.query_one(ModelTable).fill(entries, none="No models found." if view.is_read_only else NO_MODELS)
         self._describe(self.console.view)
 
     # -- the selected model ------------------------------------------------------------------------------------------
@@ -268,7 +275,7 @@ class ModelsScreen(ConsoleScreen):
 
     def _describe(self, view: View) -> None:
         """Show the selected model; its fit is computed again where it may have changed."""
-        self._look_at_keys(view)
+        self.offer_keys()
         entry = self.query_one(ModelTable).selected
         if entry is None:
             return
@@ -441,8 +448,7 @@ class ModelsScreen(ConsoleScreen):
 
     def action_cancel_load(self) -> None:
         """Stop the load or download under way."""
-        self._look_at_keys(self.console.view)
-        if self._is_loading:
+        if self._is_loading(self.console.view):
             self.perform(self.link.cancel_load())
         else:
             self.notify("Nothing is loading.", severity="warning")

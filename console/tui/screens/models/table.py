@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("Source", 10, grow=24, drop=8),
 )
 _LOOKING = "Looking for models…"
-_NONE = "No models found. o: load a folder or hub id. --models-dir adds a folder to search."
+NO_MODELS = "No models found. o: load a folder or hub id. --models-dir adds a folder to search."
 _NO_MATCH = "No model matches. Esc shows all."
 
 
@@ -70,13 +70,14 @@ class ModelTable(Table):
         self.add_class("panel")
         self.border_title = "Models"
         self._entries: Sequence[ModelEntry] = ()
+        self._none = NO_MODELS
         self._loaded: Mapping[str, ModelState] = {}
         self._marked: Sequence[str] = ()
         self._word = ""
 
-    def fill(self, entries: Sequence[ModelEntry]) -> None:
-        """The models found, staying on the one that was selected."""
-        self._entries = entries
+    def fill(self, entries: Sequence[ModelEntry], *, none: str = NO_MODELS) -> None:
+        """The models found, staying on the one that was selected. none: what to say where there are none."""
+        self._entries, self._none = entries, none
         self._draw()
 
     def mark(self, loaded: Mapping[str, ModelState], marked: Sequence[str]) -> None:
@@ -101,7 +102,7 @@ class ModelTable(Table):
 
     def _draw(self) -> None:
         found = [entry for entry in self._entries if matches(entry, self._word)]
-        self.show([self._row(entry) for entry in found], empty=_NO_MATCH if self._entries else _NONE)
+        self.show([self._row(entry) for entry in found], empty=_NO_MATCH if self._entries else self._none)
         if self.cursor_key is None and self.rows:
             self.move_to(0)
         elif self.cursor_key is not None:

@@ -69,6 +69,14 @@ class SettingsScreen(ConsoleScreen):
                 yield SettingTable()
             yield SettingPanel()
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to change the selected setting, and to reset one that is saved."""
+        row = self._chosen()
+        return super().key_states(view) | {
+            "settings.edit": row is not None,
+            "settings.reset": row is not None and row.saved is not None,
+        }
+
     def update_body(self, view: View) -> None:
         """Show values that were changed elsewhere or in the file."""
         rows = [self._as_seen(row) for row in self.link.settings.rows()]
@@ -124,6 +132,7 @@ class SettingsScreen(ConsoleScreen):
         """Another setting."""
         if not self.query_one(SettingPanel).editing:
             self._describe()
+        self.offer_keys()
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Enter on a row, or two clicks."""

@@ -211,6 +211,15 @@ class WorkerScreen(Dialog[None]):
         """Return the worker; None once it is removed."""
         return next((worker for worker in view.published.workers if worker.id == self._worker), None)
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to restart and to drain a worker that is there."""
+        worker = self._reading(view)
+        drains = worker is not None and worker.state in ("draining", "stopping")
+        return super().key_states(view) | {
+            "worker.restart": worker is not None,
+            "worker.drain": worker is not None and not drains,
+        }
+
     def show_view(self, view: View) -> None:
         """Show the worker; where it was removed, the last that was read of it stays."""
         worker = self._reading(view)
