@@ -15,12 +15,12 @@ from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
 from console.tui.commands import BindingCommands, entries
 from console.tui.modes import MODES, Mode
-from console.tui.screens.dialogs import FinishOrCutScreen
+from console.tui.screens.dialogs import FinishOrCutScreen, LineScreen
 from console.tui.screens.help import HelpScreen
 from engine.errors import EngineError, InvalidRequest
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 
 async def test_digits_and_function_keys_open_the_screens() -> None:
@@ -90,7 +90,7 @@ async def test_a_refused_knob_says_why_and_starts_again_from_what_is_set() -> No
         await pilot.press("right_square_bracket")
         await app.workers.wait_for_complete()
         await pilot.pause()
-        assert "num_workers is 3; there is room for 2" in [toast.message for toast in app._notifications]
+        assert "num_workers is 3; there is room for 2" in toasts(app)
     assert [arguments for _, arguments in link.commands] == [{"num_workers": 3}, {"num_workers": 3}]
 
 
@@ -221,7 +221,7 @@ async def test_an_api_that_cannot_start_says_why() -> None:
         await pilot.press("a")
         await app.workers.wait_for_complete()
         await pilot.pause()
-        assert "port 8000 of 127.0.0.1 is taken" in [toast.message for toast in app._notifications]
+        assert "port 8000 of 127.0.0.1 is taken" in toasts(app)
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+q"])
@@ -285,28 +285,16 @@ async def test_only_the_screen_that_is_seen_is_updated() -> None:
         assert updates
 
 
-def pictures(folder: Path) -> list[str]:
-    return [picture.read_text(encoding="utf-8") for picture in folder.glob("*.svg")]
-
-
-async def test_a_picture_of_the_screen_is_saved_where_the_operator_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    async with EricApp(FakeLink()).run_test() as pilot:
-        pilot.app._save_picture()
-    assert [("EricLLM" in picture) for picture in pictures(tmp_path)] == [True]
-
-
-async def test_a_picture_that_cannot_be_saved_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> str:
-        raise OSError(28, "No space left on device")
-
+async def test_a_screenshot_is_of_the_screen_beneath_and_saved_where_the_operator_says(tmp_path: Path) -> None:
     async with EricApp(FakeLink()).run_test(notifications=True) as pilot:
-        monkeypatch.setattr(pilot.app, "save_screenshot", full)
-        pilot.app._save_picture()
         await pilot.pause()
-        assert any("No space left" in toast.message for toast in pilot.app._notifications)
+        pilot.app._save_picture()
+        await until(pilot, lambda: isinstance(pilot.app.screen, LineScreen))
+        await pilot.press("enter")
+        await until(pilot, lambda: any("Saved to" in toast for toast in toasts(pilot.app)))
+    (picture,) = (tmp_path / "data" / "ericllm" / "exports").glob("ericllm-*.svg")
+    assert "Dashboard" in picture.read_text(encoding="utf-8")
+    assert "Save&#160;the&#160;screenshot" not in picture.read_text(encoding="utf-8")
 
 
 async def test_sigterm_before_the_first_screen_is_there_quits_without_a_failure() -> None:

@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from console.bench.comparison import compare
 from console.bench.result import read_result
 from console.tui.screens.benches.comparison import difference_notes
+from console.tui.screens.dialogs import LineScreen
 from tests.fakes import bench_scenes
 from tests.ui.benching import SIZES, app_with, link_of, opened, shown
-from tests.ui.seen import screen_text, shows, until
+from tests.ui.seen import screen_text, shows, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +83,7 @@ async def test_enter_opens_a_result_with_its_machine_spread_and_what_others_got(
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("down", "enter")
-        await shown(pilot, "number 3")
+        await shown(pilot, "#3")
         for words in (
             "AMD EPYC",
             "±5%",
@@ -103,36 +105,42 @@ async def test_a_result_that_was_cut_short_says_so() -> None:
         await shown(pilot, "Ended early; partial results.")
 
 
-async def test_w_writes_the_result_for_programs_and_its_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = app_with()
+async def test_w_saves_the_result_for_programs_and_its_plot_where_the_operator_says(tmp_path: Path) -> None:
+    app, exports = app_with(), tmp_path / "data" / "ericllm" / "exports"
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("down", "enter")
-        await shown(pilot, "number 3")
+        await shown(pilot, "#3")
         await pilot.press("w")
-        await until(pilot, lambda: (tmp_path / "bench-users-3.svg").exists())
-        assert read_result(tmp_path / "bench-users-3.json") == link_of(app).benches.results[3]
-        assert (tmp_path / "bench-users-3.csv").read_text().startswith("bench,started,users,repeat,response_s")
+        await until(pilot, lambda: isinstance(app.screen, LineScreen))
+        assert app.screen.query_one(Input).value == str(exports / "bench-users-3.json")
+        await pilot.press("enter")
+        await until(pilot, lambda: any("Saved to" in toast for toast in toasts(app)))
+        assert read_result(exports / "bench-users-3.json") == link_of(app).benches.results[3]
+        assert (exports / "bench-users-3.csv").read_text().startswith("bench,started,users,repeat,response_s")
+        assert (exports / "bench-users-3.svg").exists()
+
+
+def saved_below(folder: Path) -> list[Path]:
+    return [each for each in folder.rglob("*.*") if each.suffix in (".json", ".csv", ".svg")]
 
 
 @pytest.mark.parametrize("name", ["x/../../keys.", "/../..", "\x00" + "n" * 60])
-async def test_a_result_of_another_instance_is_written_where_the_console_is_whatever_it_is_called(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_result_of_another_instance_is_saved_among_the_exports_whatever_it_is_called(
+    name: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    app = app_with()
+    app, folder = app_with(), tmp_path / "data" / "ericllm" / "exports"
     results = link_of(app).benches.results
     results[3] = msgspec.structs.replace(results[3], name=name)
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("down", "enter", "w")
-        await shown(pilot, "Saved ")
-    written = [*folder.parent.rglob("*.*")]
+        await until(pilot, lambda: isinstance(app.screen, LineScreen))
+        await pilot.press("enter")
+        await until(pilot, lambda: any("Saved to" in toast for toast in toasts(app)))
+    written = saved_below(tmp_path)
     assert {(file.parent, file.suffix) for file in written} == {(folder, f".{kind}") for kind in ("json", "csv", "svg")}
 
 

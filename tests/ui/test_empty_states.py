@@ -71,7 +71,7 @@ class Elsewhere(FakeLink):
             LinkStatus(reach="connecting", name="gpu1:8000"),
             Snapshot(at=scenes.NOW),
             ApiStatus(),
-            "no data from gpu1:8000",
+            "No data from gpu1:8000",
         ),
     ],
     ids=["on", "off", "failed", "read-only", "read-only, off", "recording", "starting", "connecting"],

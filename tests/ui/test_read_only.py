@@ -20,6 +20,7 @@ from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
 from console.tui.commands import help_entries, palette_entries
 from console.tui.modes import MODES
+from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.help import HelpScreen
 from console.tui.screens.models.screen import HubBox
@@ -27,13 +28,13 @@ from console.tui.widgets.status_line import status_line
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 REFUSED = "This console is read-only: it shows everything and changes nothing"
 
 
 def said(app: EricApp) -> list[str]:
-    return [toast.message for toast in app._notifications]
+    return toasts(app)
 
 
 @pytest.mark.parametrize("key", ["right_square_bracket", "left_square_bracket", "plus", "minus", "a", "x"])
@@ -45,6 +46,61 @@ async def test_a_key_that_commands_says_at_once_why_it_does_not(key: str) -> Non
         await pilot.press("down", key)
         await until(pilot, lambda: said(app) == [REFUSED])
         assert link.commands == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "key"),
+    [
+        ("api", "w"),
+        ("api", "l"),
+        ("api", "x"),
+        ("api", "d"),
+        ("models", "o"),
+        ("models", "u"),
+        ("tune", "f"),
+        ("tune", "s"),
+        ("settings", "e"),
+        ("settings", "enter"),
+        ("dashboard", "D"),
+    ],
+)
+async def test_read_only_no_key_opens_a_form_or_a_question_and_each_says_why(mode: str, key: str) -> None:
+    link = FakeLink(scenes.busy())
+    app = EricApp(as_link(ReadOnlyLink(link)), start=mode)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await until(pilot, lambda: app.current_mode == mode and app.screen.is_mounted)
+        await pilot.pause()
+        focused = app.focused
+        await pilot.press(key)
+        await until(pilot, lambda: said(app) == [REFUSED])
+        assert (app.screen.is_modal, app.focused, link.commands) == (False, focused, [])
+
+
+async def test_read_only_a_question_stays_in_the_box_of_the_chat() -> None:
+    app = EricApp(as_link(ReadOnlyLink(FakeLink(scenes.busy()))), start="chat")
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await until(pilot, lambda: isinstance(app.focused, ChatInput))
+        await pilot.press("h", "i", "enter")
+        await until(pilot, lambda: said(app) == [REFUSED])
+        assert app.screen.query_one(ChatInput).text == "hi"
+
+
+@pytest.mark.parametrize(
+    ("mode", "hints"),
+    [
+        ("api", ("w: create", "d switches")),
+        ("models", ("u unloads", "o: load")),
+        ("tune", (" − ", "s sends")),
+    ],
+)
+async def test_read_only_no_text_names_a_key_that_changes_the_engine(mode: str, hints: tuple[str, ...]) -> None:
+    link = FakeLink(scenes.busy())
+    link.api.change_report(keys=())
+    app = EricApp(as_link(ReadOnlyLink(link)), start=mode)
+    async with app.run_test(size=(160, 48)) as pilot:
+        await until(pilot, lambda: app.current_mode == mode and "q Quit" in rows(app)[-1])
+        await pilot.pause()
+        assert [hint for hint in hints if hint in screen_text(app)] == []
 
 
 async def test_read_only_there_is_nothing_to_type_or_click_that_would_command() -> None:

@@ -10,7 +10,7 @@ from console.tui.replay_app import ReplayApp
 from console.tui.screens.attach.replay import GoToScreen, PlayReading, replay_bar
 from tests.fakes import scenes
 from tests.fakes.elsewhere import RECORDED_S, recording_of, replay_of
-from tests.ui.seen import rows, screen_text, shows, until
+from tests.ui.seen import rows, screen_text, shows, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -96,10 +96,25 @@ async def test_commands_are_refused_with_one_sentence(night: Path) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         app.perform(app.link.reconfigure(num_workers=3))
-        await until(pilot, lambda: any("This is a recording" in toast.message for toast in app._notifications))
+        await until(pilot, lambda: any("This is a recording" in toast for toast in toasts(app)))
         await pilot.press("q")
         await pilot.pause()
         assert app._exit
+
+
+async def test_a_recording_is_asked_for_nothing_and_says_why_a_key_does_nothing(night: Path) -> None:
+    replay, _ = replay_of(night)
+    app = ReplayApp(replay)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await pilot.pause()
+        for number in range(1, 9):
+            await pilot.press(f"f{number}")
+            await pilot.pause()
+        await pilot.press("f2")
+        await until(pilot, lambda: "A recording holds no list of models." in screen_text(app))
+        assert toasts(app) == []
+        await pilot.press("f1", "x")
+        await until(pilot, lambda: toasts(app) == ["This is a recording: nothing can be changed"])
 
 
 async def test_the_log_is_shown_as_far_as_it_had_come(night: Path) -> None:
@@ -157,7 +172,7 @@ async def test_a_recording_that_is_cut_off_says_so_at_once_and_at_its_end(cut: P
     app = ReplayApp(replay)
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await pilot.pause()
-        assert [toast.message for toast in app._notifications] == [replay.recording.damage]
+        assert toasts(app) == [replay.recording.damage]
         assert "◆ recording" in rows(app)[0]
         await pilot.press("end")
         await until(pilot, lambda: "is damaged or truncated" in screen_text(app) and "recording" not in rows(app)[0])
