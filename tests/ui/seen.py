@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from textual.app import App
+from textual.notifications import SeverityLevel
 from textual.pilot import Pilot
 from textual.widgets import Static
 
@@ -28,6 +29,11 @@ def rows(app: App[Any]) -> list[str]:
 def screen_text(app: App[Any]) -> str:
     """All of it."""
     return "\n".join(rows(app))
+
+
+def toasts(app: App[Any], severity: SeverityLevel | None = None) -> list[str]:
+    """What the toasts shown now say, oldest first; of one severity, or of all."""
+    return [each.message for each in app._notifications if severity in (None, each.severity)]
 
 
 async def until(pilot: Pilot[None], met: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:

@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 from engine.snapshot import Snapshot
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows, until
+from tests.ui.seen import rows, screen_text, shows, toasts, until
 
 _SHARE = DeviceShare(
     device="cuda:0",
@@ -129,7 +129,7 @@ async def test_a_knob_that_cannot_be_turned_says_why() -> None:
         await pilot.pause()
         await pilot.press("t")
         await _settled(pilot)
-        assert "max_prompts is 10, and at most 9 fit" in [toast.message for toast in app._notifications]
+        assert "max_prompts is 10, and at most 9 fit" in toasts(app)
 
 
 async def test_advice_is_dismissed_for_good_by_key_and_by_click() -> None:

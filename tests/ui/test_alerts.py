@@ -24,7 +24,7 @@ from engine.snapshot import Alert, Percentiles, Snapshot
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote, replay_of
 from tests.fakes.link import FakeLink
-from tests.ui.seen import listed, rows, screen_text, until
+from tests.ui.seen import listed, rows, screen_text, toasts, until
 
 KILLED = "worker w1 was killed by SIGKILL (probably out of memory)"
 
@@ -53,11 +53,6 @@ def after_the_kill(*alerts: Alert) -> Snapshot:
     """One of two workers is dead."""
     workers = (scenes.worker(0), scenes.worker(1, state="restarting", pid=None, active=0, restarts=1))
     return scenes.busy(workers=workers, alerts=alerts or (alert(),))
-
-
-def toasts(app: EricApp) -> list[str]:
-    """What toasts say."""
-    return [toast.message for toast in app._notifications]
 
 
 @pytest.mark.parametrize("mode", [mode.name for mode in MODES])

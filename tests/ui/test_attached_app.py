@@ -15,7 +15,7 @@ from console.tui.widgets.status_line import status_line
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows, until
+from tests.ui.seen import rows, screen_text, shows, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -129,7 +129,7 @@ async def test_read_only_shows_all_and_refuses_every_command_with_one_sentence()
         await pilot.pause()
         app.perform(app.link.unload())
         said = "This console is read-only: it shows everything and changes nothing"
-        await until(pilot, lambda: said in [toast.message for toast in app._notifications])
+        await until(pilot, lambda: said in toasts(app))
         assert link.commands == []
 
 

@@ -16,7 +16,7 @@ from engine.errors import QueueFull
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes, questions
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -73,8 +73,8 @@ async def test_at_the_last_branch_the_next_one_is_refused_with_how_to_make_one(t
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press("alt+n")
-        await until(pilot, lambda: len(app._notifications) == 1)
-        assert "No more branches" in next(iter(app._notifications)).message
+        await until(pilot, lambda: len(toasts(app)) == 1)
+        assert "No more branches" in toasts(app)[0]
         assert answers(pilot) == ["two"]
 
 
@@ -101,8 +101,8 @@ async def test_with_nothing_said_there_is_nothing_to_repeat_or_continue(key: str
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press(key)
-        await until(pilot, lambda: len(app._notifications) == 1)
-        assert words in next(iter(app._notifications)).message
+        await until(pilot, lambda: len(toasts(app)) == 1)
+        assert words in toasts(app)[0]
 
 
 @pytest.mark.parametrize("key", ["ctrl+t", "ctrl+r"])
@@ -112,8 +112,8 @@ async def test_without_a_model_nothing_is_repeated_or_continued(key: str, tmp_pa
     async with app.run_test(notifications=True) as pilot:
         await opened(pilot)
         await pilot.press(key)
-        await until(pilot, lambda: len(app._notifications) == 1)
-        assert "No model loaded" in next(iter(app._notifications)).message
+        await until(pilot, lambda: len(toasts(app)) == 1)
+        assert "No model loaded" in toasts(app)[0]
         assert answers(pilot) == ["A"]
 
 

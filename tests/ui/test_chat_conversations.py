@@ -24,7 +24,7 @@ from tests.fakes import scenes
 from tests.fakes.hostile import HOSTILE
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, fill, last_turn, opened, panes, questions
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +45,7 @@ def no_native_clipboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(app: EricApp) -> list[str]:
     """The toasts."""
-    return [toast.message for toast in app._notifications]
+    return toasts(app)
 
 
 def count(pilot: Pilot[None]) -> str:

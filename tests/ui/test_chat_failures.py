@@ -13,7 +13,7 @@ from console.tui.screens.dialogs import ConfirmScreen
 from engine.errors import ContextLengthExceeded, QueueFull
 from tests.fakes.link import FakeLink
 from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, questions
-from tests.ui.seen import until
+from tests.ui.seen import toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +27,7 @@ def draft(pilot: Pilot[None]) -> str:
 
 def said(pilot: Pilot[None]) -> list[str]:
     """The messages that were shown."""
-    return [toast.message for toast in pilot.app._notifications]
+    return toasts(pilot.app)
 
 
 async def test_a_question_too_long_for_the_context_is_refused_before_it_is_sent_and_stays_in_the_box() -> None:

@@ -22,7 +22,7 @@ from engine.requests.causes import Cause, describe_all
 from engine.snapshot import Snapshot
 from tests.fakes import fleet_scenes, request_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows, until
+from tests.ui.seen import rows, screen_text, shows, toasts, until
 
 
 async def _seen(snapshot: Snapshot, size: tuple[int, int]) -> str:
@@ -201,7 +201,7 @@ async def test_x_cancels_the_selected_request_after_a_question_and_says_so() -> 
         await pilot.pause()
         chosen = scenes.requests()[0].id
         assert link.commands == [("cancel_request", {"request_id": chosen})]
-        assert f"Cancelled {chosen}" in [toast.message for toast in app._notifications]
+        assert f"Cancelled {chosen}" in toasts(app)
 
 
 async def test_a_click_selects_a_request() -> None:

@@ -14,7 +14,7 @@ from engine.errors import EngineBusy
 from engine.snapshot import DeviceSensors, ProcessMemory
 from tests.fakes import insight_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 SENSORS = DeviceSensors(
     memory_utilisation=0.61,
@@ -104,7 +104,7 @@ async def test_a_measurement_that_is_refused_says_why() -> None:
     app = EricApp(link)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("d", "l")
-        await until(pilot, lambda: any("can be measured only" in each.message for each in app._notifications))
+        await until(pilot, lambda: any("can be measured only" in each for each in toasts(app)))
 
 
 async def test_a_read_only_console_does_not_offer_to_measure() -> None:

@@ -13,7 +13,7 @@ from console.tui.app import EricApp
 from console.tui.binding_index import all_bindings, can_conflict
 from console.tui.keys_file import KeysFile, check_keys, is_key, keys_path, read_keys, sample
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, until
+from tests.ui.seen import rows, toasts, until
 
 
 def saved(text: str) -> Path:
@@ -125,7 +125,7 @@ async def test_one_message_names_every_mistake_and_the_other_keys_work() -> None
     saved('"workers.mor" = "K"\n"help" = "H"\n"settings.edit" = "ctlr+e"\n"logs.level" = "q"')
     app = EricApp(FakeLink())
     async with app.run_test(size=(120, 30), notifications=True) as pilot:
-        await until(pilot, lambda: bool(app._notifications))
-        (toast,) = app._notifications
-        assert all(words in toast.message for words in ("keys.toml", "workers.mor ", '"ctlr+e"', "quit and logs.level"))
+        await until(pilot, lambda: bool(toasts(app)))
+        (toast,) = toasts(app)
+        assert all(words in toast for words in ("keys.toml", "workers.mor ", '"ctlr+e"', "quit and logs.level"))
         await until(pilot, lambda: "H Help" in rows(app)[-1])

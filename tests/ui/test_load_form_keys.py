@@ -8,7 +8,7 @@ from console.tui.screens.dialogs import LineScreen
 from console.tui.screens.models.form import LoadFormView
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import until
+from tests.ui.seen import toasts, until
 
 
 async def test_all_options_are_shown_and_a_list_is_typed() -> None:
@@ -24,7 +24,7 @@ async def test_all_options_are_shown_and_a_list_is_typed() -> None:
         await pilot.press(*["down"] * names.index("gpu_split"), "t")
         await until(pilot, lambda: isinstance(app.screen, LineScreen))
         await pilot.press(*"16,x", "enter")
-        await until(pilot, lambda: any("is not a value of gpu split" in each.message for each in app._notifications))
+        await until(pilot, lambda: any("is not a value of gpu split" in each for each in toasts(app)))
         await pilot.press("t")
         await until(pilot, lambda: isinstance(app.screen, LineScreen))
         await pilot.press(*"16,24", "enter")

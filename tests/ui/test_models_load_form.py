@@ -21,7 +21,7 @@ from engine.backends.base import LoadProgress
 from engine.errors import LoadCancelled
 from tests.fakes import estimates, fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import cells, listed, rows, screen_text, selected, shows, until
+from tests.ui.seen import cells, listed, rows, screen_text, selected, shows, toasts, until
 
 HERMES = str(MODELS[1].path)
 UNFINISHED = msgspec.structs.replace(
@@ -213,7 +213,7 @@ async def test_the_marked_model_is_compared_with_the_selected_one_and_one_alone_
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await listed(pilot)
         await pilot.press("space", "v")
-        await until(pilot, lambda: any("Mark a model" in toast.message for toast in app._notifications))
+        await until(pilot, lambda: any("Mark a model" in toast for toast in toasts(app)))
         await pilot.press("down", "v")
         await until(pilot, lambda: isinstance(app.screen, CompareScreen))
         assert "GPU0 needs" in [row.key for row in app.screen.query_one(Table).rows] or "fit" in screen_text(app)
@@ -281,8 +281,8 @@ async def test_a_cancelled_load_says_what_is_kept_and_is_no_failure() -> None:
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await listed(pilot)
         await pilot.press("o", *"org/big", "ctrl+l")
-        await until(pilot, lambda: any("are kept" in toast.message for toast in app._notifications))
-        assert [toast.severity for toast in app._notifications] == ["information"]
+        await until(pilot, lambda: any("are kept" in toast for toast in toasts(app)))
+        assert len(toasts(app)) == len(toasts(app, "information")) == 1
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ async def test_a_model_that_cannot_be_loaded_offers_no_load_and_no_form() -> Non
         assert "Enter loads it" not in seen and seen.count("the weights are pickles") == 1
         assert not app.screen.query_one(LoadFormView).display
         await pilot.press("enter", "e")
-        assert not app._notifications
+        assert not toasts(app)
         assert "load" not in link.names()
         assert table.has_focus
         table.move_to(0)

@@ -15,7 +15,7 @@ from console.tui.screens.settings.panel import SettingPanel, SettingTable
 from console.tui.widgets.table import Table
 from engine.errors import InsufficientMemory
 from tests.fakes.link import FILE, FakeLink, FakeSettings
-from tests.ui.seen import screen_text, shows, until
+from tests.ui.seen import screen_text, shows, toasts, until
 
 PICTURED = (
     *("model", "models_dir", "backend", "dtype", "lora", "max_model_len", "num_workers", "max_prompts", "timeout"),
@@ -111,7 +111,7 @@ async def test_a_value_is_typed_and_saved() -> None:
         await pilot.press("enter", *"0.0.0.0", "enter")
         await until(pilot, lambda: cells(table, "host")[3] == "→ 0.0.0.0 at next start")
         assert link.settings.saves == [("host", "0.0.0.0")]
-        assert [toast.message for toast in pilot.app._notifications] == ["host saved, applies at the next start."]
+        assert toasts(pilot.app) == ["host saved, applies at the next start."]
         assert table.has_focus
 
 

@@ -15,7 +15,7 @@ from engine.errors import ErrorInfo
 from engine.snapshot import ModelStatus
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
-from tests.ui.seen import cells, foretold, listed, rows, screen_text, shows, until
+from tests.ui.seen import cells, foretold, listed, rows, screen_text, shows, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -249,7 +249,7 @@ async def test_without_a_model_there_is_nothing_to_attach_to() -> None:
         await listed(pilot)
         await pilot.press("d")
         await pilot.pause()
-        assert any("Load a model first" in toast.message for toast in app._notifications)
+        assert any("Load a model first" in toast for toast in toasts(app))
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

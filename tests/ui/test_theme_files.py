@@ -13,7 +13,7 @@ from console.settings.sources import Sources
 from console.tui.app import EricApp
 from console.tui.theme import DEFAULT_THEME, builtin_folder, load_themes, user_folder, variable_defaults
 from tests.fakes.link import FakeLink, FakeSettings
-from tests.ui.seen import rows, screen_text, until
+from tests.ui.seen import rows, screen_text, toasts, until
 
 BUILT_IN = {theme.name: theme for theme in load_themes([builtin_folder()]).themes}
 
@@ -99,8 +99,8 @@ async def test_one_message_names_all_broken_files_and_the_console_starts() -> No
     app = EricApp(FakeLink(), theme="nowhere")
     async with app.run_test(notifications=True) as pilot:
         await pilot.pause()
-        (toast,) = app._notifications
-        assert all(name in toast.message for name in ("one.toml", "two.toml", "nowhere"))
+        (toast,) = toasts(app)
+        assert all(name in toast for name in ("one.toml", "two.toml", "nowhere"))
         assert app.theme == DEFAULT_THEME
 
 
@@ -135,8 +135,8 @@ async def test_a_theme_that_is_broken_while_it_is_worn_stays_on_and_is_told_once
         app.preferences.look()
         await pilot.pause()
         assert app.theme_variables["primary"] == "#112233"
-        (toast,) = app._notifications
-        assert toast.message == "mine.toml: primary: 'reddish' is not a colour"
+        (toast,) = toasts(app)
+        assert toast == "mine.toml: primary: 'reddish' is not a colour"
 
 
 async def test_a_file_makes_a_value_of_the_setting() -> None:

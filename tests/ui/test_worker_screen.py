@@ -21,7 +21,7 @@ from engine.requests.causes import describe_all
 from engine.snapshot import Snapshot, WorkerReading
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text, shows
+from tests.ui.seen import rows, screen_text, shows, toasts
 
 SIZES = [(80, 24), (100, 30), (120, 40)]
 
@@ -241,7 +241,7 @@ async def test_a_worker_that_drains_is_not_asked_about_again() -> None:
         await _opened(pilot, 0)
         await pilot.press("d")
         await pilot.pause()
-        assert "w0 is already draining." in [toast.message for toast in app._notifications]
+        assert "w0 is already draining." in toasts(app)
 
 
 async def test_a_restart_that_is_refused_says_why() -> None:
@@ -253,7 +253,7 @@ async def test_a_restart_that_is_refused_says_why() -> None:
         await pilot.press("r")
         await app.workers.wait_for_complete()
         await pilot.pause()
-        assert "there is no worker w2" in [toast.message for toast in app._notifications]
+        assert "there is no worker w2" in toasts(app)
 
 
 async def test_the_palette_has_what_the_keys_of_workers_do() -> None:
