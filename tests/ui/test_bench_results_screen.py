@@ -153,7 +153,7 @@ async def test_results_of_another_instance_are_listed_whenever_they_began(starte
         await opened(pilot)
         await shown(pilot, "mean response (s)")
         await pilot.press("down", "enter")
-        await shown(pilot, "number 3")
+        await shown(pilot, "#3")
 
 
 async def test_the_marked_result_is_compared_with_the_selected_one_the_older_first() -> None:

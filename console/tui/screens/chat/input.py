@@ -125,21 +125,21 @@ class ChatInput(TextArea):
         """Ask a question otherwise; None leaves that."""
         self.editing = question
         self.text = question.content if question is not None else ""
-        self._show_mode()
+        self._show_mode(types=self.has_focus)
         self.move_cursor(self.document.end)
 
     def on_focus(self) -> None:
         """Say what the keys do."""
-        self._show_mode()
+        self._show_mode(types=True)
 
     def on_blur(self) -> None:
         """Say what the keys do elsewhere."""
-        self._show_mode()
+        self._show_mode(types=False)
 
-    def _show_mode(self) -> None:
+    def _show_mode(self, *, types: bool) -> None:
         """Say in the frame whether keys type or act on the conversation."""
         self.set_class(self.editing is not None, "-editing")
-        self.border_title = EDITING if self.editing is not None else TYPING if self.has_focus else READING
+        self.border_title = EDITING if self.editing is not None else TYPING if types else READING
 
     def put_back(self, question: Submitted) -> None:
         """Put a question that was not sent back, before what was typed since."""
