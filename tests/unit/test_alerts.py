@@ -85,7 +85,7 @@ def test_a_load_that_failed_is_an_alert_that_names_the_model_once_and_a_cancelle
         add_failed_load(alerts, "m", error, "Nothing was changed.")
         return [(alert.cause, alert.text) for alert in alerts.latest]
 
-    assert added(UnsupportedModel("m cannot be loaded: no config")) == [("load_failed", "m cannot be loaded: no config")]
+    assert added(UnsupportedModel("m cannot be loaded: x")) == [("load_failed", "m cannot be loaded: x")]
     assert added(InsufficientMemory("out of memory")) == [("out_of_memory", "m could not be loaded: out of memory")]
     assert added(LoadCancelled("the load of m was cancelled")) == []
 

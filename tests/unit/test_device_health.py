@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from pathlib import Path
+
+import msgspec
 
 from engine.devices.health import DeviceWatch, DiskWatch, harmful_throttling
 from engine.metrics.alerts import AlertLog

@@ -162,7 +162,7 @@ def test_gpu_split_gives_the_layers_in_order_as_far_as_each_size_goes() -> None:
 def test_a_gpu_split_that_cannot_hold_the_weights_or_names_too_many_cards_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"0\.2\+0\.3 GB for the weights of m, which need 0\.88 GB"):
         planned(1, cards(9000, 9000), gpu_split_gb=(0.2, 0.3))
-    with pytest.raises(InvalidRequest, match="names 3 GPUs; there are 2: cuda:0, cuda:1"):
+    with pytest.raises(InvalidRequest, match="names 3 GPUs; this machine has 2: cuda:0, cuda:1"):
         planned(1, cards(9000, 9000), gpu_split_gb=(1, 1, 1))
 
 
@@ -230,7 +230,7 @@ def test_workers_on_simulated_devices_take_the_hosts_memory_too() -> None:
     assert planned(3, simulated(3 * each, 90000, 90000), costs=SIMULATED, kv_cache_tokens=2048).fits
     found = planned(3, simulated(3 * each - 1, 90000, 90000), costs=SIMULATED, kv_cache_tokens=2048)
     assert not found.fits
-    assert found.shortage.startswith(f"cpu: needed {3 * each} MiB (weights 2700 MiB, KV pages 96 MiB, ")
+    assert found.shortage.startswith(f"CPU: needed {3 * each} MiB (weights 2700 MiB, KV pages 96 MiB, ")
     assert found.refusal().details["cpu.short_bytes"] == MIB
     assert [each.device.id for each in found.device_plans] == ["sim:0", "sim:1", "cpu"]
 
