@@ -211,7 +211,7 @@ def test_ticks_have_as_many_digits_as_their_step_needs(top: float, ticks: tuple[
 def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(InvalidRequest, match="no numbers named speed; available: tok_s, ttft_ms"):
         plot(made({1: [1.0]}), "speed")
-    with pytest.raises(InvalidRequest, match="no number to draw"):
+    with pytest.raises(InvalidRequest, match="no numbers to draw"):
         plot(made({}))
 
 
@@ -292,7 +292,7 @@ def test_the_command_shows_compares_and_draws_what_is_kept(tmp_path: Path, capsy
     assert said(capsys, tmp_path, "plot", "last").startswith("<svg")
     assert "saved " in said(capsys, tmp_path, "plot", "last", "--out", str(tmp_path / "p.svg"))
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
-    assert "forgotten" in said(capsys, tmp_path, "forget", str(number))
+    assert said(capsys, tmp_path, "forget", str(number)) == f"result {number} deleted\n"
     assert len(history.results()) == 1
 
 

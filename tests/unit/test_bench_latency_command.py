@@ -75,7 +75,7 @@ def test_a_result_is_remembered_before_its_files_are_written(
 def test_a_file_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
     files = {"svg": tmp_path / "r.svg", "csv": tmp_path / "new" / "r.csv"}
     [said] = write_files(made({}), files)
-    assert said.startswith(f"{files['svg']} was not written: ") and "no number to draw" in said
+    assert said.startswith(f"{files['svg']} was not written: ") and "no numbers to draw" in said
     assert (files["csv"].exists(), files["svg"].exists()) == (True, False)
 
 

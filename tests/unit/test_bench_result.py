@@ -84,7 +84,7 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path: Path, content: by
     file.write_bytes(content)
     with pytest.raises(InvalidRequest, match=r"odd\.json is not a bench result"):
         read_result(file)
-    with pytest.raises(InvalidRequest, match=r"odd\.json is no trace"):
+    with pytest.raises(InvalidRequest, match=r"odd\.json is not a trace"):
         read_trace(file)
     with pytest.raises(InvalidRequest, match=r"odd\.json holds no step costs"):
         MeasuredModel.read(file)
