@@ -131,7 +131,7 @@ async def test_a_folder_beneath_the_working_one_is_no_model_of_ours(
     monkeypatch.chdir(folders / "elsewhere")
     async with operated(folders) as api:
         for name in ("secret", "./secret", "../elsewhere/secret"):
-            assert "lies in none of the folders" in await api.refusal("/admin/load", model=name)
+            assert "is in none of the models folders" in await api.refusal("/admin/load", model=name)
 
 
 async def test_paths_inside_our_folders_are_taken_links_there_included(folders: Path) -> None:
@@ -145,7 +145,7 @@ async def test_paths_inside_our_folders_are_taken_links_there_included(folders: 
 async def test_no_step_up_leads_out_by_a_link_neither(folders: Path, name: str) -> None:
     async with operated(folders) as api:
         for path in (f"{folders}/{name}", f"../{name}", f"~/{name}"):
-            assert "lies in none of the folders" in await api.refusal("/admin/load", model=path)
+            assert "is in none of the models folders" in await api.refusal("/admin/load", model=path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -241,7 +241,7 @@ async def test_an_adapter_outside_our_folders_or_that_is_none_is_refused(folders
     async with operated(folders) as api:
         await api.runtime.load("tiny")
         said = await api.refusal("/admin/adapters", name="spy", path=str(folders / "elsewhere/spy"))
-        assert "lies in none of the folders" in said
+        assert "is in none of the models folders" in said
         said = await api.refusal("/admin/adapters", name="tiny2", path=str(folders / "models/tiny"))
         assert "adapter_config.json" in said
         assert api.models()["tiny"].adapters == ()
@@ -265,7 +265,7 @@ async def test_folders_among_the_options_of_a_load_must_be_open_to_others(folder
             for option, folder in (("lora", "elsewhere/spy"), ("draft_model", "elsewhere/secret")):
                 named = {option: str(folders / folder)}
                 order = {"model": "tiny", **({"changes": named} if "changes" in body else named)}
-                assert "lies in none of the folders" in await api.refusal(path, **order)
+                assert "is in none of the models folders" in await api.refusal(path, **order)
         await api.load(model="tiny", lora="poet-v1", num_workers=1)
         spec = api.models()["tiny"].status.spec
         assert spec.lora == folders / "models/poet-v1"

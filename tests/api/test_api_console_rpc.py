@@ -199,11 +199,15 @@ async def test_why_an_order_failed_is_told_as_an_event_to_who_wants_events(tmp_p
         ("models.load", {"model": "demo", "fast": True}, "fast"),
         ("models.load", {}, "model"),
         ("engine.reconfigure", {"num_workers": "three"}, "num_workers"),
-        ("models.load", {"model": "/etc/passwd"}, "lies in none of the folders"),
-        ("engine.attach", {"name": "a", "path": "/etc"}, "lies in none of the folders"),
-        ("benches.start", {"order": {"bench": "users", "server": {"url": "http://x"}}}, "by way of another machine"),
-        ("benches.start", {"order": {"bench": "serve", "settings": {"trace": "/etc/passwd"}}}, "a trace is a file of"),
-        ("tuning.start", {"order": {"trace": "/etc/passwd"}}, "a trace is a file of"),
+        ("models.load", {"model": "/etc/passwd"}, "is in none of the models folders"),
+        ("engine.attach", {"name": "a", "path": "/etc"}, "is in none of the models folders"),
+        (
+            "benches.start",
+            {"order": {"bench": "users", "server": {"url": "http://x"}}},
+            "only by a console on that machine",
+        ),
+        ("benches.start", {"order": {"bench": "serve", "settings": {"trace": "/etc/passwd"}}}, "a trace is a file on"),
+        ("tuning.start", {"order": {"trace": "/etc/passwd"}}, "a trace is a file on"),
     ],
 )
 async def test_what_cannot_be_called_is_one_sentence(tmp_path: Path, path: str, body: object, said: str) -> None:

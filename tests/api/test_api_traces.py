@@ -248,7 +248,7 @@ def test_an_endpoint_without_a_path_gets_the_usual_one() -> None:
     assert traces_url("https://collector/") == "https://collector/v1/traces"
     assert traces_url("http://collector/own/traces") == "http://collector/own/traces"
     for wrong in ("collector:4318", "grpc://collector:4317", "http://", "http://[::1"):
-        with pytest.raises(TracingUnavailable, match="is not an address for traces"):
+        with pytest.raises(TracingUnavailable, match="is not a URL for traces"):
             traces_url(wrong)
 
 

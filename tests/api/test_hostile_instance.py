@@ -146,8 +146,8 @@ def with_field(path: tuple[str, ...], value: object) -> bytes:
         (endless(b"", b"\n" * 2**16), "sends more than 16 MiB before an event ends"),
         (whole(b"data: [" + b"[]," * (4 * MIB) + b"[]]\n\n"), "holds more than 500,000 values"),
         (whole(b"data: " + b"[" * 10**5 + b"\n\n"), "nested too deeply"),
-        (whole(b"data: " + b"9" * 400 + b"\n\n"), "a number of too many digits"),
-        (whole(b'data: "\xff"\n\n'), "it is not JSON"),
+        (whole(b"data: " + b"9" * 400 + b"\n\n"), "a number out of range"),
+        (whole(b'data: "\xff"\n\n'), "invalid JSON"),
         (whole(b"data: [1, 2]\n\n"), "has a different version"),
         (whole(b"data: 5\n\n"), "has a different version"),
         (whole(b'data: {"error": 5}\n\n'), "no cause given"),
@@ -183,10 +183,10 @@ async def test_whatever_it_sends_is_one_sentence(stream: Answer, said: str, capl
         (whole(b"5"), "has a different version"),
         (whole(b"[]"), "has a different version"),
         (whole(b'{"result": [-1, []]}'), "has a different version"),
-        (whole(b'{"result": [' + b"9" * 300 + b", []]}"), "too many digits"),
+        (whole(b'{"result": [' + b"9" * 300 + b", []]}"), "a number out of range"),
         (whole(b'{"result": [1, [{"at": "now"}]]}'), "has a different version"),
         (endless(b"[", b" " * 2**16), "sends more than 16 MiB in one answer"),
-        (packed(b""), "it is not JSON"),
+        (packed(b""), "invalid JSON"),
     ],
 )
 async def test_whatever_its_log_is_is_one_sentence(log: Answer, said: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +213,7 @@ async def test_whatever_it_answers_to_a_command_is_one_sentence(answer: Answer, 
         async with attached(events=alive(), call=answer) as link:
             await until(lambda: link.standing().reach == "live")
             with pytest.raises(EngineError, match=said):
-                await as_link(link).estimate("demo")
+                await as_link(link).models.estimate("demo")
 
 
 def alive() -> Answer:
@@ -232,18 +232,18 @@ def alive() -> Answer:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (whole(b"data: 5\n\n"), "cannot be read"),
-        (whole(b'data: {"choices": 5}\n\n'), "cannot be read"),
-        (whole(b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'), "cannot be read"),
-        (whole(b'data: {"choices": [{"delta": null}]}\n\n'), "cannot be read"),
-        (whole(b'data: {"choices": [{"finish_reason": {}}]}\n\n'), "cannot be read"),
+        (whole(b"data: 5\n\n"), "sent an unreadable answer"),
+        (whole(b'data: {"choices": 5}\n\n'), "sent an unreadable answer"),
+        (whole(b'data: {"choices": [{"delta": {"content": 5}}]}\n\n'), "sent an unreadable answer"),
+        (whole(b'data: {"choices": [{"delta": null}]}\n\n'), "sent an unreadable answer"),
+        (whole(b'data: {"choices": [{"finish_reason": {}}]}\n\n'), "sent an unreadable answer"),
         (
             whole(b'data: {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": "x"}}\n\n'),
-            "cannot be read",
+            "sent an unreadable answer",
         ),
         (
             whole(b'data: {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1e18}}\n\n'),
-            "cannot be read",
+            "sent an unreadable answer",
         ),
         (
             endless(b"", event({"choices": [{"delta": {"content": "x" * 2**16}}]})),

@@ -82,7 +82,7 @@ async def test_stop_stream_says_that_it_cannot_tell_whose_answers_are_meant(tmp_
         assert (await socket.receive_json())["event"] == "text_stream"
         async with api.http.post("/api/v1/stop-stream", headers=OTHERS) as refused:
             assert refused.status == 400
-            assert "which of them to stop is unknown" in (await refused.json())["error"]["message"]
+            assert "so the one to stop is unknown" in (await refused.json())["error"]["message"]
         async with api.http.post("/api/v1/stop-stream", headers=MINE) as stopped:
             assert (await stopped.json()) == {"results": "success"}
         rest = [json.loads(message.data) async for message in socket]

@@ -154,13 +154,13 @@ async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(d
         "description": "Not supported: infilling is not supported",
         "x-refused": True,
     }
-    assert body["typical"]["description"] == "The same as typical_p"
+    assert body["typical"]["description"] == "Alias of typical_p"
 
 
 async def test_what_a_field_means_is_what_its_class_says(document: dict[str, Any]) -> None:
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
-    assert body["priority"]["description"] == "as vLLM has it, lower goes first."
-    assert body["echo"]["description"].startswith("each answer begins with the prompt")
+    assert body["priority"]["description"] == "lower values go first, as in vLLM."
+    assert body["echo"]["description"].startswith("start each answer with the prompt")
 
 
 def test_a_docstring_s_fields_may_share_a_meaning_and_a_line() -> None:

@@ -228,7 +228,7 @@ async def test_read_only_forwards_what_changes_nothing_alone(served: Served) -> 
         (302, b"over there", OutOfReach, "not EricLLM"),
         (401, b'{"error": {"message": "This server needs a key"}}', NotAllowed, "needs a key"),
         (200, b"data: {}\n\n", OutOfReach, "a different version"),
-        (200, b"data: <html>\n\n", OutOfReach, "not EricLLM"),
+        (200, b"data: <html>\n\n", OutOfReach, "invalid JSON"),
     ],
 )
 async def test_what_answers_but_is_no_instance_of_ours_is_said(

@@ -39,10 +39,8 @@ def guard_middleware(
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         for name in requested_hosts(request) if on_loopback() else ():
             if not is_own_host(name, hosts):
-                called = f"Host {name[:100]} is" if name else "an empty Host header is"
-                raise Misdirected(
-                    f"{called[0].upper()}{called[1:]} not allowed: use localhost, or add it with --allowed-hosts"
-                )
+                host = f"Host {name[:100]}" if name else "An empty Host header"
+                raise Misdirected(f"{host} is not allowed: use localhost, or add it with --allowed-hosts")
         origin = request.headers.get("Origin")
         if origin is not None and not _is_open(origin, request, origins) and _could_change(request):
             raise Forbidden("Requests from other origins are refused; --cors-origins allows them")
