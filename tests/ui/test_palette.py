@@ -85,8 +85,9 @@ async def test_the_themes_of_textual_are_found_by_name_and_not_listed() -> None:
         await until(pilot, lambda: app.theme == "ericllm-light")
 
 
-async def test_a_model_that_cannot_be_loaded_offers_no_load_and_enter_says_why() -> None:
-    app = EricApp(FakeLink(scenes.cpu_idle()), start="models")
+async def test_a_model_that_cannot_be_loaded_offers_no_load_and_the_panel_says_why() -> None:
+    link = FakeLink(scenes.cpu_idle())
+    app = EricApp(link, start="models")
     async with app.run_test(size=(160, 48), notifications=True) as pilot:
         table = await listed(pilot)
         await until(pilot, lambda: "⏎ Load" in rows(app)[-1])
@@ -98,7 +99,9 @@ async def test_a_model_that_cannot_be_loaded_offers_no_load_and_enter_says_why()
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         assert "Load the selected model" not in screen_text(app)
         await pilot.press("escape", "enter")
-        await until(pilot, lambda: any(_broken(table) in toast for toast in toasts(app)))
+        await until(pilot, lambda: "✖ the weights are pickles; only safetensors" in screen_text(app))
+        await pilot.app.workers.wait_for_complete()
+        assert (link.commands, toasts(app)) == ([], [])
 
 
 def _broken(table: ModelTable) -> str:

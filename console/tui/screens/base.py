@@ -92,7 +92,7 @@ class AppScreen(Screen[T]):
             if self._header.is_attached:
                 alerts = self.console.alerts.unseen(view)
                 self._header.show(view.snapshot, view.api, view.link_status, alerts=alerts)
-        self.offer_keys()
+        self._show_keys(view)
 
     def redraw(self) -> None:
         """Draw the app's current view again, after a change on this side."""
@@ -123,9 +123,12 @@ class AppScreen(Screen[T]):
         return states | {"model.next": len(view.published.models) > 1}
 
     def offer_keys(self) -> None:
-        """Show the keys again where the state of one changed."""
-        view = self.console.view
-        states = self.key_states(view) | {"": view.is_read_only} if self.is_mounted else {}
+        """Show the keys again where the state of one changed; before the first draw there is nothing to tell it by."""
+        if self.is_mounted:
+            self._show_keys(self.console.view)
+
+    def _show_keys(self, view: View) -> None:
+        states = self.key_states(view) | {"": view.is_read_only}
         if states != self._key_states:
             self._key_states = states
             self.refresh_bindings()
