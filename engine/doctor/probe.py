@@ -42,6 +42,8 @@ def ask(
     """
     command = python_command("-m", module, *arguments)
     output = _run(command, timeout_s, cancelled)
+    if not output:
+        raise ProbeFailed("the check gave no answer")
     try:
         return msgspec.json.decode(output, type=answer)
     except msgspec.DecodeError as error:

@@ -94,7 +94,7 @@ def test_kernels_are_compiled_ahead_when_asked_for(tmp_path: Path) -> None:
 def test_kernels_that_cannot_be_compiled_ahead_are_one_sentence(tmp_path: Path) -> None:
     failed = doctor("--compile", XDG_CACHE_HOME=str(tmp_path), CXX="none")
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr.endswith("cannot be made: CXX names none, which is not on PATH\n")
+    assert failed.stderr.endswith("cannot be compiled: CXX names none, which is not on PATH\n")
     assert failed.stderr.count("\n") == 1
 
 

@@ -194,4 +194,4 @@ def test_heads_that_would_take_gigabytes_to_try_the_native_kernel_with_are_left_
         devices=[torch.device("cpu")],
         page_tokens=16,
     )
-    assert obstacle == f"native attention needs heads of max 131072 numbers together, not {3 * head_dim}"
+    assert obstacle == f"native attention needs heads with max 131072 values together, not {3 * head_dim}"

@@ -90,7 +90,7 @@ def test_an_engine_that_failed_is_quoted(results: Results) -> None:
 
 
 def test_a_goal_is_met_by_its_median(results: Results) -> None:
-    assert goals_table(results.goals).splitlines()[-1] == "| prefix | 4% (3% to 20%) | at most 10% |"
+    assert goals_table(results.goals).splitlines()[-1] == "| prefix | 4% (3% to 20%) | max 10% |"
     assert results.goals[0].is_met
     assert not msgspec.structs.replace(results.goals[0], at_most=False).is_met
 

@@ -218,12 +218,12 @@ def test_the_command_answers_three_questions(costs: str, capsys: pytest.CaptureF
     said, progress = capsys.readouterr()
     assert progress.startswith("simulating, which takes about ")
     for sentence in (
-        "It takes ",
+        "Needs ",
         "A node with 1 of ",
         "The front end is full at ",
         "TTFT 400 ms and ITL 60 ms",
         "(cuda:0, torch, bfloat16, int8 weights, 8-bit KV cache)",
-        "A worker: 16 requests at once, 512 tokens a step, KV pages for 16384 tokens, 4096 of context. Queue: 1024.",
+        "Worker: max prompts 16, 512 tokens per step, KV cache 16384 tokens, context 4096. Queue: 1024.",
     ):
         assert sentence in said
     assert "Note:" not in said
@@ -253,7 +253,7 @@ def test_costs_from_before_their_configuration_was_kept_are_read(
         main(["plan", "--costs", str(tmp_path / "old.json"), "--rate", "20", "--duration", "20", "--ask", "cards"]) == 0
     )
     said = capsys.readouterr().out
-    assert "has no measured concurrency" in said and "16 requests at once" in said
+    assert "has no measured concurrency" in said and "Worker: max prompts 16," in said
 
 
 def test_the_death_question_goes_on_until_well_after_the_restart(
@@ -276,7 +276,7 @@ def test_a_goal_that_cannot_be_met_says_why(costs: str, capsys: pytest.CaptureFi
     assert main(["plan", "--costs", costs, "--rate", "5", "--prompt", "5000"]) == 0
     said = capsys.readouterr().out
     assert "requests miss it even one by one" in said
-    assert "have a prompt of more than the 4095 tokens that the context can take" in said
+    assert "have a prompt longer than 4095 tokens, the limit of the context" in said
     slow = ["--front-request", "20ms", "--slo-ttft", "1"]
     assert main(["plan", "--costs", costs, "--rate", "200", "--duration", "120", *slow]) == 0
     said = capsys.readouterr().out
@@ -307,9 +307,9 @@ def test_a_trace_is_served_as_it_came(costs: str, tmp_path: Path, capsys: pytest
     assert [trial["summary"]["requests"] for trial in report["workers"]["trials"]] == [200]
     assert main(["plan", "--costs", costs, "--trace", str(trace), "--duration", "2m"]) == 0
     said = capsys.readouterr().out
-    assert "It takes 1 worker (1 card)." in said
-    assert "120 of its 200 requests: --duration leaves out the others, until 199 s" in said
-    assert "The last request comes after 119 s, so the time after that is not seen." in said
+    assert "Needs 1 worker (1 card)." in said
+    assert "120 of 200 requests (--duration leaves out the rest, until 199 s)" in said
+    assert "The last request arrives at 119 s; later effects are not simulated." in said
 
 
 def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
@@ -318,7 +318,7 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
     trace = tmp_path / "trace.csv"
     trace.write_text("at_s,prompt_tokens,output_tokens\n" + "1732000000,50,400\n" * 100)
     assert main(["plan", "--costs", costs, "--trace", str(trace), "--ask", "cards", "--slo-ttft", "300ms"]) == 0
-    assert "It takes 1 worker" not in capsys.readouterr().out
+    assert "Needs 1 worker" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
         (["--slo-ttft", "0"], "slo_ttft is 0"),
         (["--kv-tokens", "3"], "kv_tokens is 3"),
         (["--duration", "0"], "--duration is 0 s"),
-        (["--rate", "0.001"], "none comes between 30 and 120 s"),
+        (["--rate", "0.001"], "none arrives between 30 and 120 s"),
         (["--users", "1", "--think", "100h"], "no request comes between 30 and 120 s"),
         (["a model"], "MODEL has no effect: "),
         (["--threads", "2"], "--threads has no effect: "),
@@ -344,7 +344,7 @@ def test_a_trace_shorter_than_the_warm_up_of_other_demands_counts(
         (["--rate", "9", "--think", "9"], "--think has no effect: --rate"),
         (["--users", "9", "--burstiness", "2"], "--burstiness has no effect: it needs --rate"),
         (["--shared-tokens", "9"], "--shared-tokens has no effect: it needs --shared"),
-        (["--workers", "9", "--ask", "cards"], "--workers sets"),
+        (["--workers", "9", "--ask", "cards"], "--workers and --ask cards exclude each other: one sets the workers"),
         (["--workers", "9", "--most-workers", "10"], "--most-workers has no effect"),
         (["--ask", "cards", "--restart", "2m"], "--restart has no effect: it needs --ask death"),
     ],
@@ -390,4 +390,4 @@ def test_the_costs_of_the_documented_sample_are_read(capsys: pytest.CaptureFixtu
     assert (
         main(["plan", "--costs", str(kept), "--users", "20", "--think", "1", "--duration", "8", "--ask", "cards"]) == 0
     )
-    assert "a 7B model as measured on no card (made up, torch, bfloat16, 16-bit KV cache)" in capsys.readouterr().out
+    assert "a 7B model, measured on no card (made up, torch, bfloat16, 16-bit KV cache)" in capsys.readouterr().out

@@ -100,7 +100,7 @@ os._exit(9)
 
 
 def test_two_programs_do_not_record_into_one_file(tmp_path: Path) -> None:
-    with RecordingWriter(tmp_path / "night.rec"), pytest.raises(RecordingUnusable, match="by another program"):
+    with RecordingWriter(tmp_path / "night.rec"), pytest.raises(RecordingUnusable, match="in use by another recording"):
         RecordingWriter(tmp_path / "night.rec")
 
 
@@ -125,11 +125,11 @@ def test_what_is_no_recording_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(RecordingUnusable, match="is not a recording of ericllm"):
             opened(tmp_path / "other")
     for name in ("nothing", "n" * 300):
-        with pytest.raises(RecordingUnusable, match="There is no file"):
+        with pytest.raises(RecordingUnusable, match="No such file: "):
             Recording(tmp_path / name)
     with RecordingWriter(tmp_path / "young"):
         pass
-    with pytest.raises(RecordingUnusable, match="holds no frame"):
+    with pytest.raises(RecordingUnusable, match="has no frames yet"):
         Recording(tmp_path / "young")
     with pytest.raises(RecordingUnusable, match="cannot be used"):
         RecordingWriter(tmp_path / "no" / "folder")
@@ -150,7 +150,7 @@ def test_a_file_that_is_cut_off_plays_as_far_as_it_goes_and_says_so(tmp_path: Pa
         assert link.snapshot().requests == frame(lengths[-1] - 1).snapshot.requests
         assert link.standing().reach == "lost"
         assert link.standing().reason == link.recording.damage
-        with pytest.raises(RecordingUnusable, match="cut off"):
+        with pytest.raises(RecordingUnusable, match="is damaged or truncated"):
             RecordingWriter(path)
     assert 0 < lengths[0] < lengths[1] < lengths[2]
 
@@ -161,7 +161,7 @@ def test_a_file_that_is_cut_off_before_its_first_frame_is_one_sentence(tmp_path:
     whole = path.read_bytes()
     for size in (100, 5000, 16384, 20000):
         path.write_bytes(whole[:size])
-        with pytest.raises(RecordingUnusable, match=r"cut off|not a recording"):
+        with pytest.raises(RecordingUnusable, match=r"is damaged or truncated|not a recording"):
             Recording(path)
 
 
