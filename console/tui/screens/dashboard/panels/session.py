@@ -97,7 +97,7 @@ def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     yield "errors", " · ".join(_errors(totals)) or "none"
     tokens = (totals.output_tokens, "out"), (totals.prompt_tokens, "in"), (totals.cached_tokens, "cached")
     yield "tokens", " · ".join(f"{text.count(number)} {word}" for number, word in tokens)
-    if snapshot.insight.session.busy_s:
+    if snapshot.insight.session.busy_s > 0:
         yield "busy", _busy(snapshot.insight.session)
     yield "up", _uptime(snapshot.uptime_s)
     if energy := " · ".join(_energy(snapshot)):
