@@ -9,7 +9,6 @@ from console.bench.target import TargetFailed
 from console.link.benches import BenchOrder, BenchServer
 from console.tui.app import EricApp
 from console.tui.screens.benches.form import BenchFormScreen
-from console.tui.screens.benches.screen import BenchesScreen
 from engine.errors import InvalidRequest
 from tests.fakes import bench_scenes, tune_scenes
 from tests.fakes.elsewhere import FakeRemote
@@ -59,7 +58,7 @@ async def test_the_address_of_a_server_asks_for_its_dialect_model_and_key(size: 
         await shown(pilot, "target this engine or a server: http://host:port")
         assert "dialect" not in screen_text(app)
         await pilot.press("ctrl+o", *URL)
-        await shown(pilot, "dialect openai ▼ model the first listed key none")
+        await shown(pilot, "dialect openai ▼ model first listed key none")
         await shown(pilot, "/v1/completions (vLLM, others)")
         await shown(pilot, "Measures the server")
 
@@ -114,9 +113,9 @@ async def test_who_leaves_while_a_server_is_awaited_measures_nothing() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await _server(pilot)
         await pilot.press("enter")
-        await shown(pilot, f"◔ Asking {URL}")
+        await shown(pilot, f"◔ Connecting to {URL}")
         await pilot.press("escape")
-        await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
+        await until(pilot, lambda: not isinstance(app.screen, BenchFormScreen))
         link_of(app).release("start")
         await until(pilot, lambda: not any(worker.is_running for worker in app.workers if worker.group == "default"))
         assert not link_of(app).benches.report().under_way
@@ -132,10 +131,10 @@ async def test_what_was_typed_is_there_after_another_bench_another_size_and_anot
         await pilot.press("ctrl+t")
         await shown(pilot, "Quick (ctrl+t)")
         await pilot.press("escape")
-        await until(pilot, lambda: isinstance(app.screen, BenchesScreen))
+        await until(pilot, lambda: not isinstance(app.screen, BenchFormScreen))
         await formed(pilot)
         await pilot.press("down")
-        for words in (f"target {URL}", "users 7,8", "requests 64", "In full, as on the command line."):
+        for words in (f"target {URL}", "users 7,8", "requests 64", "Full, as on the command"):
             await shown(pilot, words)
 
 
@@ -201,7 +200,7 @@ def test_the_form_fits_a_small_terminal() -> None:
         await shown(pilot, "Mean response time by number of users")
 
     fields = "target       this engine", "latency", "users         1,2,4", "threads", "repeats       1", "serve", "load"
-    end = "slower. A first look", "Start (enter)    In full (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
+    end = "fewer and shorter requests.", "Start (enter)    Full run (ctrl+t)    Server (ctrl+o)    Cancel (esc)"
     assert shows(app_with(), *fields, *end, terminal_size=(80, 24), run_before=form)
 
 

@@ -27,6 +27,7 @@ async def made(pilot: Pilot[None]) -> None:
 async def test_screens_are_made_and_none_of_them_is_shown() -> None:
     app = EricApp(FakeLink())
     async with app.run_test() as pilot:
+        await pilot.pause()
         before, focused = screen_text(app), app.focused
         await made(pilot)
         assert (app.current_mode, app.focused) == ("dashboard", focused)
