@@ -115,7 +115,7 @@ class HubClient:
         self._headers = {**headers, "accept-encoding": "identity"}
         self._authorization = self._headers.pop("authorization", None)
         if self._authorization is not None and _HEADER.fullmatch(self._authorization) is None:
-            raise ModelLoadFailed("the hub's token (HF_TOKEN) has invalid characters")
+            raise ModelLoadFailed("the hub token (HF_TOKEN) has invalid characters")
         self.withholds_token = self._authorization is not None and not _is_private(self._url)
         if self.withholds_token:
             self._authorization = None

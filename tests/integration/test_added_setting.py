@@ -63,7 +63,7 @@ def test_a_backend_that_does_not_know_it_refuses_it(report: dict[str, Any]) -> N
     status, answer = report["http"]["unsupported"]
     assert (status, answer["error"]["message"]) == (
         400,
-        "--farewell means nothing to the torch backend; it needs --backend exllamav2",
+        "--farewell requires --backend exllamav2",
     )
 
 

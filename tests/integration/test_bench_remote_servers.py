@@ -145,9 +145,9 @@ async def test_lengths_of_a_trace_are_asked_for(tmp_path: Path, place: str) -> N
     ("content", "said"),
     [
         (None, "cannot be read: No such file"),
-        ("[]", "holds no conversation"),
+        ("[]", "has no conversation that starts with"),
         ("{", "is not a trace in ShareGPT format"),
-        (" " * (MAX_TRACE_BYTES + 1), "has 64 MiB, and reading more than 64 would delay"),
+        (" " * (MAX_TRACE_BYTES + 1), "has 64 MiB; more than 64 would delay"),
     ],
 )
 async def test_a_trace_that_cannot_be_used_is_one_sentence(tmp_path: Path, content: str | None, said: str) -> None:

@@ -154,7 +154,7 @@ def test_experts_are_computed_in_a_fixed_order_too(mixtral: Path) -> None:
     [
         ({"head_dim": 12}, {}, "torch attends by gathering pages .*12"),
         ({"head_dim": 24}, {"cache_bits": 8}, "torch attends by gathering pages .*24"),
-        ({"head_dim": 16}, {"attention": "gathered"}, "torch attends by gathering pages .as asked for."),
+        ({"head_dim": 16}, {"attention": "gathered"}, "torch attends by gathering pages .set by --attention."),
     ],
 )
 def test_what_torch_would_compute_by_the_size_of_the_batch_is_refused_by_name(

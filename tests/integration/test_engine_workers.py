@@ -238,7 +238,7 @@ async def test_the_last_worker_that_could_answer_is_not_drained(tmp_path: Path) 
 
 async def test_a_worker_that_is_not_there_is_not_drained(tmp_path: Path) -> None:
     async with serving(tmp_path) as engine:
-        with pytest.raises(InvalidRequest, match="There is no worker w7; there are: w0"):
+        with pytest.raises(InvalidRequest, match="There is no worker w7; available: w0"):
             await engine.drain_worker("w7")
 
 
