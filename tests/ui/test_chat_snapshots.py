@@ -118,7 +118,7 @@ def test_the_presets_of_a_chat_fit_a_small_terminal(chats: Path) -> None:
     app = console(FakeLink(fleet_scenes.two_models()), chats)
     names = (
         "Presets",
-        "Model's own",
+        "Model defaults",
         "Exact",
         "Careful",
         "Balanced",

@@ -20,6 +20,7 @@ from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import Dialog
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.panel import set_title
 from engine.config import PARAMETERS, Parameter, SamplingParams
 from engine.errors import InvalidRequest
 
@@ -154,8 +155,8 @@ class ChatSettingsScreen(Dialog[ChatSettings | None]):
     def compose(self) -> ComposeResult:
         """Yield the model, the system prompt, a grid of parameters and a line for errors."""
         named = [*self._models, *({self._settings.model} - {"", *self._models})]
-        with Vertical(classes="dialog chat-settings"):
-            yield Label(self._title, classes="dialog-title", markup=False)
+        with Vertical(classes="dialog chat-settings") as page:
+            set_title(page, self._title)
             with Horizontal(classes="model"):
                 yield Label("Model")
                 yield Select(

@@ -177,7 +177,7 @@ class SettingPanel(VerticalScroll, can_focus=False):
             box.value = "" if row.secret else row.saved if row.saved is not None else row.value
             box.placeholder = "Type the value (hidden)" if row.secret else _unset(row)
             box.focus()
-        self.border_subtitle = "enter: save · esc: cancel"
+        self.border_subtitle = "enter: save, esc: cancel"
         self.call_after_refresh(self.scroll_end, animate=False)
 
     def close(self) -> None:
