@@ -177,6 +177,9 @@ class TuneScreen(AdvisedScreen):
             tooltip="Start or cancel autotune",
         ),
         ConsoleBinding(
+            "w", "use_best", "Apply best", id="tune.use", mutates=True, tooltip="Apply and save the best settings"
+        ),
+        ConsoleBinding(
             "s",
             "load",
             "Sample load",
@@ -193,9 +196,6 @@ class TuneScreen(AdvisedScreen):
         ),
         Binding(
             "v", "next_view", "View", id="tune.view", tooltip="Show changes, autotune, the workload, or benchmarks"
-        ),
-        ConsoleBinding(
-            "w", "use_best", "Apply best", id="tune.use", mutates=True, tooltip="Apply and save the best settings"
         ),
         ConsoleBinding(
             "u",
