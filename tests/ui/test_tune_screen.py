@@ -52,8 +52,8 @@ async def test_knobs_changes_and_their_effects_are_seen_at_every_size(size: tupl
             "2 ready, 1 starting",
             "14 of 64 slots in use",
             "15 min",
-            "workers 1 → 2",
-            "↑ better +84%",
+            "max prompts 8 → 16",
+            "↑ better +40%",
             "max prompts 16 → 32",
             "↑ worse +68%",
             "≈ same",
@@ -61,6 +61,8 @@ async def test_knobs_changes_and_their_effects_are_seen_at_every_size(size: tupl
             "2×16",
         ):
             assert words in seen, words
+        await pilot.press("end")
+        await until(pilot, lambda: all(words in screen_text(app) for words in ("workers 1 → 2", "↑ better +84%")))
 
 
 async def test_the_change_under_the_cursor_is_told_in_full() -> None:

@@ -186,7 +186,7 @@ def crash_reason(worker: WorkerReading) -> str:
         return f"exit {code}"
     if isinstance(silent_s := details.get("silent_s"), float | int):
         return f"hung, silent for {silent_s:.0f} s"
-    last = worker.last_error.message.rpartition("last error: ")[2]  # of one that is left dead
+    last = worker.last_error.message.rpartition("Last error: ")[2]  # of one that is left dead
     return last.removeprefix(f"worker {worker.id} ")
 
 
