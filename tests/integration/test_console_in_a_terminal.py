@@ -107,7 +107,7 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     terminal.press("b")
     terminal.wait_for("● ready  demo-2")
     terminal.press("u")
-    terminal.wait_for("demo is unloaded")
+    terminal.wait_for("demo unloaded")
 
     terminal.press("3")
     terminal.wait_for("Message. Enter sends")
