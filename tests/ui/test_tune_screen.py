@@ -299,7 +299,7 @@ def test_tuning_fits_a_small_terminal() -> None:
     )
     plots = "■ out tok/s 514", "tok/s vs. ITL p95", "2×16", "Effect of changes", "workers 2 → 3", "↑ better +84%"
     assert shows(
-        app, *knobs, *plots, "u sets max prompts back to 16", "u Undo", terminal_size=(80, 24), run_before=_third
+        app, *knobs, *plots, "u sets max prompts back to 16", terminal_size=(80, 24), run_before=_third
     )
 
 
