@@ -272,7 +272,7 @@ def test_fp8_scales_that_contradict_the_configs_blocks_are_named(fp8: Path) -> N
         ("exl2", "q_groups", torch.zeros(6, dtype=torch.int32), "is stored as I32"),
         ("exl2", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
         ("gptq", "qzeros", None, "is missing"),
-        ("gptq", "qweight", torch.zeros(16, 64, dtype=torch.int32), "holds values of 8 bits"),
+        ("gptq", "qweight", torch.zeros(16, 64, dtype=torch.int32), "has 8-bit values"),
         ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "names groups outside the 2"),
         ("gptq", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
         ("awq", "scales", None, "is missing"),

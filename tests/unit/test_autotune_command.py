@@ -51,7 +51,7 @@ def screen(written: str) -> list[str]:
 
 def test_the_table_has_the_knobs_that_were_turned_and_marks_the_best_and_the_front() -> None:
     lines = as_text(DONE).splitlines()
-    assert lines[0] == "NeuralHermes-7B: 540 settings of workers, prompts, step tokens, cache bits"
+    assert lines[0] == "NeuralHermes-7B: 540 settings of workers, max prompts, step tokens, cache bits"
     assert lines[1].startswith("Most tok/s, p95 of TTFT within 500 ms and of ITL within 50 ms; lengths as of")
     assert "threads" not in lines[3]
     assert [line.split()[0] for line in lines[4:12]].count("best") == 1
@@ -163,7 +163,7 @@ def test_elsewhere_every_window_is_a_line() -> None:
     live.end()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("fine: 1 windows, 408 s left at most, trying workers 2, prompts 32")
+    assert lines[0].startswith("fine: 1 run, max 408 s left, trying workers 2, prompts 32")
 
 
 def test_a_trace_and_lengths_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def progress_of(report: TuningReport) -> str:
     left_s = max(0.0, report.budget_s - report.elapsed_s)
     nothing = "restoring settings" if report.state == "restoring" else "starting"
     now = f"trying {setting_words(report)}" if report.now is not None else nothing
-    return f"{report.stage}: {report.windows} runs, max {left_s:.0f} s left, {now}"
+    return f"{report.stage}: {text.plural(report.windows, 'run')}, max {left_s:.0f} s left, {now}"
 
 
 def setting_words(report: TuningReport) -> str:
