@@ -245,7 +245,7 @@ async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> Non
 
 async def test_help_lists_the_keys_and_explains_the_numbers() -> None:
     app = EricApp(FakeLink())
-    async with app.run_test(size=(100, 60)) as pilot:
+    async with app.run_test(size=(100, 70)) as pilot:
         await pilot.press("down", "question_mark")
         assert isinstance(app.screen, HelpScreen)
         shown = screen_text(app)

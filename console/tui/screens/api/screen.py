@@ -263,6 +263,8 @@ class ApiScreen(ConsoleScreen):
         self._show("clients", [client_row(client, snapshot.at) for client in report.clients], clients)
         self._show_failures(report)
         dialects = self._table("dialects")
+        if not dialects.size.width:  # the first frame is drawn before the layout
+            self.call_after_refresh(self.redraw)
         room = max(_MIN_ROUTES, dialects.size.width - _OTHER_CELLS) if self.has_class("-tall") else _ONE_ROW
         dialects.show([row for each in report.dialects for row in dialect_rows(each, room)])
         if self.has_class("-wide"):
