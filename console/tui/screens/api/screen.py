@@ -176,7 +176,7 @@ def _link(content: Content, action: str) -> Content:
 
 
 _TITLE_MARGIN = 6
-_MIN_ROUTES, _OTHER_CELLS = 20, 48
+_MIN_ROUTES, _OTHER_CELLS = 20, 53
 _ONE_ROW = 1000
 """Cells of routes: more than any terminal has."""
 _FRAME_LINES = 7
@@ -262,11 +262,11 @@ class ApiScreen(ConsoleScreen):
         table.show(table.rows, empty=NO_KEYS if view.is_read_only else f"{NO_KEYS}. w: create key")
         self._show("clients", [client_row(client, snapshot.at) for client in report.clients], clients)
         self._show_failures(report)
-        dialects = self._table("dialects")
-        if not dialects.size.width:  # the first frame is drawn before the layout
-            self.call_after_refresh(self.redraw)
-        room = max(_MIN_ROUTES, dialects.size.width - _OTHER_CELLS) if self.has_class("-tall") else _ONE_ROW
-        dialects.show([row for each in report.dialects for row in dialect_rows(each, room)])
+        # By the screen: the first frame is drawn before the table has a size.
+        width = self.size.width // (2 if self.has_class("-wide") else 1)
+        room = max(_MIN_ROUTES, width - _OTHER_CELLS) if self.has_class("-tall") else _ONE_ROW
+        dialects = [row for each in report.dialects for row in dialect_rows(each, room)]
+        self._table("dialects").show(dialects)
         if self.has_class("-wide"):
             self._show_traffic(report)
 
