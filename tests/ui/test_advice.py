@@ -241,7 +241,7 @@ def test_advice_is_under_the_requests_one_row_each() -> None:
         "t open Models  ×",
         "▲ 18 requests wait for 16",
         "+1  max prompts +2  ×",
-        "x Cancel",
+        "t Advice",
     )
     assert shows(EricApp(FakeLink(crowded())), "Requests", *lines, terminal_size=(100, 30))
 

@@ -223,7 +223,7 @@ def test_the_point_that_counts_is_drawn_over_others() -> None:
 
 def test_settings_that_were_tried_are_listed_under_the_plot() -> None:
     words = "Knobs", "workers", "Throughput", "tok/s vs. ITL", "Autotune", "● best"
-    assert shows(_app(tune_scenes.found()), *words, "w Apply best", terminal_size=(120, 40))
+    assert shows(_app(tune_scenes.found()), *words, "f Stop autotune", terminal_size=(120, 40))
 
 
 def test_what_was_found_looks_right_on_a_small_terminal_in_the_light_theme(snap_compare: Any) -> None:
