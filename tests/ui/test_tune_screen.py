@@ -298,9 +298,7 @@ def test_tuning_fits_a_small_terminal() -> None:
         "idle unload",
     )
     plots = "■ out tok/s 514", "tok/s vs. ITL p95", "2×16", "Effect of changes", "workers 2 → 3", "↑ better +40%"
-    assert shows(
-        app, *knobs, *plots, "u sets max prompts back to 16", terminal_size=(80, 24), run_before=_third
-    )
+    assert shows(app, *knobs, *plots, "u sets max prompts back to 16", terminal_size=(80, 24), run_before=_third)
 
 
 async def test_a_sample_load_is_started_shown_and_stopped_by_one_key() -> None:
