@@ -123,7 +123,7 @@ class AppScreen(Screen[T]):
         return states | {"model.next": len(view.published.models) > 1}
 
     def offer_keys(self) -> None:
-        """Show the keys again where the state of one changed; before the first draw there is nothing to tell it by."""
+        """Show the keys again where the state of one changed; not before the first draw, which sets the states."""
         if self.is_mounted:
             self._show_keys(self.console.view)
 
