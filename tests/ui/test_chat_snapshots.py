@@ -96,7 +96,7 @@ def test_a_conversation_fits_a_small_terminal(chats: Path, size: tuple[int, int]
         "• max_prompts is",
         "def step(",
         "sequence.append(",
-        "45.2 tok/s",
+        "45 tok/s",
         "[copy]",
     )
     box = "86 + 5 of 8,192 tokens", "presets", "And what does it cost?", "⏎ Send", "^p palette"

@@ -207,10 +207,10 @@ def test_hours_of_work_look_right(snap_compare: Any) -> None:
 
 def test_one_answer_has_a_histogram_with_labelled_columns() -> None:
     app = EricApp(FakeLink(insight_scenes.one_answer()), start="tune")
-    assert shows(app, "≤32", "p50 24  p90 24", "■ prefill    310 ms", terminal_size=WIDE, press=OPEN)
+    assert shows(app, "■ prefill    310 ms", "≤32", "p50 24  p90 24", terminal_size=WIDE, press=OPEN)
 
 
 def test_nothing_yet_is_a_sentence_in_each_section() -> None:
-    words = "No finished answers yet", "■ queue           –", "No SLO set.", "No finished requests yet"
+    words = "No finished answers yet", "■ queue           –", "No SLO set.", "no model is loaded"
     app = EricApp(FakeLink(scenes.empty()), start="tune")
-    assert shows(app, *words, "no model is loaded", terminal_size=(100, 40), press=OPEN)
+    assert shows(app, *words, "No finished requests yet", terminal_size=(100, 40), press=OPEN)
