@@ -49,7 +49,7 @@ async def test_the_top_line_says_that_there_are_more_models_and_m_goes_on_to_the
         await pilot.press("m")
         await pilot.pause()
         assert "demo" in rows(app)[0]
-        assert ("16" in rows(app)[1]) == (size[0] > 100)
+        assert ("− 16 +" in rows(app)[1]) == (size[0] > 100)
         assert "NeuralH" in screen_text(app)  # its workers are seen all the same
 
 
