@@ -99,6 +99,8 @@ class HubClient:
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # exported lazily
 
+        if os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1":  # read at its import, which may have been before
+            constants.HF_HUB_DISABLE_TELEMETRY = True
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the screen belongs to someone else
         for name in _HTTP_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
