@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from console.api.dialects.tgi import info
+from console.api.dialects.tgi import generate
 from console.api.http.errors import json_response
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served
@@ -123,7 +123,7 @@ async def test_many_tokens_of_a_short_text_are_written_beside_the_event_loop(
         threads.append(threading.current_thread())
         return write(body)
 
-    monkeypatch.setattr(info, "json_response", noted)
+    monkeypatch.setattr(generate, "json_response", noted)
     async with api.http.post("/tokenize", json={"inputs": "x" * 5000}) as response:
         assert len(await response.json()) == 5000
     assert len(threads) == 1

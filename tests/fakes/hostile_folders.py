@@ -50,7 +50,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         header({"w": tensor(dtype="\x1b[31mX" * 999)}, bytes(4)),
         "an unknown dtype",
     ),
-    "one name twice": (header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)), "cut short"),
+    "one name twice": (header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)), "is truncated or damaged"),
     "wrong types": (header(b'{"w":{"dtype":5}}'), "its header is not valid"),
     "no UTF-8": (header(b'{"\xff":1}'), "its header is not valid"),
     "NaN": (header(b'{"w":{"shape":[NaN]}}'), "its header is not valid"),
@@ -111,7 +111,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         as_config(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0),
         "query_pre_attn_scalar",
     ),
-    "an activation that is a list": (as_config(hidden_act=[]), "the activation []"),
+    "an activation that is a list": (as_config(hidden_act=[]), "unsupported activation: []"),
     "a checkpoint format that is an object": (
         as_config(quantization_config={"quant_method": "gptq", "checkpoint_format": {"a": 1}}),
         "the checkpoint format {",

@@ -135,9 +135,9 @@ def test_the_command_prints_a_table_a_line_per_worker_and_a_verdict(tmp_path: Pa
     result = run("demo", "--workers", "3", "--devices", "sim:1,1", "--gpu_balance", state=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == "demo: torch, " + lines[0].split(", ")[1] + ", context 2,048 tokens, 3 workers of 16 prompts"
+    assert lines[0] == "demo: torch, " + lines[0].split(", ")[1] + ", context 2,048 tokens, 3 workers × 16 max prompts"
     assert [line.split()[0] for line in lines[3:6]] == ["device", "sim:0", "sim:1"]
-    assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV pages for 32,768 tokens" in lines
+    assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV cache for 32,768 tokens" in lines
     assert "The devices are simulated: workers compute on the CPU." in lines
     assert lines[-1] == "Fits: 3 workers, KV cache for 32,768 tokens each."
 

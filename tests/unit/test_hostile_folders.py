@@ -300,7 +300,7 @@ def test_a_folder_of_more_files_than_any_model_has_is_refused(tmp_path: Path) ->
     for number in range(MAX_FILES):
         (folder / f"{number}.safetensors").touch()
     with within_bounds():
-        assert f"holds more than {MAX_FILES:,} files" in inspect(folder).problem
+        assert f"it has more than {MAX_FILES:,} files" in inspect(folder).problem
 
 
 def test_a_link_to_itself_or_a_name_that_is_no_text_hides_no_other_model(

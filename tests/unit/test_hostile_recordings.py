@@ -382,6 +382,6 @@ def test_what_is_too_much_to_be_read_again_is_not_recorded(tmp_path: Path) -> No
     answers: dict[str, Any] = {"a": "x" * (5 * MIB)}
     with (
         RecordingWriter(tmp_path / "night.rec") as writer,
-        pytest.raises(RecordingUnusable, match=r"too much: 5\.0 MiB"),
+        pytest.raises(RecordingUnusable, match=r"Too much to record: 5\.0 MiB"),
     ):
         writer.add(Frame(snapshot=Snapshot(at=BEGAN), answers=answers))

@@ -63,5 +63,6 @@ def test_bursts_make_first_tokens_late_and_leave_the_throughput_as_it_is() -> No
 
 
 def test_a_course_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="course"):
+    with pytest.raises(InvalidRequest, match="load factor") as refused:
         msgspec.structs.replace(CLUSTER, course=(1.0, 0.0)).validate()
+    assert refused.value.details["param"] == "course"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,9 @@ MAX_SEGMENT_FRAMES = 1000
 MAX_SEGMENT_COPIED = 3 * 10**7
 """Items that the changes of one may copy: half a second."""
 
+_MAX_CUT_SEGMENTS = 10
+"""Segments at the end of a truncated file that are tried for one that can be read."""
+
 
 class Recording:
     """One file. Raises RecordingUnusable, then as later where it turns out to be damaged. Belongs to one thread.
@@ -49,13 +53,15 @@ class Recording:
         self.damage = ""
         self._database = open_to_read(path)
         self.times, self._ids, self._segments = array("d"), array("q"), array("q")
-        with recording_errors(path):
-            self._read_index()
-        if not self.times:
-            raise RecordingUnusable(self.damage or f"{path} has no frames yet", path=str(path))
-        self._index = -1
+        self._index = self._reached = -1
         self._tree = PatchedValue(None)
         self._packer = Packer()
+        with recording_errors(path):
+            self._read_index()
+            if is_cut_off(path, self._database):
+                self._drop_unreadable()
+        if not self.times:
+            raise RecordingUnusable(self.damage or f"{path} has no frames yet", path=str(path))
         self._past: tuple[int, tuple[Second, ...]] = (0, ())
         self._hour: tuple[tuple[float, float], tuple[TenSeconds, ...]] = ((0.0, 0.0), ())
 
@@ -107,8 +113,6 @@ class Recording:
 
     def _read_index(self) -> None:
         """When frames are, as far as that can be read and makes sense."""
-        if is_cut_off(self.path, self._database):
-            self._say_damaged()
         in_segment = 0
         for number, at, segment in self._rows("SELECT id, at, segment FROM frames ORDER BY id LIMIT ?", MAX_FRAMES + 1):
             in_segment = 0 if segment == number else in_segment + 1
@@ -126,6 +130,20 @@ class Recording:
             self._ids.append(number)
             self.times.append(at)
             self._segments.append(segment)
+
+    def _drop_unreadable(self) -> None:
+        """End before the frames that are listed while the pages of their data are missing."""
+        self._say_damaged()
+        for _ in range(_MAX_CUT_SEGMENTS):
+            if not self.times:
+                return
+            try:
+                self._go_to(len(self.times) - 1)
+            except (sqlite3.Error, zlib.error, ValueError, msgspec.DecodeError):
+                for column in (self._ids, self.times, self._segments):
+                    del column[self._reached :]
+            else:
+                return
 
     def _rows(self, query: str, *arguments: object) -> Iterator[tuple[Any, ...]]:
         """The rows before the first that is damaged."""
@@ -146,10 +164,12 @@ class Recording:
         first = bisect_right(self._ids, self._segments[index]) - 1
         at, self._index = self._index, -1  # whatever fails leaves nothing half done
         if not first <= at <= index:
+            self._reached = first
             self._packer = Packer()
             self._tree, at = PatchedValue(self._packer.unpack(self._data(first))), first
         while at < index:
             at += 1
+            self._reached = at  # counts the frames that can be read
             self._tree.patch(self._packer.unpack(self._data(at)))
             if self._tree.copied > MAX_SEGMENT_COPIED:
                 raise ValueError("a segment changes too much")
