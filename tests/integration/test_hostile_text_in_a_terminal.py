@@ -40,7 +40,7 @@ def test_no_client_and_no_model_folder_writes_to_the_operators_terminal(tmp_path
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"architectures": [HOSTILE], "model_type": HOSTILE}))
     flags = ("--port", str(port), "--api-key", "k", "--show-prompts", "--models-dir", str(folder.parent))
-    with console(*flags, home=tmp_path, size=(150, 40)) as terminal:
+    with console(*flags, home=tmp_path, size=(150, 60)) as terminal:
         terminal.wait_for("demo", "1 of 1 ready")
         terminal.record(written)
         assert ask(port, "/z%1b%5d52%3bc%3bRVZJTA%3d%3d%1b%5c%c2%9d52%3bc%3bRVZJTA%3d%3d%c2%9c") == 401

@@ -119,7 +119,7 @@ async def test_every_tab_has_its_name_on_every_screen(size: tuple[int, int]) -> 
     async with app.run_test(size=size) as pilot:
         for mode in MODES:
             await opened(pilot, mode)
-            assert [each.title for each in MODES if each.title not in rows(app)[1]] == []
+            await until(pilot, lambda: [each.title for each in MODES if each.title not in rows(app)[1]] == [])
 
 
 @pytest.mark.parametrize(("width", "names"), [(72, ["1 Dash", "4 Reqs", "8 Set"]), (50, ["1 Dash"])])

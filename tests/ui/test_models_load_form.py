@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from console.link.protocol import Fetching
 from console.settings.load_options import NO_OPTIONS, LoadOptions
@@ -13,7 +13,6 @@ from console.tui.app import EricApp
 from console.tui.screens.models.comparison import CompareScreen
 from console.tui.screens.models.form import LoadFormView
 from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
-from console.tui.screens.models.panel import FitPreview
 from console.tui.screens.models.screen import LoadScreen
 from console.tui.screens.models.table import ModelTable, matches
 from console.tui.widgets.table import Table
@@ -76,6 +75,7 @@ async def test_values_can_be_clicked() -> None:
     async with app.run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await priced(pilot, link, 1)
+        await until(pilot, lambda: any("each." in row for row in rows(app)))  # the last word: the rows below stay now
         y, row = next((y, row) for y, row in enumerate(rows(app)) if "max prompts" in row)
         await pilot.click(offset=(row.index("+", row.index("max prompts")), y))
         await until(pilot, lambda: link.models.asked[-1] == ("demo", LoadOptions(max_prompts=12)))
@@ -308,7 +308,7 @@ async def compared(pilot: Pilot[None]) -> None:
     await until(pilot, lambda: isinstance(pilot.app.screen, CompareScreen))
     table = pilot.app.screen.query_one(Table)
     await until(pilot, lambda: "GPU1 left" in [row.key for row in table.rows])
-    behind = pilot.app.screen_stack[-2].query_one(FitPreview)
+    behind = pilot.app.screen_stack[-2].query_one("#brief", Static)
     await until(pilot, lambda: "Estimating" not in str(behind.content))
 
 

@@ -387,6 +387,6 @@ class ModelPanel(Vertical):
     def _describe(self) -> None:
         if self._entry is not None:
             self.query_one(FitPreview).show(self._entry, self._fit, stale=self._stale)
-            self.query_one("#brief", Static).update(
-                for_terminal(self.app, brief(self._entry, self._fit, stale=self._stale))
-            )
+            line = self.query_one("#brief", Static)
+            line.styles.min_height = line.size.height if self._stale else 1  # the form stays where it is meanwhile
+            line.update(for_terminal(self.app, brief(self._entry, self._fit, stale=self._stale)))
