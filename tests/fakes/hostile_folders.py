@@ -50,7 +50,10 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         header({"w": tensor(dtype="\x1b[31mX" * 999)}, bytes(4)),
         "an unknown dtype",
     ),
-    "one name twice": (header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)), "is truncated or damaged"),
+    "one name twice": (
+        header(b'{"w":%b,"w":%b}' % ((json.dumps(tensor()).encode(),) * 2), bytes(8)),
+        "is truncated or damaged",
+    ),
     "wrong types": (header(b'{"w":{"dtype":5}}'), "its header is not valid"),
     "no UTF-8": (header(b'{"\xff":1}'), "its header is not valid"),
     "NaN": (header(b'{"w":{"shape":[NaN]}}'), "its header is not valid"),

@@ -165,7 +165,8 @@ def test_columns_line_up() -> None:
 
 
 def test_a_spread_is_the_middle_and_the_ends() -> None:
-    assert Spread.of([3, 1, 2, 10]) == Spread(2.5, 1, 10)
+    assert Spread.of([3, 1, 2, 10]) == Spread(2.5, 1, 10, 1, 10)
+    assert (Spread.of(range(100)).low, Spread.of(range(100)).high) == (39, 60)
 
 
 @pytest.mark.slow

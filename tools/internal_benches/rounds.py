@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -26,17 +27,21 @@ OUTPUT_TOKENS = range(96, 161)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Median, minimum and maximum over rounds."""
+    """Median, minimum and maximum over rounds; low, high: the 95% confidence interval of the median, by order
+    statistics, which is all there is for fewer than six rounds."""
 
     median: float
     least: float
     most: float
+    low: float
+    high: float
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """The spread of one or more values."""
         ordered = sorted(values)
-        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+        outside = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))) - 1)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1], ordered[outside], ordered[-1 - outside])
 
 
 class Timing(msgspec.Struct, frozen=True):

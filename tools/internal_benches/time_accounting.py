@@ -285,7 +285,7 @@ def accounting_text(report: AccountingReport) -> str:
             f"{report.model} ({report.dtype}), {report.concurrent} concurrent requests, {report.threads} threads, "
             f"{report.rounds} rounds of each",
             "",
-            table(["median", "with accounting", "without", "cost, median of pairs", "least to most"], rows),
+            table(["median", "with accounting", "without", "cost, median of pairs", "95% interval"], rows),
             "",
             f"The accounting alone: {report.step_us:.1f} us of CPU per step, {report.request_us:.1f} us per request of "
             f"{_ANSWER_TOKENS} tokens: {report.cpu_share:.2%} of the CPU per token",
@@ -298,5 +298,5 @@ def _cells(mine: Spread, plain: Spread, cost: Spread, form: str) -> list[str]:
         form.format(mine.median),
         form.format(plain.median),
         f"{cost.median:+.1%}",
-        f"{cost.least:+.1%} to {cost.most:+.1%}",
+        f"{cost.low:+.1%} to {cost.high:+.1%}",
     ]
