@@ -31,6 +31,7 @@ from engine.config.sampling import (
     RANGES,
     Grammar,
     SamplingParams,
+    Thinking,
 )
 from engine.samplers import TINY, Parameter
 from engine.text.printable import format_number, quote_value
@@ -63,6 +64,7 @@ __all__ = [
     "Parameter",
     "PrefixSharing",
     "SamplingParams",
+    "Thinking",
     "WeightsName",
     "format_number",
     "quote_value",

@@ -49,6 +49,20 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model writes before its answer, between markers; stop strings and the grammar apply after it.
+
+    answer: what an answer without thinking begins with, "" where that is nothing.  inside: the prompt ends with the
+    opening marker.  budget: most tokens of thinking, None where it may go on.
+    """
+
+    open: str
+    close: str
+    answer: str = ""
+    inside: bool = False
+    budget: int | None = None
+
+
 _STATEFUL = "its state cannot be restored after a worker is lost"
 _ONE_SEQUENCE = "it computes one sequence per request; a negative prompt needs two"
 _LAST_LOGITS = "its generator keeps only the logits of the last prompt token"
@@ -237,6 +251,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Annotated[
         Grammar | None, Parameter("what the answer must match; where it is JSON, stop and stop_token_ids end nothing")
     ] = None
+    thinking: Annotated[Thinking | None, Parameter("markers of the thinking before the answer")] = None
+
+    @property
+    def needs_mask(self) -> bool:
+        """True if some tokens are not allowed in some places."""
+        return self.grammar is not None or (self.thinking is not None and self.thinking.budget is not None)
 
     def validate(self) -> SamplingParams:
         """Return itself; raises InvalidRequest naming the first field out of range."""

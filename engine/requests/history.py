@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from engine.config import Grammar, SamplingParams
+from engine.config import Grammar, SamplingParams, Thinking
 from engine.requests.causes import TimeLedger, Why
 from engine.snapshot import RequestRow
 
@@ -174,7 +174,9 @@ def _both_ends(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     return f"\n… {len(token_ids) - 2 * half:,} tokens left out …\n".join(ends)
 
 
-def _shortened(name: str, values: Sequence[object] | dict[int, float] | Grammar) -> str:
+def _shortened(name: str, values: Sequence[object] | dict[int, float] | Grammar | Thinking) -> str:
+    if isinstance(values, Thinking):
+        return values.open if values.budget is None else f"{values.open}, max {values.budget:,} tokens"
     if isinstance(values, Grammar):
         return f"{values.kind}, {len(values.source)} characters" if values.source else values.kind
     noun = "token" if name.endswith("ids") or name == "logit_bias" else "string"

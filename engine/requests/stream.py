@@ -20,12 +20,13 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: every new id, shown or not; logprobs: one per id where asked for.  gaps: seconds between tokens, one for
     each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
-    output_tokens: all so far.  finish is set on the last delta only; error says why where finish is "error"; stop is
+    thinking: as text, of what stands before the answer.  output_tokens: all so far, thinking_tokens among them.  finish is set on the last delta only; error says why where finish is "error"; stop is
     the stop string that ended the answer, "" where something else did.
     prompt_logprobs: as in TokenEvent but packed, in one delta at most.  vector: of a request to embed, in the last one.
     """
 
     text: str = ""
+    thinking: str = ""
     token_ids: list[int] = []
     gaps: list[float] = []
     logprobs: list[TokenLogprob] = []
@@ -33,6 +34,7 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop: str = ""
     error: ErrorInfo | None = None
     output_tokens: int = 0
+    thinking_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float | None = None
@@ -62,6 +64,8 @@ class RequestStream:
         "_prompt_logprobs",
         "_stop",
         "_text",
+        "_thinking",
+        "_thinking_tokens",
         "_token_ids",
         "_ttft_s",
         "_vector",
@@ -82,6 +86,8 @@ class RequestStream:
         self._on_cancel = on_cancel
         self._on_read: Callable[[], object] | None = None
         self._text: list[str] = []
+        self._thinking = ""
+        self._thinking_tokens = 0
         self._token_ids: list[int] = []
         self._gaps: list[float] = []
         self._logprobs: list[TokenLogprob] = []
@@ -117,6 +123,7 @@ class RequestStream:
             self.read_to_end()
         delta = StreamDelta(
             text="".join(self._text),
+            thinking=self._thinking,
             token_ids=self._token_ids,
             gaps=self._gaps,
             logprobs=self._logprobs,
@@ -124,6 +131,7 @@ class RequestStream:
             stop=self._stop,
             error=self._error,
             output_tokens=self._output_tokens,
+            thinking_tokens=self._thinking_tokens,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self._cached_tokens,
             ttft_s=self._ttft_s,
@@ -131,7 +139,7 @@ class RequestStream:
             vector=self._vector,
         )
         self._text, self._token_ids, self._gaps, self._logprobs = [], [], [], []
-        self._prompt_logprobs = b""
+        self._thinking, self._prompt_logprobs = "", b""
         return delta
 
     async def __aenter__(self) -> RequestStream:
@@ -175,10 +183,15 @@ class RequestStream:
         cached_tokens: int,
         ttft_s: float | None,
         stop: str = "",
+        thinking: str = "",
+        thinking_tokens: int = 0,
     ) -> None:
         """Add to the next delta."""
         if text:
             self._text.append(text)
+        if thinking_tokens:
+            self._thinking += thinking
+            self._thinking_tokens = thinking_tokens
         self._token_ids.extend(token_ids)
         self._gaps.extend(gaps)
         if logprobs:

@@ -214,6 +214,8 @@ class RequestTracker:
             cached_tokens=request.cached_tokens,
             ttft_s=request.ttft_s,
             stop=output.stop,
+            thinking=output.thinking,
+            thinking_tokens=output.thinking_tokens,
         )
 
     def _count_prefill(self, request: Request, output: RequestOutput, now: float) -> None:

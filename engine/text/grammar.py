@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from engine.backends.base import BackendRequest
 from engine.config import Grammar
 from engine.errors import InvalidRequest
+from engine.text.thinking import TextMask, ThinkingMask
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -290,16 +291,18 @@ class GrammarMasks:
         self._compiled: dict[tuple[str, str], llguidance.LLMatcher] = {}
         self._compiling = threading.Lock()
 
-    def begin(self, request: BackendRequest) -> Future[GrammarMask]:
-        """The mask of a request that has a grammar, done at once where that was compiled lately. It raises
+    def begin(self, request: BackendRequest) -> Future[TextMask]:
+        """The mask of a request, done at once where it has no grammar or that was compiled lately. It raises
         InvalidRequest where the model cannot write what the grammar wants."""
         params = request.params
-        assert params.grammar is not None, f"request {request.id} has no grammar"
+        made: Future[TextMask] = Future()
+        if params.grammar is None:
+            made.set_result(self._after_thinking(request, None))
+            return made
         grammar = params.grammar if params.stop else without(params.grammar, params.banned_strings)
         start = self._compiled.get((grammar.kind, grammar.source))
         if start is None:
             return in_deep_thread(lambda: self._mask(self._start_of(grammar), request), grammar)
-        made: Future[GrammarMask] = Future()
         made.set_result(self._mask(start, request))
         return made
 
@@ -321,18 +324,34 @@ class GrammarMasks:
             raise unusable(grammar, _why_stuck(start))
         return start
 
-    def _mask(self, start: llguidance.LLMatcher, request: BackendRequest) -> GrammarMask:
-        mask = GrammarMask(
+    def _mask(self, start: llguidance.LLMatcher, request: BackendRequest) -> TextMask:
+        grammar = GrammarMask(
             start.deep_copy(),
-            ends=[token_id for token_id in request.end_token_ids if token_id < self._vocab_size],
+            ends=self._ends(request),
             barred=self._own_ends if request.params.ignore_eos else (),
             min_tokens=request.params.min_tokens,
             size_bytes=-(-self._vocab_size // _WORD_BITS) * _WORD_BITS // 8,
         )
+        mask = grammar if request.params.thinking is None else self._after_thinking(request, grammar)
         mask.restart(request.generated)
         if mask.error:
             raise InvalidRequest(f"the answer violates its grammar: {mask.error}")
         return mask
+
+    def _after_thinking(self, request: BackendRequest, grammar: GrammarMask | None) -> TextMask:
+        """The mask of an answer that may think first."""
+        mask = ThinkingMask(
+            self._tokenizer,
+            request.params,
+            vocab_size=self._vocab_size,
+            ends=self._ends(request),
+            answer=grammar,
+        )
+        mask.restart(request.generated)
+        return mask
+
+    def _ends(self, request: BackendRequest) -> list[int]:
+        return [token_id for token_id in request.end_token_ids if token_id < self._vocab_size]
 
     @property
     def _own_ends(self) -> list[int]:

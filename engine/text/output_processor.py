@@ -10,6 +10,7 @@ from functools import lru_cache
 import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason
+from engine.text.thinking import ThinkingSplitter
 from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer, begins_text
 
 # Stop strings in streamed text.
@@ -31,6 +32,11 @@ class StopMatcher:
         self._longest = max(map(len, stops), default=0)
         self._held_back = ""
         self.found = ""
+
+    @property
+    def num_held_back(self) -> int:
+        """Characters that are held back."""
+        return len(self._held_back)
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; return what is visible now, and whether a stop string was found (all later text is
@@ -182,12 +188,14 @@ def automaton(strings: tuple[str, ...]) -> Automaton:
 class TextOutput(msgspec.Struct, frozen=True):
     """Result of one token: text that is visible now, and the finish reason if the answer ends with it.
 
+    thinking: as `text`, of what stands before the answer.
     settled: whether this token and all before it stay. Tokens that are not settled bring no text: it comes with the
     one that settles them.  banned_from: number (from 0) of the token in which a banned string begins, complete now;
     the answer has to be resumed before it, with a new OutputProcessor.
     """
 
     text: str = ""
+    thinking: str = ""
     finish: FinishReason | None = None
     settled: bool = True
     banned_from: int | None = None
@@ -202,11 +210,14 @@ class OutputProcessor:
     request that lost its worker continues seamlessly: `request.generated` is replayed silently, and what had been held
     back is held back again.
 
+    Where the answer may begin with thinking, that is kept apart: stop strings are looked for after it.
+
     Where strings are banned, tokens settle only when none of those has begun: only then can nothing that was emitted
     become part of one, whatever comes after tokens have been taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
+        """thinking_tokens: how many of the tokens so far are thinking."""
         params = request.params
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -220,14 +231,16 @@ class OutputProcessor:
         self._end_token_ids = frozenset(request.end_token_ids)
         self._min_tokens = params.min_tokens
         self._max_tokens = params.max_tokens
+        self._thinking = ThinkingSplitter(params.thinking) if params.thinking is not None else None
         self._tokens = 0
+        self.thinking_tokens = 0
         self._character_from = 0
         self._banned_from: int | None = None
-        self._withheld = 0
-        self._unsettled = ""
+        self._unsettled = self._unsettled_thinking = ""
         self._finish: FinishReason | None = None
         self._can_stop = bool(stops)
-        self._plain = not stops and not params.banned_strings
+        self._is_simple = not stops and not params.banned_strings
+        self._plain = self._is_simple and self._thinking is None
         for token_id in request.generated:
             self.push(token_id)
 
@@ -262,18 +275,19 @@ class OutputProcessor:
         if self._banned is not None and not self._detokenizer.has_partial_character:
             self._character_from = self._tokens
         self._tokens += 1
+        thinking, text, stopped = "", "", self._tokens > self._min_tokens
         if token_id not in self._end_token_ids:
-            text, stopped = self._visible(self._detokenizer.push(token_id))
-        else:
-            text, stopped = "", self._tokens > self._min_tokens
+            thinking, text, stopped = self._visible(self._detokenizer.push(token_id))
         finish: FinishReason | None = None
         if stopped or (self._max_tokens is not None and self._tokens >= self._max_tokens):
-            text += self._rest()
+            rest = self._rest()
+            thinking, text = thinking + rest[0], text + rest[1]
             finish = "stop" if stopped or self.stop else "length"
         if self._banned_from is not None:
             return TextOutput(settled=False, banned_from=self._banned_from)
         self._finish = finish
         self._unsettled += text
+        self._unsettled_thinking += thinking
         if (
             finish is None
             and self._banned is not None
@@ -281,7 +295,8 @@ class OutputProcessor:
         ):
             return TextOutput(settled=False)
         text, self._unsettled = self._unsettled, ""
-        return TextOutput(text, finish)
+        thinking, self._unsettled_thinking = self._unsettled_thinking, ""
+        return TextOutput(text, thinking, finish)
 
     def ruled_out(self, forced: bytes) -> bool:
         """Return whether these bytes, the only ones that may come next, would make a banned string complete."""
@@ -289,27 +304,38 @@ class OutputProcessor:
             return False
         return self._banned.completes(self._detokenizer.ahead(forced))
 
-    def flush(self) -> str:
-        """Return all text still held back, for an answer that its backend had to end here."""
+    def flush(self) -> tuple[str, str]:
+        """Return all thinking and text still held back, for an answer that its backend had to end here."""
+        thinking, self._unsettled_thinking = self._unsettled_thinking, ""
         text, self._unsettled = self._unsettled, ""
         rest = self._rest()
-        return text if self._banned_from is not None else text + rest
+        return (thinking, text) if self._banned_from is not None else (thinking + rest[0], text + rest[1])
 
-    def _rest(self) -> str:
-        """Return the text that detokenizer and stop matcher hold back."""
-        text, _ = self._visible(self._detokenizer.flush())
-        return text + self._stops.flush()
+    def _rest(self) -> tuple[str, str]:
+        """Return the thinking and the text that detokenizer, splitter and stop matcher hold back."""
+        thinking, text, _ = self._visible(self._detokenizer.flush())
+        if self._thinking is not None:
+            more, held = self._thinking.flush()
+            thinking, text = thinking + more, text + self._stops.push(held)[0]
+        return thinking, text + self._stops.flush()
 
-    def _visible(self, raw: str) -> tuple[str, bool]:
-        text, stopped = self._stops.push(raw) if self._tokens >= self._min_tokens else (raw, False)
-        if self._banned is not None:
-            self._watch(raw, text, stopped)
-        return text, stopped
+    def _visible(self, raw: str) -> tuple[str, str, bool]:
+        """Return the thinking and the answer that are visible now, and whether a stop string ends the answer."""
+        thinking, answer = ("", raw) if self._thinking is None else self._split(self._thinking, raw)
+        held = self._stops.num_held_back
+        text, stopped = self._stops.push(answer) if self._tokens >= self._min_tokens else (answer, False)
+        if self._banned is not None and self._banned_from is None:
+            # Thinking is watched, too; after a stop string, only what is visible before it.
+            unseen = len(answer) - max(0, len(text) - held) if stopped else 0
+            self._banned_from = self._banned.push(raw[: len(raw) - unseen], self._character_from)
+        return thinking, text, stopped
 
-    def _watch(self, raw: str, text: str, stopped: bool) -> None:
-        """Look for banned strings in the new text, `raw`; after a stop string, in its visible part, `text`."""
-        assert self._banned is not None
-        shown = max(0, len(text) - self._withheld) if stopped else len(raw)
-        self._withheld += len(raw) - len(text)
-        if self._banned_from is None:
-            self._banned_from = self._banned.push(raw[:shown], self._character_from)
+    def _split(self, splitter: ThinkingSplitter, raw: str) -> tuple[str, str]:
+        """Return the thinking and the answer in new text; after the thinking there is no more to split."""
+        was_answer = splitter.in_answer
+        found = splitter.push(raw)
+        if splitter.has_thought and not was_answer:
+            self.thinking_tokens = self._tokens
+        if splitter.is_over:
+            self._thinking, self._plain = None, self._is_simple
+        return found

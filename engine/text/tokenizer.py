@@ -396,6 +396,15 @@ class Tokenizer:
         return {template for template in (self._chat_template, self.tool_template) if template is not None}
 
     @property
+    def template_sources(self) -> list[str]:
+        """The sources of the chat templates in use."""
+        return [template.source for template in self._used_templates]
+
+    def template_uses(self, variable: str) -> bool:
+        """Return whether a chat template has an expression or a statement with that name in it."""
+        return any(template.uses(variable) for template in self._used_templates)
+
+    @property
     def _chat_template(self) -> ChatTemplate | None:
         return self._templates.get("default") or next(iter(self._templates.values()), None)
 

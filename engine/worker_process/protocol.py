@@ -135,7 +135,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Output of the steps of a batch for one request; the worker adds to it until it is sent.
 
     token_ids: new ids (all of them, whether shown or not); text: new visible text, "" while it is held back for a
-    stop string or an unfinished character. A resumed request emits only what comes after its `generated` ids.
+    stop string or an unfinished character. thinking: the same of what stands before the answer; thinking_tokens: how
+    many of all tokens so far are that. A resumed request emits only what comes after its `generated` ids.
     gaps: seconds between tokens as the worker made them, one for each token that has one of this worker's before it.
     stop: the stop string that ended the answer, "" where something else did.
     prompt_logprobs, vector: as in TokenEvent, the former packed.
@@ -146,6 +147,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     gaps: list[float] = []
     text: str = ""
+    thinking: str = ""
+    thinking_tokens: int = 0
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
     stop: str = ""
@@ -158,7 +161,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to send."""
-        return not (self.token_ids or self.text) and self.finish is None
+        return not (self.token_ids or self.text or self.thinking) and self.finish is None
 
     @property
     def is_urgent(self) -> bool:

@@ -6,8 +6,9 @@ import msgspec
 
 from engine.backends.base import BackendRequest, FinishReason, TimeLost, TokenEvent, TokenLogprobs, pack_logprobs
 from engine.errors import EngineError, InvalidRequest, WorkerFailed
-from engine.text.grammar import GrammarMask, unusable
+from engine.text.grammar import unusable
 from engine.text.output_processor import OutputProcessor
+from engine.text.thinking import TextMask
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.protocol import RequestOutput
 
@@ -26,12 +27,12 @@ class RequestState:
     with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
     where no token is left in a place, the one before it is ruled out, as long as that was not sent.
 
-    mask: the grammar's, which constrains the tokens; None without one, or while it is compiled.
+    mask: of the grammar, or of thinking with a budget, which constrains the tokens; None without one, or while it is compiled.
     lost: of its time, before the backend had it, and before it was taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: BackendRequest) -> None:
-        self.mask: GrammarMask | None = None
+        self.mask: TextMask | None = None
         self.lost = TimeLost()
         self._tokenizer = tokenizer
         self._request = request
@@ -90,7 +91,7 @@ class RequestState:
                 self._rewind_to = len(self._token_ids) - 1
                 return
             error = self._why_failed(event.message) if event.finish == "error" else None
-            self._settle(self._output.flush(), output)
+            self._settle(*self._output.flush(), output)
             output.finish, output.vector = event.finish, event.vector
             if error is not None:
                 output.fail(error.info)
@@ -118,7 +119,7 @@ class RequestState:
         text = self._output.push_plain(token_id) if not self._unsettled else None
         self._unsettled.append(event)
         if text is not None:
-            self._settle(text, output)
+            self._settle("", text, output)
             return
         shown = self._output.push(token_id)
         if self._request.params.banned_strings:
@@ -131,13 +132,16 @@ class RequestState:
         ):
             self._rewind_to = len(self._token_ids) - 1
         elif shown.settled:
-            self._settle(shown.text, output)
+            self._settle(shown.thinking, shown.text, output)
             output.finish = shown.finish
 
-    def _settle(self, text: str, output: RequestOutput) -> None:
-        """Output every unsettled token, and their text; with the first ones, how many of the prompt's were cached, and
+    def _settle(self, thinking: str, text: str, output: RequestOutput) -> None:
+        """Output every unsettled token, and their thinking and text; with the first ones, how many of the prompt's were cached, and
         the prompt's logprobs."""
         output.text += text
+        if self._output.thinking_tokens:
+            output.thinking += thinking
+            output.thinking_tokens = self._output.thinking_tokens
         for event in self._unsettled:
             if event.token_id is not None:
                 output.token_ids.append(event.token_id)

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from engine.backends.base import BackendRequest, TimeLost, TokenEvent
 from engine.errors import EngineError, InvalidRequest, first_line
-from engine.text.grammar import GrammarMask, GrammarMasks
+from engine.text.grammar import GrammarMasks
+from engine.text.thinking import TextMask
 from engine.worker_process.loading import Replica
 from engine.worker_process.outbox import Outbox
 from engine.worker_process.request_state import RequestState
 
 # Requests whose grammars are being compiled on another thread while the loop steps.
 
-PendingMask = Future[GrammarMask]
+PendingMask = Future[TextMask]
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Requests:
                 output = self._outbox.output_of(request.id)
                 output.finish, output.stop = state.finish, state.stop
                 return
-            if request.params.grammar is None:
+            if not request.params.needs_mask:
                 self._backend.submit(request)
             else:
                 self._compiler.begin(request)

@@ -325,7 +325,14 @@ def test_every_sampling_parameter_is_sent_as_the_api_calls_it_or_refused() -> No
         try:
             body = chat_body(HI, params, "m", continue_answer=True)
         except InvalidRequest as error:
-            assert name in ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
+            assert name in (
+                "dry_breaker_ids",
+                "negative_prompt_ids",
+                "shown_token_ids",
+                "logprobs",
+                "grammar",
+                "thinking",
+            )
             assert name in error.message
             continue
         ChatBody.from_document(json.loads(json.dumps(body)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +19,7 @@ from console.api.requests.parameters import (
 )
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import ANSWER_TOKENS
+from console.api.requests.thinking import ThinkingOptions
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
 
@@ -34,7 +36,6 @@ _REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal(_TOOLS_INSTEAD, ([],)),
     "modalities": Refusal(TEXT_ONLY, (["text"],)),
     "prediction": Refusal("predicted outputs are not supported"),
-    "reasoning_effort": Refusal("use chat_template_kwargs, if the model's template supports it"),
     "store": Refusal("answers are not stored", (False,)),
     "verbosity": Refusal("state the length of the answer in a message", ("medium",)),
     "web_search_options": Refusal("web search is not supported"),
@@ -98,16 +99,28 @@ class OpenAiFields(SamplingFields):
 
 
 class ChatBody(OpenAiFields, ConversationFields):
-    """A chat request. max_tokens and max_completion_tokens are the same; None is up to the context's end."""
+    """A chat request. max_tokens and max_completion_tokens are the same; None is up to the context's end.
+
+    thinking_token_budget: most tokens of thinking, which is closed then; 0 switches it off.
+    include_reasoning: false leaves the thinking out of the answer.
+    """
 
     refused = _REFUSED
-    inert = OPENAI_INERT
+    inert = OPENAI_INERT - {"include_reasoning"}
     clamped = _CLAMPED
+    aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "thinking_budget": "thinking_token_budget"}
 
     max_tokens: Annotated[int | None, ANSWER_TOKENS] = None
     max_completion_tokens: Annotated[int | None, ANSWER_TOKENS] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    thinking_token_budget: Annotated[int | None, Field(ge=0)] = None
+    include_reasoning: bool = True
+
+    @property
+    def thinking(self) -> ThinkingOptions:
+        """What is asked of the thinking."""
+        return replace(super().thinking, budget=self.thinking_token_budget)
 
     @property
     def token_limit(self) -> int | None:

@@ -17,6 +17,7 @@ from console.api.requests.parameters import MESSAGE_REFUSED, Refusal
 from console.api.requests.prompts import Prompt
 from console.api.requests.schemas import MESSAGES, TOOL_CHOICE
 from console.api.requests.served_model import ServedModel
+from console.api.requests.thinking import Effort, ThinkingOptions
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
 from engine.errors import InvalidRequest
@@ -112,7 +113,10 @@ class ConversationFields(Body):
     its name.  parallel_tool_calls: one answer may make several calls.
     add_generation_prompt: the prompt ends with the start of an answer, which is the default.
     continue_final_message: the last message is the beginning of the answer.
-    chat_template_kwargs: variables for the model's own template (enable_thinking, say).
+    chat_template_kwargs: variables for the model's own template.
+    enable_thinking: think before the answer, or not; null leaves it to the model.
+    reasoning_effort: how hard to think; for models without efforts of their own, minimal, low and medium are budgets of
+    256, 1,024 and 4,096 tokens, and none switches thinking off.
     """
 
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {"messages[].": MESSAGE_REFUSED}
@@ -126,6 +130,17 @@ class ConversationFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    @property
+    def thinking(self) -> ThinkingOptions:
+        """What is asked of the thinking; chat_template_kwargs may say it, too."""
+        enabled, effort = self.enable_thinking, self.reasoning_effort or ""
+        given = self.chat_template_kwargs
+        if enabled is None and isinstance(said := given.get("enable_thinking", given.get("thinking")), bool):
+            enabled = said
+        return ThinkingOptions(enabled, effort)
 
     async def tool_use(self, model: ServedModel) -> ToolUse:
         """Return the tools for the prompt; raises InvalidRequest. Grammars are compiled in a thread."""
@@ -142,7 +157,7 @@ class ConversationFields(Body):
             turns,
             continue_final=self.continue_final_message,
             opens_answer=self.add_generation_prompt,
-            variables=self.chat_template_kwargs,
+            variables=self.thinking.variables(model) | self.chat_template_kwargs,
             tools=use.definitions,
         )
 

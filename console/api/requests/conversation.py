@@ -22,9 +22,12 @@ from engine.text.tokenizer import Tokenizer
 
 Turn = dict[str, object]
 
+_THINKING = ("reasoning_content", "reasoning")
+"""Fields of an assistant's message with what it thought, of which templates may show the newest."""
+
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS: Mapping[str, frozenset[str]] = {
-    "assistant": frozenset({"role", "content", "name", "tool_calls"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", *_THINKING}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 _FIELDS_OF_OTHERS = frozenset({"role", "content", "name"})
@@ -124,6 +127,10 @@ def _read_message(message: object, where: str) -> Turn:
         if not isinstance(name, str):
             raise InvalidRequest(f"{where}.name should be a string", param=f"{where}.name")
         turn["name"] = name
+    if thought := next((text for field in _THINKING if (text := message.get(field)) is not None), None):
+        if not isinstance(thought, str):
+            raise InvalidRequest(f"{where}.reasoning_content should be a string", param=f"{where}.reasoning_content")
+        turn |= {"reasoning_content": thought, "thinking": thought}
     return turn
 
 

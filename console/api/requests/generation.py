@@ -44,6 +44,7 @@ class GeneratedAnswer:
     """One whole choice, the sum of its deltas. prompt_logprobs: packed, as in StreamDelta."""
 
     text: str = ""
+    thinking: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: StoppedBy = None
@@ -58,11 +59,13 @@ class GeneratedAnswer:
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens that a generation used so far. prompt: each prompt counts once, whatever its number of answers."""
+    """Tokens that a generation used so far. prompt: each prompt counts once, whatever its number of answers.
+    thinking: those of output that are thinking."""
 
     prompt: int = 0
     cached: int = 0
     output: int = 0
+    thinking: int = 0
 
 
 class TimeSpent(msgspec.Struct, frozen=True):
@@ -146,6 +149,7 @@ class Generation:
         self._read: list[int] = []
         self._output_tokens = [0] * len(self._requests)
         self._cached_tokens = [0] * len(self._requests)
+        self._thinking_tokens = [0] * len(self._requests)
 
     async def submit(self) -> None:
         """Submit them all; hundreds of them give way to what else there is every few milliseconds.
@@ -193,6 +197,7 @@ class Generation:
             prompt=sum(stream.prompt_tokens for stream in self._streams[:: self._n]),
             cached=sum(self._cached_tokens[:: self._n]),
             output=sum(self._output_tokens),
+            thinking=sum(self._thinking_tokens),
         )
 
     @property
@@ -225,12 +230,13 @@ class Generation:
             async for choice, delta in merged:
                 self._output_tokens[choice] = delta.output_tokens
                 self._cached_tokens[choice] = delta.cached_tokens
+                self._thinking_tokens[choice] = delta.thinking_tokens
                 if delta.finish is not None:
                     self._read.append(choice)
                 if (failure := self._failure(delta)) is None:
                     yield choice, delta
                     continue
-                if delta.text or delta.token_ids:
+                if delta.text or delta.thinking or delta.token_ids:
                     yield choice, msgspec.structs.replace(delta, finish=None, error=None)
                 raise failure
 
@@ -241,6 +247,7 @@ class Generation:
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
                 pieces[choice].append(delta.text)
+                answers[choice].thinking += delta.thinking
                 answers[choice].logprobs.extend(delta.logprobs)
                 answers[choice].finish = delta.finish
                 answers[choice].stop_reason = self.stop_reason(delta)

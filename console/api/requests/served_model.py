@@ -45,6 +45,7 @@ class ServedModel:
     requested_name: the client's name of it, "" for none.  key, adapter: as in GenerateRequest.
     thread: for work that holds the interpreter for long.  client: the sender of the request.
     shares_system: True if its workers share computed system prompts among all clients.
+    thinking: the format of its thinking: "auto", "off", or a name of `engine.text.thinking`.
     waited: seconds until it was ready, by cause.
     """
 
@@ -57,6 +58,7 @@ class ServedModel:
     thread: SerialThread
     client: str = ""
     shares_system: bool = False
+    thinking: str = "auto"
     waited: Mapping[Cause, float] = field(default_factory=dict)
 
     @property

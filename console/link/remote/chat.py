@@ -25,7 +25,7 @@ _NEUTRAL = SamplingParams()
 _ALWAYS = frozenset(GenerationDefaults.__struct_fields__)
 """Parameters that would be the model's defaults if they were left out."""
 
-_NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar")
+_NOT_SENT = ("dry_breaker_ids", "negative_prompt_ids", "shown_token_ids", "logprobs", "grammar", "thinking")
 """Tokens of a tokenizer that is elsewhere, and what a chat does not show or ask for."""
 
 

@@ -66,19 +66,29 @@ class ChatCallPiece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """The answering message. content: null where it has tool calls alone."""
+    """The answering message. content: null where it has tool calls alone.
+
+    reasoning_content, reasoning: what the model thought before it; clients read one or the other.
+    """
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatPiece(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of the message in a chunk. role comes with the first of a choice only."""
+    """A piece of the message in a chunk. role comes with the first of a choice only.
+
+    reasoning_content, reasoning: as in ChatAnswer.
+    """
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatCallPiece] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -136,12 +146,13 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageField = msgspec.UNSET
 
 
-def message_of(text: str, calls: Sequence[ToolCall]) -> ChatAnswer:
-    """Return the message with a text and tool calls."""
+def message_of(text: str, calls: Sequence[ToolCall], thinking: str = "") -> ChatAnswer:
+    """Return the message with a text, tool calls and thinking."""
+    thought = thinking or msgspec.UNSET
     if not calls:
-        return ChatAnswer(text)
+        return ChatAnswer(text, reasoning_content=thought, reasoning=thought)
     called = [ChatCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in calls]
-    return ChatAnswer(text or None, tool_calls=called)
+    return ChatAnswer(text or None, reasoning_content=thought, reasoning=thought, tool_calls=called)
 
 
 def piece_of(found: AnswerPiece) -> ChatPiece | None:
@@ -196,6 +207,7 @@ class Chat:
         )
         params = use.apply_to(params)
         prompt = await body.prompt(model, turns, use)
+        params = body.thinking.apply_to(params, model, prompt)
         call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
@@ -267,7 +279,8 @@ class _Call:
 
     def _choice(self, i: int, answer: GeneratedAnswer) -> ChatChoice:
         reader = self._use.reader()
-        message = ChatAnswer(answer.text) if reader is None else message_of(*read_answer(reader, answer.text))
+        text, calls = (answer.text, []) if reader is None else read_answer(reader, answer.text)
+        message = message_of(text, calls, answer.thinking if self._body.include_reasoning else "")
         finish = finish_of(reader, answer.finish)
         return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
 
@@ -278,6 +291,8 @@ class _Call:
         if reader is not None:
             read = reader.feed(delta.text) + (reader.finish() if delta.finish else [])
             added = [piece for found in read if (piece := piece_of(found)) is not None]
+        if delta.thinking and self._body.include_reasoning:
+            added.insert(0, ChatPiece(reasoning_content=delta.thinking, reasoning=delta.thinking))
         if not added and delta.logprobs:
             added = [ChatPiece(content="")]
         for piece in added:

@@ -19,6 +19,12 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """reasoning_tokens: those of the answer's tokens that are thinking."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens that a request used. why: what its time went into, where requested."""
 
@@ -26,6 +32,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
     why: WhyField = msgspec.UNSET
 
 
@@ -41,6 +48,7 @@ def usage_of(generation: Generation) -> Usage:
         completion_tokens=tokens.output,
         total_tokens=tokens.prompt + tokens.output,
         prompt_tokens_details=PromptDetails(tokens.cached),
+        completion_tokens_details=CompletionDetails(tokens.thinking),
         why=generation.why,
     )
 
