@@ -146,6 +146,7 @@ class ApiContext:
             tokenizer=serving.tokenizer,
             thread=self.body_thread,
             client=client_of(request),
+            thinking=serving.spec.thinking,
             shares_system=self.engine.prefix_sharing == "system",
             waited=serving.waited,
         )

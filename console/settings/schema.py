@@ -41,6 +41,7 @@ from engine.config import (
     CacheBits,
     DtypeName,
     PrefixSharing,
+    ThinkingName,
     WeightsName,
 )
 from engine.config.engine import MAX_PROMPTS, NUM_WORKERS
@@ -275,6 +276,11 @@ class Settings(ServedSettings):
         WeightsName,
         Flag("Model", backends=("torch",), basic=True),
         Field(description="Quantize weights to int8 or int4 at load (CPU only); auto: as stored"),
+    ] = "auto"
+    thinking: Annotated[
+        ThinkingName,
+        Flag("Engine", when="load"),
+        Field(description="Markers of the model's thinking; auto: by its chat template; off: leave it in the answer"),
     ] = "auto"
     deterministic: Annotated[
         bool,

@@ -19,6 +19,7 @@ from engine.config.model import (
     DeviceShare,
     DtypeName,
     ModelSpec,
+    ThinkingName,
     WeightsName,
 )
 from engine.config.sampling import (
@@ -65,6 +66,7 @@ __all__ = [
     "PrefixSharing",
     "SamplingParams",
     "Thinking",
+    "ThinkingName",
     "WeightsName",
     "format_number",
     "quote_value",

@@ -11,6 +11,11 @@ BackendKind = Literal["torch", "exllamav2"]
 BackendName = Literal["auto", BackendKind]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 CacheBits = Literal[16, 8, 6, 4]
+ThinkingName = Literal[
+    "auto", "off", "think", "harmony", "magistral", "command-a", "seed", "kimi", "apertus", "exaone", "granite"
+]
+"""A format of `engine.text.thinking`, the one that the model's chat template has, or none."""
+
 AttentionName = Literal["auto", "native", "flash", "triton", "varlen", "gathered"]
 WeightsName = Literal["auto", "int8", "int4"]
 
@@ -67,6 +72,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
         request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
     attention: which paged attention on CUDA; "auto" takes the best that fits.
+    thinking: format of what it writes before its answers, which is kept apart; "auto" is by its chat template.
     deterministic: refuse whatever would let an answer depend, in its last bits, on what else is computed.
     device: "auto", "cpu", "cuda:N" or "sim:N".
     shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
@@ -96,6 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ngram_draft: bool = False
     draft_tokens: int | None = None
     attention: AttentionName = "auto"
+    thinking: ThinkingName = "auto"
     deterministic: bool = False
     gpu_balance: bool = False
     device: str = "auto"

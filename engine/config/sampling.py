@@ -53,13 +53,15 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """What the model writes before its answer, between markers; stop strings and the grammar apply after it.
 
     answer: what an answer without thinking begins with, "" where that is nothing.  inside: the prompt ends with the
-    opening marker.  budget: most tokens of thinking, None where it may go on.
+    opening marker, or, where it has begun, with some of the thinking.  budget: most tokens of thinking, None where it
+    may go on.
     """
 
     open: str
     close: str
     answer: str = ""
     inside: bool = False
+    begun: bool = False
     budget: int | None = None
 
 

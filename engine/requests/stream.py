@@ -20,8 +20,9 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: every new id, shown or not; logprobs: one per id where asked for.  gaps: seconds between tokens, one for
     each that has one before it.  text may be "" while it is held back for a stop string or an unfinished character.
-    thinking: as text, of what stands before the answer.  output_tokens: all so far, thinking_tokens among them.  finish is set on the last delta only; error says why where finish is "error"; stop is
-    the stop string that ended the answer, "" where something else did.
+    thinking: as text, of what stands before the answer.  output_tokens: all so far, thinking_tokens among them.
+    finish is set on the last delta only; error says why where finish is "error"; stop is the stop string that ended the
+    answer, "" where something else did.
     prompt_logprobs: as in TokenEvent but packed, in one delta at most.  vector: of a request to embed, in the last one.
     """
 

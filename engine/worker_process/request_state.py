@@ -27,7 +27,7 @@ class RequestState:
     with that token ruled out there. So does a token after which the grammar allows nothing but a banned string; and
     where no token is left in a place, the one before it is ruled out, as long as that was not sent.
 
-    mask: of the grammar, or of thinking with a budget, which constrains the tokens; None without one, or while it is compiled.
+    mask: of the grammar, or of thinking with a budget; None without one, or while it is compiled.
     lost: of its time, before the backend had it, and before it was taken back.
     """
 
@@ -136,8 +136,8 @@ class RequestState:
             output.finish = shown.finish
 
     def _settle(self, thinking: str, text: str, output: RequestOutput) -> None:
-        """Output every unsettled token, and their thinking and text; with the first ones, how many of the prompt's were cached, and
-        the prompt's logprobs."""
+        """Output every unsettled token, and their thinking and text; with the first ones, how many of the prompt's were
+        cached, and the prompt's logprobs."""
         output.text += text
         if self._output.thinking_tokens:
             output.thinking += thinking

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat, completions, embeddings, models."""
+"""OpenAI's dialect: chat, responses, completions, embeddings, models."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from console.api.dialects.openai.chat import Chat
 from console.api.dialects.openai.completions import Completions
 from console.api.dialects.openai.embeddings import EmbeddingEndpoint
 from console.api.dialects.openai.models import Models
+from console.api.dialects.openai.responses import Responses
 
 DIALECT = Dialect(
     name="openai",
     title="OpenAI",
     rank=1,
-    endpoints=(Models, Completions, Chat, EmbeddingEndpoint),
+    endpoints=(Models, Completions, Chat, Responses, EmbeddingEndpoint),
     example=Example("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
 )

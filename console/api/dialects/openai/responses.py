@@ -1,0 +1,708 @@
+"""/v1/responses: OpenAI's newer chat. Its answers are items, and may be kept here so that others follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from console.api.context import ApiContext
+from console.api.dialects.openai.common import now
+from console.api.dialects.openai.responses_body import Message, ResponsesBody, format_of, size_of
+from console.api.http.auth import tenant_of
+from console.api.http.client_address import is_local_address
+from console.api.http.errors import RequestCancelled, json_response
+from console.api.http.request_body import run_offloaded
+from console.api.http.traffic import call_of
+from console.api.requests.body import read
+from console.api.requests.chat_prompt import chat_prompt
+from console.api.requests.conversation import read_messages
+from console.api.requests.generation import Generation, WhyField
+from console.api.requests.logprobs import ChatLogprob, chat_logprobs
+from console.api.requests.prompts import Prompt
+from console.api.requests.sampling import sampling_params
+from console.api.requests.schemas import describes
+from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import NAMED_EVENTS, ChunkStream
+from console.api.tools import AnswerPiece, CallArguments, CallEnd, CallReader, CallStart, TextPiece, ToolUse
+from engine.backends.base import FinishReason
+from engine.config import SamplingParams
+from engine.engine import StreamDelta
+from engine.errors import EngineError, InvalidRequest
+
+# Responses and their items. The `type` of each is its first field.
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class OutputText(msgspec.Struct, frozen=True, tag="output_text", tag_field="type"):
+    """Text of the answer. logprobs: where requested."""
+
+    text: str
+    annotations: list[None] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class SummaryText(msgspec.Struct, frozen=True, tag="summary_text", tag_field="type"):
+    """What the model thought, as a summary; it is all of it."""
+
+    text: str
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text", tag_field="type"):
+    """What the model thought."""
+
+    text: str
+
+
+Part = OutputText | SummaryText | ReasoningText
+
+
+class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag="message", tag_field="type"):
+    """The text of the answer."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag="function_call", tag_field="type"):
+    """A call for the client to make."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning", tag_field="type"):
+    """What the model thought before the answer: the summary where one was requested, else the content."""
+
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
+
+
+Item = MessageItem | CallItem | ReasoningItem
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True, tag="function", tag_field="type"):
+    """A tool of the request."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """reasoning_tokens: those of the answer's tokens that are thinking."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens. why: what the time went into, where requested."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    why: WhyField = msgspec.UNSET
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is not whole."""
+
+    reason: Literal["max_output_tokens", "timeout"]
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ReasoningEcho(msgspec.Struct, frozen=True):
+    """As requested."""
+
+    effort: str | None
+    summary: str | None
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, with what was requested."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[Item]
+    instructions: str | None
+    previous_response_id: str | None
+    tools: list[FunctionDefinition]
+    tool_choice: Any
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    reasoning: ReasoningEcho
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    max_output_tokens: int | None
+    max_tool_calls: int | None = None
+    truncation: Literal["disabled"] = "disabled"
+    store: bool
+    background: Literal[False] = False
+    service_tier: Literal["default"] = "default"
+    metadata: dict[str, str]
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream, by its type: of the response, of an item, of a part of one, or more of its text."""
+
+    type: str
+    sequence_number: int
+    response: Response | msgspec.UnsetType = msgspec.UNSET
+    output_index: int | msgspec.UnsetType = msgspec.UNSET
+    item: Item | msgspec.UnsetType = msgspec.UNSET
+    item_id: str | msgspec.UnsetType = msgspec.UNSET
+    content_index: int | msgspec.UnsetType = msgspec.UNSET
+    summary_index: int | msgspec.UnsetType = msgspec.UNSET
+    part: Part | msgspec.UnsetType = msgspec.UNSET
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[ChatLogprob] | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """Items of a stored response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """A response that is no longer stored."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ResponseNotFound(EngineError):
+    """No response of that id is stored, or one of another client; details: param, value."""
+
+    code = "response_not_found"
+    http_status = 404
+
+
+# The items of an answer, and the events of each, as its pieces come.
+
+
+class ItemWriter:
+    """Makes items of an answer, one after the other, and the events that show them grow.
+
+    reader: parses tool calls; None without tools.  summarizes: thinking comes as a summary.
+    """
+
+    def __init__(self, reader: CallReader | None, *, summarizes: bool) -> None:
+        self.items: list[Item] = []
+        self._reader = reader
+        self._summarizes = summarizes
+        self._events: list[ResponseEvent] = []
+        self._number = 0
+        self._open: Item | None = None
+        self._text = ""
+        self._logprobs: list[ChatLogprob] = []
+
+    def event(self, kind: str, **fields: object) -> ResponseEvent:
+        """Return the next event."""
+        self._number += 1
+        return ResponseEvent(type=f"response.{kind}", sequence_number=self._number - 1, **fields)  # type: ignore[arg-type]
+
+    def feed(self, delta: StreamDelta, logprobs: list[ChatLogprob]) -> list[ResponseEvent]:
+        """Take more of the answer; return its events."""
+        if delta.thinking:
+            self._think(delta.thinking)
+        pieces: Sequence[AnswerPiece] = (
+            [TextPiece(delta.text)] if self._reader is None else self._reader.feed(delta.text)
+        )
+        if delta.finish is not None and self._reader is not None:
+            pieces = [*pieces, *self._reader.finish()]
+        for piece in pieces:
+            self._take(piece, logprobs)
+        events, self._events = self._events, []
+        return events
+
+    def end(self, status: Status) -> list[ResponseEvent]:
+        """End the last item; return its events."""
+        self._close(status)
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, piece: AnswerPiece, logprobs: list[ChatLogprob]) -> None:
+        match piece:
+            case TextPiece(text=text) if text:
+                if not isinstance(self._open, MessageItem):
+                    self._begin(MessageItem(id=_id("msg"), status="in_progress", content=[]), OutputText(""))
+                self._text += text
+                self._logprobs += logprobs
+                self._emit("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+            case CallStart(id=call_id, name=name):
+                self._begin(CallItem(id=_id("fc"), call_id=call_id, name=name, arguments="", status="in_progress"))
+            case CallArguments(text=text):
+                self._text += text
+                self._emit("function_call_arguments.delta", delta=text)
+            case CallEnd():
+                self._close("completed")
+
+    def _think(self, text: str) -> None:
+        if not isinstance(self._open, ReasoningItem):
+            part = SummaryText("") if self._summarizes else ReasoningText("")
+            self._begin(ReasoningItem(id=_id("rs")), part)
+        self._text += text
+        if self._summarizes:
+            self._emit("reasoning_summary_text.delta", summary_index=0, delta=text)
+        else:
+            self._emit("reasoning_text.delta", content_index=0, delta=text)
+
+    def _begin(self, item: Item, part: Part | None = None) -> None:
+        """Open an item, once the one before it has ended."""
+        self._close("completed")
+        self._open, self._text, self._logprobs = item, "", []
+        self._events.append(self.event("output_item.added", output_index=len(self.items), item=item))
+        if part is not None:
+            self._part("added", part)
+
+    def _part(self, what: str, part: Part) -> None:
+        if isinstance(part, SummaryText):
+            self._emit(f"reasoning_summary_part.{what}", summary_index=0, part=part)
+        else:
+            self._emit(f"content_part.{what}", content_index=0, part=part)
+
+    def _close(self, status: Status) -> None:
+        item, text = self._open, self._text
+        match item:
+            case None:
+                return
+            case MessageItem():
+                part = OutputText(text, logprobs=self._logprobs)
+                self._emit("output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+                self._part("done", part)
+                done: Item = msgspec.structs.replace(item, status=status, content=[part])
+            case CallItem():
+                self._emit("function_call_arguments.done", name=item.name, arguments=text)
+                done = msgspec.structs.replace(item, status=status, arguments=text)
+            case ReasoningItem() if self._summarizes:
+                self._emit("reasoning_summary_text.done", summary_index=0, text=text)
+                self._part("done", SummaryText(text))
+                done = msgspec.structs.replace(item, summary=[SummaryText(text)])
+            case ReasoningItem():
+                self._emit("reasoning_text.done", content_index=0, text=text)
+                self._part("done", ReasoningText(text))
+                done = msgspec.structs.replace(item, content=[ReasoningText(text)])
+        self._events.append(self.event("output_item.done", output_index=len(self.items), item=done))
+        self.items.append(done)
+        self._open = None
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        """Add an event of the open item."""
+        assert self._open is not None, f"{kind} belongs to an item"
+        self._events.append(self.event(kind, item_id=self._open.id, output_index=len(self.items), **fields))
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Return an answer as the assistant's message that the next turn follows."""
+    turn: Message = {"role": "assistant", "content": None}
+    calls = []
+    for item in items:
+        match item:
+            case MessageItem():
+                turn["content"] = "".join(part.text for part in item.content)
+            case ReasoningItem():
+                thought: list[SummaryText | ReasoningText] = [*item.summary, *item.content]
+                turn["reasoning_content"] = "".join(part.text for part in thought)
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+    if calls:
+        turn["tool_calls"] = calls
+    return [turn] if calls or turn["content"] is not None else []
+
+
+# Stored responses.
+
+MAX_STORED = 1000
+MAX_STORED_BYTES = 64 * 2**20
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """tenant: whose it is.  messages: the conversation up to its end, without instructions.  input: as it was sent."""
+
+    tenant: str
+    response: Response
+    messages: list[Message]
+    input: list[dict[str, object]]
+    size_bytes: int
+
+
+class ResponseStore:
+    """The last responses, in memory: MAX_STORED of them, and MAX_STORED_BYTES."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, stored: StoredResponse) -> None:
+        """Keep a response; the oldest ones go for it."""
+        self._stored[stored.response.id] = stored
+        self._bytes += stored.size_bytes
+        while len(self._stored) > MAX_STORED or self._bytes > MAX_STORED_BYTES:
+            _, oldest = self._stored.popitem(last=False)
+            self._bytes -= oldest.size_bytes
+
+    def find(self, response_id: str, tenant: str, param: str = "response_id") -> StoredResponse:
+        """Return one of the client's own. Raises ResponseNotFound."""
+        found = self._stored.get(response_id)
+        if found is None or found.tenant != tenant:
+            raise ResponseNotFound(
+                f"{param} {response_id!r} is not stored here: the last {MAX_STORED:,} are, until the server restarts, "
+                "those with store set to true",
+                param=param,
+                value=response_id,
+            )
+        return found
+
+    def delete(self, response_id: str, tenant: str) -> None:
+        """Forget one. Raises ResponseNotFound."""
+        self._bytes -= self.find(response_id, tenant).size_bytes
+        del self._stored[response_id]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A response under way. answer: once `ended` is set, unless its client has left."""
+
+    tenant: str
+    generation: Generation
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: Response | None = None
+
+
+_COUNTED = {"input": "Hello"}
+_EXAMPLE = {**_COUNTED, "max_output_tokens": 16}
+
+
+class Responses:
+    """/v1/responses and what is stored of it."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._store = ResponseStore()
+        self._running: dict[str, _Running] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return their places and handlers."""
+        one = "/v1/responses/{response_id}"
+        return [
+            web.post("/v1/responses", self._post),
+            web.post("/v1/responses/input_tokens", self._count),
+            web.get(one, self._get, allow_head=False),
+            web.delete(one, self._delete),
+            web.get(f"{one}/input_items", self._items, allow_head=False),
+            web.post(f"{one}/cancel", self._cancel),
+        ]
+
+    @describes(
+        "Answer a conversation in items",
+        body=ResponsesBody,
+        answer=Response,
+        event=ResponseEvent,
+        example=_EXAMPLE,
+        operation="chat",
+    )
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, ResponsesBody)
+        model = await self._context.served_model(request, body)
+        earlier = self._earlier(request, body)
+        messages = await run_offloaded(request, body.messages)
+        use = await _tool_use(body, model)
+        params = sampling_params(body, model, max_tokens=body.max_output_tokens, logprobs=body.wanted_logprobs)
+        params = use.apply_to(params)
+        prompt = await self._prompt(request, body, model, [*earlier, *messages], use)
+        params = body.thinking.apply_to(params, model, prompt)
+        call = _Call(body, model, use, params, prompt, store=self._stores(request, body))
+        async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
+            with self._cancellable(request, call.id, generation) as running:
+                if not body.stream:
+                    running.answer = answer = await call.answer(generation)
+                    self._keep(request, call, [*earlier, *messages], answer)
+                    return json_response(answer)
+                async with ChunkStream(request, self._context.settings, NAMED_EVENTS) as chunks:
+                    running.answer = answer = await call.send(generation, chunks)
+                    self._keep(request, call, [*earlier, *messages], answer)
+                return chunks.response
+
+    @describes("Count the tokens of a conversation in items", body=ResponsesBody, answer=InputTokens, example=_COUNTED)
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        body = await read(request, ResponsesBody)
+        model = await self._context.served_model(request, body)
+        messages = [*self._earlier(request, body), *await run_offloaded(request, body.messages)]
+        prompt = await self._prompt(request, body, model, messages, await _tool_use(body, model))
+        return json_response(InputTokens(len(prompt.ids)))
+
+    @describes("Get a stored response", answer=Response)
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("stream") == "true":
+            raise InvalidRequest("stream is not supported for stored responses", param="stream")
+        return json_response(self._found(request).response)
+
+    @describes("Delete a stored response", answer=Deleted)
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        response_id = request.match_info["response_id"]
+        self._store.delete(response_id, tenant_of(request))
+        return json_response(Deleted(response_id))
+
+    @describes("List the input of a stored response", answer=ItemList)
+    async def _items(self, request: web.Request) -> web.StreamResponse:
+        items = self._found(request).input
+        ids = [str(item["id"]) for item in items]
+        return json_response(ItemList(data=items, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None))
+
+    @describes("Cancel a response while it streams", answer=Response)
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        running = self._running.get(request.match_info["response_id"])
+        if running is None or running.tenant != tenant_of(request):
+            return json_response(self._found(request).response)
+        running.generation.cancel(RequestCancelled("The response was cancelled by its client"))
+        await running.ended.wait()
+        return json_response(running.answer or self._found(request).response)
+
+    def _found(self, request: web.Request) -> StoredResponse:
+        return self._store.find(request.match_info["response_id"], tenant_of(request))
+
+    def _earlier(self, request: web.Request, body: ResponsesBody) -> list[Message]:
+        """Return the conversation that a stored response ends."""
+        if body.previous_response_id is None:
+            return []
+        return self._store.find(body.previous_response_id, tenant_of(request), "previous_response_id").messages
+
+    async def _prompt(
+        self, request: web.Request, body: ResponsesBody, model: ServedModel, messages: Sequence[Message], use: ToolUse
+    ) -> Prompt:
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        model.check_length(len(messages), "input")
+        turns = await run_offloaded(request, partial(read_messages, [*system, *messages]))
+        return await chat_prompt(model, turns, variables=body.thinking.variables(model), tools=use.definitions)
+
+    def _stores(self, request: web.Request, body: ResponsesBody) -> bool:
+        return is_local_address(call_of(request).address) if body.store is None else body.store
+
+    def _keep(self, request: web.Request, call: _Call, messages: list[Message], answer: Response) -> None:
+        if not answer.store:
+            return
+        conversation = [*messages, *messages_of(answer.output)]
+        stored = StoredResponse(
+            tenant=tenant_of(request), response=answer, messages=conversation, input=call.input_items(), size_bytes=0
+        )
+        self._store.add(msgspec.structs.replace(stored, size_bytes=size_of(stored)))
+
+    @contextmanager
+    def _cancellable(self, request: web.Request, response_id: str, generation: Generation) -> Iterator[_Running]:
+        running = self._running[response_id] = _Running(tenant_of(request), generation)
+        try:
+            yield running
+        finally:
+            del self._running[response_id]
+            running.ended.set()
+
+
+async def _tool_use(body: ResponsesBody, model: ServedModel) -> ToolUse:
+    return await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
+
+
+class _Call:
+    """One request and its answer. store: the answer is kept."""
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        model: ServedModel,
+        use: ToolUse,
+        params: SamplingParams,
+        prompt: Prompt,
+        *,
+        store: bool,
+    ) -> None:
+        self.id = _id("resp")
+        self._body = body
+        self._model = model
+        self._use = use
+        self._params = params
+        self._store = store
+        self._created = now()
+        self._text = prompt.answer_text(model.tokenizer, params)
+        self._items = ItemWriter(use.reader(), summarizes=body.summarizes)
+
+    async def answer(self, generation: Generation) -> Response:
+        """Return the whole response."""
+        finish: FinishReason | None = None
+        try:
+            async with aclosing(generation.deltas()) as deltas:
+                async for _, delta in deltas:
+                    self._items.feed(delta, self._logprobs(delta))
+                    finish = delta.finish
+        except RequestCancelled:
+            return self._ended("cancelled", generation)
+        return self._ended(self._status(finish), generation, finish)
+
+    async def send(self, generation: Generation, chunks: ChunkStream) -> Response:
+        """Send each event as it comes; return the whole response."""
+        finish: FinishReason | None = None
+        for kind in ("created", "in_progress"):
+            await chunks.send(self._items.event(kind, response=self._response("in_progress")))
+        try:
+            async with aclosing(generation.deltas()) as deltas:
+                async for _, delta in deltas:
+                    for event in self._items.feed(delta, self._logprobs(delta)):
+                        await chunks.send(event)
+                    finish = delta.finish
+        except EngineError as error:
+            cancelled = isinstance(error, RequestCancelled)
+            for event in self._items.end("incomplete"):
+                await chunks.send(event)
+            failed = self._response(
+                "cancelled" if cancelled else "failed",
+                generation,
+                error=None if cancelled else ResponseError(error.code, error.message),
+            )
+            await chunks.send(self._items.event("incomplete" if cancelled else "failed", response=failed))
+            if cancelled:
+                return failed
+            raise
+        status = self._status(finish)
+        for event in self._items.end(status):
+            await chunks.send(event)
+        ended = self._ended(status, generation, finish)
+        await chunks.send(self._items.event(status, response=ended))
+        return ended
+
+    def input_items(self) -> list[dict[str, object]]:
+        """Return the input as items with ids."""
+        items: list[dict[str, object]] = (
+            [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self._body.input}]}]
+            if isinstance(self._body.input, str)
+            else [{"type": "message", **item} for item in self._body.input]
+        )
+        return [{"id": f"in_{self.id}_{i}", **item} for i, item in enumerate(items)]
+
+    def _ended(self, status: Status, generation: Generation, finish: FinishReason | None = None) -> Response:
+        self._items.end("completed" if status == "completed" else "incomplete")
+        reason: Literal["max_output_tokens", "timeout"] = "timeout" if finish == "timeout" else "max_output_tokens"
+        details = IncompleteDetails(reason) if status == "incomplete" else None
+        return self._response(status, generation, incomplete_details=details)
+
+    def _status(self, finish: FinishReason | None) -> Status:
+        return "incomplete" if finish in ("length", "timeout") else "completed"
+
+    def _logprobs(self, delta: StreamDelta) -> list[ChatLogprob]:
+        """Return those of the answer's tokens, where requested."""
+        if self._body.wanted_logprobs is None:
+            return []
+        found = chat_logprobs(delta.logprobs, self._text).content
+        return found if delta.text or not delta.thinking else []
+
+    def _response(self, status: Status, generation: Generation | None = None, **fields: object) -> Response:
+        body, params = self._body, self._params
+        reasoning = body.reasoning
+        return Response(
+            id=self.id,
+            created_at=self._created,
+            completed_at=now() if status == "completed" else None,
+            status=status,
+            model=self._model.name,
+            output=list(self._items.items),
+            instructions=body.instructions,
+            previous_response_id=body.previous_response_id,
+            tools=[
+                FunctionDefinition(
+                    name=tool.name,
+                    description=tool.description or None,
+                    parameters=dict(tool.schema),
+                    strict=tool.strict,
+                )
+                for tool in self._use.tools
+            ],
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls,
+            text={"format": format_of(body)},
+            reasoning=ReasoningEcho(
+                reasoning.effort if reasoning is not None else None,
+                (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None,
+            ),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            top_logprobs=body.top_logprobs or 0,
+            max_output_tokens=body.max_output_tokens,
+            store=self._store,
+            metadata=body.metadata or {},
+            usage=None if generation is None else _usage(generation),
+            **fields,  # type: ignore[arg-type]
+        )
+
+
+def _usage(generation: Generation) -> ResponseUsage:
+    tokens = generation.tokens
+    return ResponseUsage(
+        input_tokens=tokens.prompt,
+        input_tokens_details=InputDetails(tokens.cached),
+        output_tokens=tokens.output,
+        output_tokens_details=OutputDetails(tokens.thinking),
+        total_tokens=tokens.prompt + tokens.output,
+        why=generation.why,
+    )
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"

@@ -1,0 +1,402 @@
+"""The body of /v1/responses: items of a conversation as the messages of a chat, tools, format and thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from console.api.requests.parameters import NO_DEFAULT_LENGTH, NOT_CUT, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
+from console.api.requests.response_format import RequestedFormat
+from console.api.requests.sampling import SamplingFields
+from console.api.requests.schemas import ANY_TEXT, SOME_TEXT, TEXT_OR_NULL, JsonSchema, text_or_parts
+from console.api.requests.served_model import ServedModel
+from console.api.requests.structured_output import json_grammar, json_object_grammar
+from console.api.requests.thinking import Effort, ThinkingOptions
+from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
+from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
+from engine.config import MAX_LOGPROBS
+from engine.errors import InvalidRequest
+
+Message = dict[str, Any]
+"""A message as chat has it."""
+
+_HOSTED = "this server runs no tools of its own; send type function"
+
+_REFUSED: Mapping[str, Refusal] = {
+    "background": Refusal("answers are given while the client waits", (False,)),
+    "context_management": Refusal("conversations are not compacted", ([],)),
+    "conversation": Refusal("use previous_response_id, or send the items"),
+    "moderation": Refusal("nothing is moderated"),
+    "prompt": Refusal("prompts are not stored; use instructions and input"),
+    "truncation": Refusal(NOT_CUT, ("disabled",)),
+}
+
+_INERT = frozenset(
+    {
+        "client_metadata",  # labels of the client's own
+        "max_tool_calls",  # of hosted tools, of which there are none
+        "prompt_cache_key",  # a hint: prefixes are cached by what they are
+        "prompt_cache_options",  # likewise
+        "prompt_cache_retention",  # likewise
+        "safety_identifier",  # labels of the client's own
+        "service_tier",  # there is one
+        "user",  # labels of the client's own
+    }
+)
+
+_ECHOED = frozenset({"id", "status", "phase", "annotations", "logprobs", "encrypted_content", "created_by", "agent"})
+"""Fields of an answer's items that say nothing to the model, which clients send back with them."""
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FunctionTool(BaseModel):
+    """A function that the client runs. parameters: JSON Schema of an object; strict: True to enforce it."""
+
+    model_config = _STRICT
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FormatField(BaseModel):
+    """Any text, any JSON object, or JSON that a schema describes."""
+
+    model_config = _STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextField(BaseModel):
+    """Format of the answer."""
+
+    model_config = _STRICT
+
+    format: FormatField | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningField(BaseModel):
+    """effort: how hard to think.  summary: the thinking comes as the summary of its item, else as its content."""
+
+    model_config = _STRICT
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(BaseModel):
+    """include_obfuscation: chunks are never padded."""
+
+    model_config = _STRICT
+
+    include_obfuscation: Literal[False] | None = None
+
+
+Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+
+
+def _object(required: Sequence[str], **fields: JsonSchema) -> JsonSchema:
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
+_PARTS = text_or_parts(
+    *(_object(("type", "text"), type={"const": kind}, text=ANY_TEXT) for kind in ("input_text", "output_text"))
+)
+_INPUT = WithJsonSchema(
+    {
+        "anyOf": [
+            SOME_TEXT,
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "anyOf": [
+                        _object(
+                            ("role", "content"),
+                            type={"const": "message"},
+                            role={"enum": ["user", "assistant", "system", "developer"]},
+                            content=_PARTS,
+                            id=TEXT_OR_NULL,
+                            status=TEXT_OR_NULL,
+                            phase=TEXT_OR_NULL,
+                        ),
+                        _object(
+                            ("type", "call_id", "name", "arguments"),
+                            type={"const": "function_call"},
+                            call_id=SOME_TEXT,
+                            name=SOME_TEXT,
+                            arguments={"type": "string", "contentMediaType": "application/json"},
+                            id=TEXT_OR_NULL,
+                        ),
+                        _object(
+                            ("type", "call_id", "output"),
+                            type={"const": "function_call_output"},
+                            call_id=SOME_TEXT,
+                            output=_PARTS,
+                            id=TEXT_OR_NULL,
+                        ),
+                    ]
+                },
+            },
+        ]
+    }
+)
+_CHOICE = WithJsonSchema(
+    {
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            _object(("type", "name"), type={"const": "function"}, name=ANY_TEXT),
+        ]
+    }
+)
+_TOOLS = WithJsonSchema({"anyOf": [{"type": "array", "items": FunctionTool.model_json_schema()}, {"type": "null"}]})
+
+
+class ResponsesBody(SamplingFields):
+    """A conversation to answer.
+
+    input: a text, or items: messages, calls of functions and their outputs, and what the model thought.
+    instructions: a system message before them; previous_response_id: a stored response that they follow.
+    text: format of the answer.  reasoning: how hard the model thinks.  include: message.output_text.logprobs adds
+    log-probabilities; items of thinking always have all of it, so that reasoning.encrypted_content adds nothing.
+    store: keep the response for previous_response_id and GET; null is true for clients on this machine alone.
+    metadata: labels, which come back.  n: each request has one answer.
+    """
+
+    refused = _REFUSED
+    inert = _INERT
+    clamped: ClassVar[Mapping[str, str]] = {**SAMPLING_CLAMPED, "max_output_tokens": NO_DEFAULT_LENGTH}
+    prompt_field = "input"
+    max_entries: ClassVar[Mapping[str, int]] = {"tools": MAX_TOOLS, "metadata": 16}
+
+    input: Annotated[str | list[Any], _INPUT]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[Any] | None, _TOOLS] = None
+    tool_choice: Annotated[object, _CHOICE] = None
+    parallel_tool_calls: bool = True
+    text: TextField | None = None
+    reasoning: ReasoningField | None = None
+    include: list[Include] | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] = 1
+
+    @property
+    def asks_for_format(self) -> bool:
+        """True if the answer has a format."""
+        return self.text is not None or super().asks_for_format
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token, None for no log-probabilities at all."""
+        return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or ()) else None
+
+    @property
+    def thinking(self) -> ThinkingOptions:
+        """What is asked of the thinking."""
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return ThinkingOptions(None, effort or "", names=("reasoning.effort", "reasoning.effort"))
+
+    @property
+    def summarizes(self) -> bool:
+        """True if thinking comes as a summary."""
+        return self.reasoning is not None and bool(self.reasoning.summary or self.reasoning.generate_summary)
+
+    def messages(self) -> list[Message]:
+        """Return the input as messages. Raises InvalidRequest naming the item at fault."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        if not self.input:
+            raise InvalidRequest("input is empty", param="input")
+        return list(_messages(self.input))
+
+    def tool_use(self, model: ServedModel) -> ToolUse:
+        """Return the tools for the prompt. Raises InvalidRequest; compiling their grammars may take a while."""
+        tools, choice = self._chosen(read_tools(self.tools))
+        return tool_use(model.tokenizer, tools, choice, parallel=self.parallel_tool_calls)
+
+    def _chosen(self, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
+        """Return the tools that may be called, and whether one has to be."""
+        match self.tool_choice:
+            case None | "auto":
+                return tools, ToolChoice("auto")
+            case "none" | "required" as mode:
+                return tools, ToolChoice(mode)
+            case {"type": "function", "name": str(name)}:
+                return tools, ToolChoice("required", name)
+            case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+                names = {each.get("name") for each in allowed if isinstance(each, dict)}
+                if unknown := sorted(map(str, names - {tool.name for tool in tools})):
+                    raise InvalidRequest(
+                        f"tool_choice names {unknown[0]!r}, which is not in tools", param="tool_choice"
+                    )
+                return [tool for tool in tools if tool.name in names], ToolChoice(mode)
+            case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+                raise InvalidRequest(f"tool_choice of type {kind} is not supported: {_HOSTED}", param="tool_choice")
+            case _:
+                raise InvalidRequest(
+                    'tool_choice should be none, auto, required or {"type": "function", "name": ...}',
+                    param="tool_choice",
+                )
+
+    def _requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
+        yield from super()._requested_formats(max_bytes)
+        asked = self.text.format if self.text is not None else None
+        if asked is None or asked.type == "text":
+            return
+        if asked.type == "json_object":
+            yield "text.format", partial(json_object_grammar, "text.format")
+            return
+        name = "text.format.schema"
+        if asked.json_schema is None:
+            raise InvalidRequest(f"{name} is missing", param=name)
+        lenient = asked.strict is False
+        yield name, partial(json_grammar, asked.json_schema, name, lenient=lenient, max_bytes=max_bytes)
+
+
+def read_tools(fields: Sequence[object] | None) -> tuple[Tool, ...]:
+    """Return the tools of a body. Raises InvalidRequest, for hosted tools by their name."""
+    return tuple(_read_tool(field, f"tools[{i}]") for i, field in enumerate(fields or ()))
+
+
+def _read_tool(field: object, where: str) -> Tool:
+    kind = field.get("type") if isinstance(field, dict) else None
+    if not isinstance(field, dict) or not isinstance(kind, str):
+        raise InvalidRequest(f"{where} should be an object with type, name and parameters", param=where)
+    if kind != "function":
+        raise InvalidRequest(f"{where} of type {kind} is not supported: {_HOSTED}", param=where)
+    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
+    given = {name: value for name, value in field.items() if name != "type" and value is not None}
+    for name, value in given.items():
+        if not isinstance(value, known.get(name, ())):
+            wrong = "has a wrong type" if name in known else "is not a field of a function"
+            raise InvalidRequest(f"{where}.{name} {wrong}", param=f"{where}.{name}")
+    if "name" not in given:
+        raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
+    return read_tool(FunctionField(**given), where)
+
+
+# Items as messages: calls and thinking belong to the assistant's message that they stand by.
+
+
+def _messages(items: Iterable[object]) -> Iterator[Message]:
+    turn: Message = {}
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"{where} should be an object", param=where)
+        read = _message(item, where)
+        if read["role"] != "assistant" or ("content" in read and ("content" in turn or "tool_calls" in turn)):
+            yield from _ended(turn)
+            turn = {}
+        if read["role"] != "assistant":
+            yield read
+            continue
+        calls = [*turn.get("tool_calls", ()), *read.get("tool_calls", ())]
+        turn |= read | ({"tool_calls": calls} if calls else {})
+    yield from _ended(turn)
+
+
+def _ended(turn: Message) -> Iterator[Message]:
+    """Yield an assistant's message; thinking alone is none."""
+    if "content" in turn or "tool_calls" in turn:
+        yield {"content": None, **turn}
+
+
+def _message(item: Mapping[str, object], where: str) -> Message:
+    match item.get("type", "message"):
+        case "message":
+            _check_fields(item, {"type", "role", "content"}, where)
+            role = item.get("role")
+            if role not in ("user", "assistant", "system", "developer"):
+                raise InvalidRequest(
+                    f"{where}.role should be one of user, assistant, system, developer", param=f"{where}.role"
+                )
+            return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+        case "function_call":
+            _check_fields(item, {"type", "call_id", "name", "arguments", "namespace"}, where)
+            call_id, name, arguments = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            return {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output":
+            _check_fields(item, {"type", "call_id", "output"}, where)
+            output = _text(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": output}
+        case "reasoning":
+            _check_fields(item, {"type", "summary", "content"}, where)
+            thought = _text(item.get("content") or item.get("summary") or "", f"{where}.content")
+            return {"role": "assistant", **({"reasoning_content": thought} if thought else {})}
+        case kind:
+            raise InvalidRequest(f"{where} of type {kind} is not supported", param=f"{where}.type")
+
+
+def _check_fields(item: Mapping[str, object], known: set[str], where: str) -> None:
+    for name, value in item.items():
+        if name not in known and name not in _ECHOED and value is not None:
+            raise InvalidRequest(f"{where}.{name} is not a field of this item", param=f"{where}.{name}")
+
+
+def _string(item: Mapping[str, object], field: str, where: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str) or (not value and field != "arguments"):
+        raise InvalidRequest(f"{where}.{field} should be a string", param=f"{where}.{field}")
+    return value
+
+
+def _text(content: object, where: str) -> str:
+    """Return the text, of all parts where it has several, each on a line of its own."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} should be a string or an array of parts", param=where)
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    match part:
+        case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": str(kind)} if kind not in _TEXT_PARTS:
+            raise InvalidRequest(f"{where} of type {kind} is not supported: {TEXT_ONLY}", param=where)
+        case _:
+            raise InvalidRequest(f"{where} should be an object with type and text", param=where)
+
+
+def format_of(body: ResponsesBody) -> dict[str, object]:
+    """Return the format of the answer as a response repeats it."""
+    asked = body.text.format if body.text is not None else None
+    if asked is None or asked.type != "json_schema":
+        return {"type": asked.type if asked is not None else "text"}
+    return {
+        "type": "json_schema",
+        "name": asked.name or "",
+        "description": asked.description,
+        "schema": asked.json_schema,
+        "strict": bool(asked.strict),
+    }
+
+
+def size_of(value: object) -> int:
+    """Return the bytes of a value as JSON."""
+    return len(msgspec.json.encode(value))
