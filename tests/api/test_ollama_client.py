@@ -12,6 +12,8 @@ import pytest
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
+from tests.api.test_api_thinking import ENDED, THINKS, THOUGHT
+from tests.api.test_api_tools import serving_tools
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying, vector_of
 
 pytestmark = pytest.mark.usefixtures("only_loopback")
@@ -73,6 +75,20 @@ async def test_a_stop_string(tmp_path: Path) -> None:
     async with serving(tmp_path, FakeBackend(reply=saying("one two three"))) as api:
         answer = await ollama.AsyncClient(host=api.url).generate("fake", ">", options={"stop": [" three"]})
     assert (answer.response, answer.done_reason) == ("one two", "stop")
+
+
+async def test_thinking(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, THINKS, ENDED) as api:
+        client = ollama.AsyncClient(host=api.url)
+        answer = await client.chat("fake", hello(), think=True)
+        parts = [part.message async for part in await client.chat("fake", hello(), think=True, stream=True)]
+        written = await client.generate("fake", "hello", think="high")
+        shown = await client.show("fake")
+    assert (answer.message.thinking, answer.message.content) == (THOUGHT, "Yes.")
+    assert "".join(part.thinking or "" for part in parts) == THOUGHT
+    assert "".join(part.content or "" for part in parts) == "Yes."
+    assert (written.thinking, written.response) == (THOUGHT, "Yes.")
+    assert "thinking" in (shown.capabilities or ())
 
 
 async def test_models(api: Served) -> None:

@@ -258,7 +258,7 @@ async def test_what_is_never_done_is_not_told_to_be(document: dict[str, Any]) ->
         ("/api/embed", {"input": "x", "keep_alive": 0}),
         ("/api/generate", {"prompt": "x", "keep_alive": "soon"}),
         ("/api/generate", {"prompt": "x", "format": "xml"}),
-        ("/api/generate", {"prompt": "x", "think": True}),
+        ("/api/generate", {"prompt": "x", "think": "soon"}),
         ("/api/v1/model", {"action": "dance"}),
         ("/admin/reconfigure", {}),
         ("/generate_stream", {"inputs": "x", "parameters": {"grammar": {"type": "lark", "value": ""}}}),

@@ -32,14 +32,15 @@ EXPLAINED = {
     "what the model has: tokens": r"the model has tokens 0 to",
     "what the model has: numbers in a vector": r"dimensions is -?\d+; this model's vectors have",
     "what the model has: a template": r"this model's chat template (does not support|knows none)",
+    "what the model has: thinking": r" does not (support thinking|think)$",
     "what the model has: a context": r"of the \d+ tokens of|too long:|maximum context length|the limit is \d+",
     "two names of one field may not differ": r" differ; send one of them",
     "a field needs another": r"top_logprobs needs|no negative_prompt|needs sampling|but tools is empty"
     r"|should have one of|dynamic_temperature needs|negative_prompt is empty|rep_pen_slope is not supported",
-    "a field excludes another": r"seed cannot be set|both set a format|not supported in a stream"
+    "a field excludes another": r"seed cannot be set|raw takes the prompt|both set a format|not supported in a stream"
     r"|are ranked only by|cannot be streamed|cannot be had|it must be at least n",
     "a field bounds another": r"more than min_temp|max_temp is .* between|the answer may have|must be at least 1"
-    r"|answers; the limit is",
+    r"|answers; the limit is|must be less than max_tokens",
     "a conversation is a sequence": r"tool_result blocks are missing|starts the answer|should be a call:"
     r"|tool_call_id should be|an unknown call|messages\[\d+\]\.tool_call_id",
     "JSON, patterns, grammars and names within values": r"JSON object, as text|is not valid JSON|something satisfies"

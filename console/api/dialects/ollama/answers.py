@@ -113,10 +113,11 @@ class ToolCalled(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answering message, or a piece of it."""
+    """The answering message, or a piece of it. thinking: what the model thought before it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
+    thinking: str | UnsetType = UNSET
     tool_calls: list[ToolCalled] | UnsetType = UNSET
 
 
@@ -132,9 +133,13 @@ class AnswerPart(Figures, frozen=True, kw_only=True):
 
 
 class Generated(AnswerPart, frozen=True, kw_only=True):
-    """An answer of /api/generate, or a piece. context: the conversation's tokens, for the next request."""
+    """An answer of /api/generate, or a piece. thinking: what the model thought before it.
+
+    context: the conversation's tokens, for the next request.
+    """
 
     response: str
+    thinking: str | UnsetType = UNSET
     context: Sequence[int] | UnsetType = UNSET
 
 
@@ -195,7 +200,9 @@ class CallCollector:
 class AnswerShape(Protocol):
     """Makes an answer, or a piece of one, in the shape of its endpoint. ids: of the answer's tokens, at its end."""
 
-    def __call__(self, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+    def __call__(
+        self, text: str, thinking: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any
+    ) -> AnswerPart:
         """fields: those of AnswerPart."""
 
 
@@ -231,23 +238,27 @@ class AnswerWriter:
             async for delta in self._deltas(generation):
                 prose, calls = self._calls.read(delta.text, ended=delta.finish is not None)
                 logprobs = self._logprobs(delta)
+                if delta.thinking:
+                    await chunks.send(self._part("", delta.thinking, [], None, done=False, logprobs=logprobs or UNSET))
+                    logprobs = []
                 if prose or calls or logprobs:
-                    await chunks.send(self._part(prose, calls, None, done=False, logprobs=logprobs or UNSET))
+                    await chunks.send(self._part(prose, "", calls, None, done=False, logprobs=logprobs or UNSET))
                 if delta.finish is not None:
-                    await chunks.send(self._last("", [], [], generation, delta))
+                    await chunks.send(self._last("", "", [], [], generation, delta))
         return chunks.response
 
     def load_answer(self) -> web.Response:
         """Return the answer to a request that only loads the model."""
         return json_response(
-            self._part("", [], None, done=True, done_reason="load", **asdict(self._watch.load_figures()))
+            self._part("", "", [], None, done=True, done_reason="load", **asdict(self._watch.load_figures()))
         )
 
     async def _complete(self, generation: Generation) -> AnswerPart:
         deltas = [delta async for delta in self._deltas(generation)]
         prose, calls = self._calls.read("".join(delta.text for delta in deltas), ended=True)
+        thinking = "".join(delta.thinking for delta in deltas)
         logprobs = [entry for delta in deltas for entry in self._logprobs(delta)]
-        return self._last(prose, calls, logprobs, generation, deltas[-1])
+        return self._last(prose, thinking, calls, logprobs, generation, deltas[-1])
 
     async def _deltas(self, generation: Generation) -> AsyncGenerator[StreamDelta, None]:
         async with aclosing(generation.deltas()) as deltas:
@@ -258,18 +269,20 @@ class AnswerWriter:
     def _last(
         self,
         text: str,
+        thinking: str,
         calls: list[ToolCalled],
         logprobs: list[ChatLogprob],
         generation: Generation,
         delta: StreamDelta,
     ) -> AnswerPart:
         [row] = generation.work.rows
-        figures = {**asdict(self._watch.figures(row)), "why": generation.why}
-        reason = done_reason(delta.finish)
-        return self._part(text, calls, self._ids, done=True, done_reason=reason, logprobs=logprobs or UNSET, **figures)
+        fields = {"done_reason": done_reason(delta.finish), "logprobs": logprobs or UNSET, "why": generation.why}
+        return self._part(text, thinking, calls, self._ids, done=True, **fields, **asdict(self._watch.figures(row)))
 
-    def _part(self, text: str, calls: list[ToolCalled], ids: list[int] | None, **fields: Any) -> AnswerPart:
-        return self._shape(text, calls, ids, model=self._model.name, created_at=now(), **fields)
+    def _part(
+        self, text: str, thinking: str, calls: list[ToolCalled], ids: list[int] | None, **fields: Any
+    ) -> AnswerPart:
+        return self._shape(text, thinking, calls, ids, model=self._model.name, created_at=now(), **fields)
 
     def _logprobs(self, delta: StreamDelta) -> list[ChatLogprob]:
         return chat_logprobs(delta.logprobs, self._text).content if self._text is not None else []

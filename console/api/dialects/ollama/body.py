@@ -16,7 +16,6 @@ from console.api.requests.body import Body
 from console.api.requests.parameters import (
     CONTEXT_LENGTH,
     NO_DEFAULT_LENGTH,
-    NO_THINKING,
     NOT_CUT,
     SAMPLING_CLAMPED,
     TEXT_ONLY,
@@ -34,10 +33,12 @@ from console.api.requests.schemas import (
 )
 from console.api.requests.served_model import ServedModel
 from console.api.requests.structured_output import json_grammar, json_object_grammar
+from console.api.requests.thinking import ThinkingOptions
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_tools
 from engine.config import MAX_LOGPROBS, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.text.thinking import format_of
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
 """Ollama's, where neither the client nor the model's makers set one."""
@@ -179,7 +180,6 @@ REFUSED: Mapping[str, Refusal] = {
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
     "images": Refusal(TEXT_ONLY, ([],)),
-    "thinking": Refusal(NO_THINKING, ("",)),
 }
 
 LATEST = ":latest"
@@ -237,7 +237,8 @@ class AnswerBody(OllamaBody):
     """Fields of /api/generate and /api/chat. stream: answers are streamed unless it is false.
 
     format: "json", or a JSON schema.
-    think: false turns thinking off, where the model's template can; true is refused.
+    think: true or false switches thinking on or off; low, medium or high is how hard to think. For models without
+    efforts of their own, low and medium are budgets of 1,024 and 4,096 tokens. null leaves it to the model.
     why: add the latency by cause, in milliseconds, to the answer or the last event.
     """
 
@@ -246,17 +247,13 @@ class AnswerBody(OllamaBody):
     format: Annotated[dict[str, Any] | str, WithJsonSchema({"anyOf": [{"type": "object"}, {"enum": ["json", ""]}]})] = (
         ""
     )
-    think: Annotated[bool | str | None, WithJsonSchema({"enum": [False, "", None]})] = None
+    think: Literal[True, False, "low", "medium", "high"] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     def read(self) -> Options:
         """Return the options; raises InvalidRequest for these and for other fields that are wrong."""
         self.check_keep_alive()
-        if self.think:
-            raise InvalidRequest(
-                "think is not supported: answers have no thinking apart from their text", param="think"
-            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         body = {"model": self.model_name, "stream": self.stream, "answer_format": self.format, "why": self.why}
@@ -267,10 +264,11 @@ class AnswerBody(OllamaBody):
         """Alternatives per token, None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def variables(self) -> dict[str, object]:
-        """For the chat template."""
-        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+    def thinking(self, model: ServedModel) -> ThinkingOptions:
+        """Return what is asked of the thinking; raises InvalidRequest for a model that does not think."""
+        if self.think and format_of(model.tokenizer, model.thinking) is None:
+            raise InvalidRequest(f'"{model.name}" does not support thinking', param="think")
+        return ThinkingOptions(effort=self.think) if isinstance(self.think, str) else ThinkingOptions(self.think)
 
 
 class GenerateBody(AnswerBody):
@@ -303,6 +301,7 @@ _MESSAGES = conversation_schema(
         "assistant",
         required=(),
         content=TEXT_OR_NULL,
+        thinking=TEXT_OR_NULL,
         tool_calls={"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
     ),
     message_schema("tool", required=(), content=TEXT_OR_NULL, tool_name=TEXT_OR_NULL, tool_call_id=TEXT_OR_NULL),

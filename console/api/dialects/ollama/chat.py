@@ -30,7 +30,7 @@ Message = dict[str, Any]
 _FIELDS_BY_ROLE = {
     "system": frozenset({"role", "content"}),
     "user": frozenset({"role", "content"}),
-    "assistant": frozenset({"role", "content", "tool_calls"}),
+    "assistant": frozenset({"role", "content", "thinking", "tool_calls"}),
     "tool": frozenset({"role", "content", "tool_name", "tool_call_id"}),
 }
 
@@ -116,6 +116,8 @@ def _message(message: object, where: str) -> Message:
     turn: Message = {"role": role, "content": _string(message, "content", where)}
     if role == "tool":
         return turn | {name: _string(message, name, where) for name in ("tool_name", "tool_call_id")}
+    if thought := _string(message, "thinking", where):
+        turn["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
         turn["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return turn
@@ -177,20 +179,23 @@ class Chat:
         if not messages:
             return AnswerWriter(model, watch, _shape).load_answer()
         model.check_length(len(messages), "messages")
+        thinking = body.thinking(model)
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
         prompt = await chat_prompt(
             model,
             await run_offloaded(request, partial(read_messages, messages)),
             continue_final=goes_on(messages),
-            variables=body.variables,
+            variables=thinking.variables(model),
             tools=use.definitions,
         )
         params = use.apply_to(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
+        params = thinking.apply_to(params, model, prompt)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         writer = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())
         async with self._context.generate(request, new_id("chat"), options, model, [prompt], params) as generation:
             return await writer.answer(request, self._context.settings, generation, body.stream)
 
 
-def _shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
-    return Chatted(message=AnswerMessage(content=text, tool_calls=calls or UNSET), **fields)
+def _shape(text: str, thinking: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+    message = AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET)
+    return Chatted(message=message, **fields)

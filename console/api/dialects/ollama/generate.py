@@ -17,6 +17,7 @@ from console.api.requests.conversation import Turn
 from console.api.requests.prompts import Prompt, read_prompts
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import MANY_TOKENS, ServedModel
+from console.api.requests.thinking import ThinkingOptions
 from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
 
@@ -47,8 +48,11 @@ class Generate:
         model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
         if not body.prompt:
             return AnswerWriter(model, watch, _load_shape).load_answer()
-        prompt = await _prompt(body, model)
+        thinking = body.thinking(model)
+        prompt = await _prompt(body, model, thinking)
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)
+        if _has_template(body, model):
+            params = thinking.apply_to(params, model, prompt)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         writer = AnswerWriter(model, watch, partial(_shape, body, prompt), logprobs=text)
         async with self._context.generate(request, new_id("gen"), options, model, [prompt], params) as generation:
@@ -56,34 +60,49 @@ class Generate:
 
 
 def _shape(
-    body: GenerateBody, prompt: Prompt, text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any
+    body: GenerateBody,
+    prompt: Prompt,
+    text: str,
+    thinking: str,
+    calls: list[ToolCalled],
+    ids: list[int] | None,
+    /,
+    **fields: Any,
 ) -> AnswerPart:
     """The end has the conversation's tokens, unless the client sent them as a raw prompt."""
     context = UNSET if ids is None or body.raw else [*prompt.ids, *ids]
-    return Generated(response=text, context=context, **fields)
+    return Generated(response=text, thinking=thinking or UNSET, context=context, **fields)
 
 
-def _load_shape(text: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any) -> AnswerPart:
+def _load_shape(
+    text: str, thinking: str, calls: list[ToolCalled], ids: list[int] | None, /, **fields: Any
+) -> AnswerPart:
     return Generated(response=text, **fields)
 
 
 def _check_raw(body: GenerateBody) -> None:
-    for name in ("system", "context"):
+    for name in ("system", "context", "think"):
         if body.raw and getattr(body, name):
             raise InvalidRequest(f"raw takes the prompt as it is, without {name}", param=name)
 
 
-async def _prompt(body: GenerateBody, model: ServedModel) -> Prompt:
+def _has_template(body: GenerateBody, model: ServedModel) -> bool:
+    """Return whether the model's chat template wraps the prompt."""
+    return model.tokenizer.has_chat_template and not body.raw
+
+
+async def _prompt(body: GenerateBody, model: ServedModel, thinking: ThinkingOptions) -> Prompt:
     """Return the prompt; without a chat template it is the body's text."""
-    if body.raw or not model.tokenizer.has_chat_template:
-        if body.system:
-            raise InvalidRequest("system is not supported: this model has no chat template", param="system")
+    if not _has_template(body, model):
+        for name in ("system", "think"):
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} is not supported: this model has no chat template", param=name)
         [prompt] = await read_prompts(body.prompt, model)
     else:
         turns: list[Turn] = [
             {"role": role, "content": text} for role, text in (("system", body.system), ("user", body.prompt)) if text
         ]
-        prompt = await chat_prompt(model, turns, variables=body.variables)
+        prompt = await chat_prompt(model, turns, variables=thinking.variables(model))
     if not body.context:
         return prompt
     joined = partial(_after, body.context, prompt, model)

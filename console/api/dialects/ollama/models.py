@@ -21,7 +21,7 @@ from console.api.http.errors import json_response
 from console.api.requests.body import Body, read
 from console.api.requests.model_list import ANSWERING, model_not_found
 from console.api.requests.schemas import describes
-from console.api.tools.formats import format_of
+from console.api.tools.formats import format_of as tool_format_of
 from console.api.version import product_version
 from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest
@@ -29,6 +29,7 @@ from engine.models.catalog import ModelEntry, is_count
 from engine.models.files import file_names, read_json_object
 from engine.models.inspect import inspect
 from engine.snapshot import ModelReading
+from engine.text.thinking import format_of as thinking_format_of
 from engine.text.tokenizer import Tokenizer
 from engine.text.tokenizer_config import TokenizerFolder
 
@@ -140,7 +141,6 @@ def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) ->
     entry, parameters = inspect(folder), _parameters(folder)
     templates = _tokenizer_folder(folder).chat_templates()
     template = templates.get("default", next(iter(templates.values()), ""))
-    can = ["completion"] if tokenizer is None or format_of(tokenizer) is None else ["completion", "tools"]
     lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
     return ModelDetails(
         modelfile="\n".join(lines),
@@ -148,9 +148,18 @@ def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) ->
         template=template,
         details=_details(reading, entry),
         model_info=_model_info(folder, entry, reading),
-        capabilities=can,
+        capabilities=_capabilities(reading, tokenizer),
         modified_at=_stamp(folder)[0],
     )
+
+
+def _capabilities(reading: ModelReading, tokenizer: Tokenizer | None) -> list[str]:
+    """Return what a model can do, in Ollama's words."""
+    can = ["completion"]
+    if tokenizer is not None and reading.status.spec is not None:
+        can += ["tools"] if tool_format_of(tokenizer) is not None else []
+        can += ["thinking"] if thinking_format_of(tokenizer, reading.status.spec.thinking) is not None else []
+    return can
 
 
 def _folder(reading: ModelReading) -> Path:
