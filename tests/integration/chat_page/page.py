@@ -10,6 +10,8 @@ from pathlib import Path
 from console.api.settings import ApiSettings
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend
+from tests.fakes.model import fake_spec
+from tests.fakes.tool_templates import write_tool_model
 from tests.integration.browser import Page, browsing
 
 IDLE = "!document.querySelector('[aria-busy]')"
@@ -66,11 +68,12 @@ class Chat:
 
 @asynccontextmanager
 async def chatting(
-    chrome: str, folder: Path, backend: FakeBackend, settings: ApiSettings | None = None
+    chrome: str, folder: Path, backend: FakeBackend, settings: ApiSettings | None = None, *, template: str = ""
 ) -> AsyncIterator[Chat]:
     """The page, open for somebody new. Whatever a test does there: it asks nobody but its server, breaks no policy
-    and no script of its own."""
-    async with serving(folder / "model", backend, settings=settings) as api, browsing(chrome) as page:
+    and no script of its own. template: the model's, where it is another than the fake model's."""
+    spec = fake_spec(write_tool_model(folder / "model", template)) if template else None
+    async with serving(folder / "model", backend, settings=settings, spec=spec) as api, browsing(chrome) as page:
         await page.look(1280, 800, dark=True)
         await page.go(f"{api.url}/chat")
         yield Chat(page, api)

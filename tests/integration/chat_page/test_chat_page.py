@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from console.api.settings import ApiSettings
 from tests.api.harness import until
+from tests.api.test_api_thinking import THINKS
 from tests.fakes.backend import FakeBackend, Gate, saying
 from tests.fakes.saying import Script
 from tests.integration.browser import chromium
@@ -38,6 +40,29 @@ async def test_an_answer_is_shown_while_it_comes_and_how_fast_it_was(chrome: str
         assert "tok/s" in stats and "first token" in stats and "22 tokens" in stats
         assert await chat.page.run("document.getElementById('said').textContent") == "Answered: **Hello** there, you."
         assert await chat.page.run("document.activeElement.id") == "message"
+
+
+async def test_thinking_is_folded_above_the_answer_with_how_long_it_took(chrome: str, tmp_path: Path) -> None:
+    gate = Gate()
+    backend = FakeBackend(reply=Script({"when": ["<think>Is it *noon*?</think>Yes.", "Now."]}), gate=gate)
+    summary, thoughts = f"{LAST}.querySelector('summary').textContent", f"{LAST}.querySelector('details > div')"
+    async with chatting(chrome, tmp_path, backend, template=THINKS) as chat:
+        page = chat.page
+        await chat.send("when")
+        gate.allow(20)
+        await page.until(f"{thoughts}?.textContent.startsWith('Is it')")
+        assert await page.run(summary) == "Thinking…"
+        gate.open()
+        assert await chat.answer() == "Yes."
+        took = await page.run(summary)
+        assert re.fullmatch(r"Thought for \d+ s", took)
+        assert not await page.run(f"{LAST}.querySelector('details').open")
+        assert await page.run(f"{thoughts}.innerHTML") == "<p>Is it <em>noon</em>?</p>"
+        await chat.reload()
+        assert await page.run(summary) == took
+        await chat.press_in_last("Regenerate")
+        await page.until(f"{IDLE} && {LAST}.innerText.includes('Now')")
+        assert await page.run(f"{LAST}.querySelector('details').hidden")
 
 
 @pytest.mark.parametrize("by_key", [True, False], ids=["escape", "button"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.test_api_thinking import THINKS
 from tests.fakes.backend import FakeBackend
 from tests.fakes.saying import Script
 from tests.integration.browser import Page
@@ -27,9 +28,8 @@ HOSTILE = (
 
 
 async def test_markup_in_answers_questions_names_and_files_is_text(chrome: str, tmp_path: Path) -> None:
-    async with chatting(
-        chrome, tmp_path, FakeBackend(reply=Script({"x": HOSTILE, "y": f"<think>{HOSTILE}</think>{HOSTILE}"}))
-    ) as chat:
+    backend = FakeBackend(reply=Script({"x": HOSTILE, "y": f"<think>{HOSTILE}</think>{HOSTILE}"}))
+    async with chatting(chrome, tmp_path, backend, template=THINKS) as chat:
         page = chat.page
         assert "<img src=x onerror=window.hacked=1>" in await chat.ask("x")
         await chat.ask("y")
@@ -44,7 +44,7 @@ async def test_markup_in_answers_questions_names_and_files_is_text(chrome: str, 
             "text": HOSTILE,
             "model": HOSTILE,
         }
-        turn["error"] = turn["finish"] = HOSTILE
+        turn["error"] = turn["finish"] = turn["thinking"] = HOSTILE
         conversation = {"title": HOSTILE, "system": HOSTILE, "turns": [turn], "leaf": "__proto__"}
         file = tmp_path / "hostile.json"
         file.write_text(json.dumps({"format": "ericllm-conversations", "conversations": [conversation]}))

@@ -6,6 +6,7 @@ const SAVE_MS = 2000;
 
 /**
  * Read an answer into `turn`, to its end, whatever that is: it then has finish, stats and, where it failed, error.
+ * Where the model thinks it has thinking, and thinkingMs: from the first of that to the first of the text.
  * grew: called max once per frame while text arrives; save: called every 2 s, so that little is lost with the page.
  * Returns whether another key might help.
  */
@@ -19,10 +20,12 @@ export async function readInto(turn, body, key, signal, { grew, save }) {
     for await (const piece of answer(body, key, signal)) {
       usage = piece.usage ?? usage;
       turn.finish = piece.finish ?? turn.finish;
-      if (!piece.text) continue;
-      turn.text += piece.text;
+      if (!piece.text && !piece.thinking) continue;
       pace.last = performance.now();
       pace.first ??= pace.last;
+      if (piece.thinking) turn.thinking = (turn.thinking ?? "") + piece.thinking;
+      if (turn.thinking && !turn.text) turn.thinkingMs = pace.last - pace.first;
+      turn.text += piece.text;
       frame ||= requestAnimationFrame(() => {
         frame = 0;
         grew();

@@ -22,8 +22,8 @@ export async function models(key) {
 }
 
 /**
- * The pieces of an answer: {text}, and {finish} and {usage} where present. Throws ApiError, and what `signal` is
- * aborted with.
+ * The pieces of an answer: {thinking, text}, and {finish} and {usage} where present. Throws ApiError, and what `signal`
+ * is aborted with.
  */
 export async function* answer(body, key, signal) {
   const response = await ask("v1/chat/completions", {
@@ -41,7 +41,8 @@ export async function* answer(body, key, signal) {
     const { error, choices, usage } = JSON.parse(data);
     if (error) throw new ApiError(error.message, response.status);
     const choice = choices?.[0];
-    yield { text: choice?.delta?.content ?? "", finish: choice?.finish_reason ?? null, usage: usage ?? null };
+    const { reasoning_content: thinking, content: text } = choice?.delta ?? {};
+    yield { thinking: thinking ?? "", text: text ?? "", finish: choice?.finish_reason ?? null, usage: usage ?? null };
   }
   if (!ended) throw new ApiError("Connection lost before the answer was complete.", 0);
 }

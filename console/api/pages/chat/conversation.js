@@ -103,11 +103,12 @@ function readConversation(given, place) {
   };
 }
 
-function readTurn({ role, text, at, model, finish, error, stats }) {
+function readTurn({ role, text, at, model, finish, error, stats, thinking, thinkingMs }) {
   const turn = { role, text, at: numberOr(at, Date.now()) };
-  for (const [name, value] of Object.entries({ model, finish, error })) {
+  for (const [name, value] of Object.entries({ model, finish, error, thinking })) {
     if (typeof value === "string") turn[name] = value;
   }
+  if (Number.isFinite(thinkingMs)) turn.thinkingMs = thinkingMs;
   if (stats && typeof stats === "object") {
     turn.stats = { tokens: numberOr(stats.tokens, null), firstMs: numberOr(stats.firstMs, null), rate: numberOr(stats.rate, null) };
   }

@@ -4,7 +4,6 @@ import { path, versions } from "./conversation.js";
 import { copyButton, el, icon, iconButton } from "./dom.js";
 import { showMarkdown } from "./markdown.js";
 
-const THOUGHT = /^\s*<think>([^]*?)(<\/think>|$)/;
 const NOTES = {
   stopped: "Stopped",
   length: "Cut off at max tokens",
@@ -29,16 +28,16 @@ export class Thread {
     this.#list.replaceChildren(...items);
   }
 
-  /** Show what was added to a turn, where it is on the page. */
+  /** Show what was added to a turn that is being written, where it is on the page. */
   grow(turn) {
     const shown = this.#shown.get(turn.id);
-    if (shown) showAnswer(shown, turn.text);
+    if (shown) showAnswer(shown, turn, true);
   }
 
   #item(conversation, turn, isRunning) {
     const mine = turn.role === "user";
     const text = mine ? el("div", { class: "text" }, turn.text) : el("div", { class: "text prose" });
-    if (!mine) showAnswer(text, turn.text);
+    if (!mine) showAnswer(text, turn, isRunning);
     this.#shown.set(turn.id, mine ? null : text);
     const article = el("article", { "aria-label": mine ? "You" : turn.model || "Answer", "aria-busy": isRunning ? "true" : null });
     if (!mine) article.append(el("header", {}, turn.model || "Answer"));
@@ -64,7 +63,7 @@ export class Thread {
     const own = mine
       ? iconButton("edit", "Edit this message", () => this.#edit(turn, article))
       : iconButton("again", "Regenerate", () => this.#actions.regenerate(turn));
-    const copying = copyButton(mine ? "Copy this message" : "Copy this answer", () => (mine ? turn.text : answerOf(turn.text)));
+    const copying = copyButton(mine ? "Copy this message" : "Copy this answer", () => turn.text);
     const foot = el("footer", {}, ...this.#versions(conversation, turn), copying, own);
     if (turn.stats) foot.append(el("span", { class: "stats" }, statsLine(turn.stats)));
     return foot;
@@ -105,22 +104,20 @@ export class Thread {
 }
 
 /** An answer: what the model thought, folded, and what it says. */
-function showAnswer(box, text) {
-  const thought = THOUGHT.exec(text);
+function showAnswer(box, { text, thinking, thinkingMs }, isRunning) {
   if (!box.said) {
     box.thought = el("details", { class: "thought", hidden: true }, el("summary"), el("div"));
     box.said = el("div", { class: "said" });
     box.append(box.thought, box.said);
   }
-  box.thought.hidden = !thought?.[1].trim();
-  if (thought) {
-    box.thought.firstChild.textContent = thought[2] ? "Thoughts" : "Thinking…";
-    showMarkdown(box.thought.lastChild, thought[1]);
+  box.thought.hidden = !thinking;
+  if (thinking) {
+    const thought = thinkingMs ? `Thought for ${Math.ceil(thinkingMs / 1000)} s` : "Thoughts";
+    box.thought.firstChild.textContent = isRunning && !text ? "Thinking…" : thought;
+    showMarkdown(box.thought.lastChild, thinking);
   }
-  showMarkdown(box.said, answerOf(text));
+  showMarkdown(box.said, text);
 }
-
-const answerOf = (text) => text.replace(THOUGHT, "").trimStart();
 
 function statsLine({ rate, firstMs, tokens }) {
   const parts = [];
