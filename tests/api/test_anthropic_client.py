@@ -12,6 +12,8 @@ import pytest
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
 from tests.api.harness import Served, serving
+from tests.api.test_api_thinking import ENDED, THINKS, THOUGHT
+from tests.api.test_api_tools import serving_tools
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 
 pytestmark = pytest.mark.usefixtures("only_loopback")
@@ -85,6 +87,43 @@ async def test_a_stop_sequence(tmp_path: Path) -> None:
     assert message.content[0].text == "one two"
 
 
+async def test_thinking_blocks_have_the_client_s_own_types(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, THINKS, ENDED) as api, client_of(api) as client:
+        message = await client.messages.create(
+            model="fake", max_tokens=99, messages=hello(), thinking={"type": "enabled", "budget_tokens": 50}
+        )
+        follow_up = await client.messages.create(
+            model="fake",
+            max_tokens=99,
+            messages=[*hello(), {"role": "assistant", "content": message.content}, *hello()],
+            thinking={"type": "adaptive", "display": "omitted"},
+        )
+    thought, text = message.content
+    assert isinstance(thought, anthropic.types.ThinkingBlock)
+    assert isinstance(text, anthropic.types.TextBlock)
+    assert (thought.thinking, text.text) == (THOUGHT, "Yes.")
+    assert message.usage.output_tokens_details is not None
+    assert message.usage.output_tokens_details.thinking_tokens > 0
+    assert follow_up.content == [thought.model_copy(update={"thinking": ""}), text]
+
+
+async def test_a_stream_of_thinking_adds_up_to_its_message(tmp_path: Path) -> None:
+    async with (
+        serving_tools(tmp_path, THINKS, ENDED) as api,
+        client_of(api) as client,
+        client.messages.stream(
+            model="fake", max_tokens=99, messages=hello(), thinking={"type": "enabled", "budget_tokens": 50}
+        ) as stream,
+    ):
+        thinking = "".join([event.thinking async for event in stream if event.type == "thinking"])
+        message = await stream.get_final_message()
+    assert thinking == THOUGHT
+    thought, text = message.content
+    assert thought == anthropic.types.ThinkingBlock(type="thinking", thinking=THOUGHT, signature="")
+    assert text.type == "text"
+    assert text.text == "Yes."
+
+
 async def test_models_are_listed(api: Served) -> None:
     async with client_of(api) as client:
         assert [model.id async for model in client.models.list()] == ["fake"]
@@ -104,7 +143,7 @@ async def test_the_blocking_client(api: Served) -> None:
 
 async def test_errors_have_the_client_s_own_types(api: Served) -> None:
     async with client_of(api) as client:
-        with pytest.raises(anthropic.BadRequestError, match="thinking is not supported") as bad:
+        with pytest.raises(anthropic.BadRequestError, match="it must be less than max_tokens, 6") as bad:
             await client.messages.create(
                 model="fake", max_tokens=6, messages=hello(), thinking={"type": "enabled", "budget_tokens": 1024}
             )

@@ -79,6 +79,7 @@ async def test_the_answer_has_anthropic_s_shape(api: Served) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -216,7 +217,18 @@ async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
         ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "messages[1]"),
         ({"system": 3}, "system"),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "thinking.budget_tokens is 20; it must be less than"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 10}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": "whole"}}, "thinking.display"),
+        ({"thinking": {"type": "never"}}, "thinking.type"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "thinking"}]}]}, "content[0].thinking"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
+            "messages[1] starts the answer, and has no text",
+        ),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
@@ -246,6 +258,7 @@ async def test_what_is_not_honoured_is_refused_by_name(api: Served, body: dict[s
 
 
 async def test_what_changes_nothing_is_taken(api: Served) -> None:
+    await ask(api, thinking={"type": "adaptive"}, output_config={"effort": None})
     await ask(api, thinking={"type": "disabled"}, service_tier="auto", tools=[], speed="standard", cache_control=None)
 
 

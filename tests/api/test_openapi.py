@@ -22,6 +22,8 @@ pytestmark = pytest.mark.long
 
 Operation = dict[str, Any]
 
+_HELLO = [{"role": "user", "content": "hello"}]
+
 
 @pytest.fixture
 async def whole(tmp_path: Path) -> AsyncIterator[Served]:
@@ -251,6 +253,9 @@ async def test_what_is_never_done_is_not_told_to_be(document: dict[str, Any]) ->
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "some"}),
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": []}]}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "thinking"}]}]}),
+        ("/v1/messages", {"max_tokens": 9, "messages": _HELLO, "thinking": {"type": "enabled"}}),
+        ("/v1/messages", {"max_tokens": 9, "messages": _HELLO, "thinking": {"type": "disabled", "budget_tokens": 3}}),
         ("/v1/embeddings", {"input": ["a", ""]}),
         ("/detokenize", {"tokens": [-1]}),
         ("/api/chat", {"messages": [{"role": "developer"}]}),

@@ -33,7 +33,6 @@ def _same_kind(value: object, neutral: object) -> bool:
 _NO_BEAMS = "beam search is not supported"
 TEXT_ONLY = "only text is supported"
 _NO_SAMPLER = "unsupported sampler (see docs/sampling.md)"
-NO_THINKING = "thinking is not separated from the answer"
 NOT_CUT = "prompts that are too long are refused, not truncated"
 
 SAMPLING_REFUSED: Mapping[str, Refusal] = {

@@ -8,12 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from console.api.requests.parameters import NO_THINKING, ROOM, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
+from console.api.requests.parameters import ROOM, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
 from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields
-from console.api.requests.schemas import ANY_TEXT, JsonSchema, conversation_schema, message_schema, text_or_parts
+from console.api.requests.schemas import (
+    ANY_TEXT,
+    TEXT_OR_NULL,
+    JsonSchema,
+    conversation_schema,
+    message_schema,
+    text_or_parts,
+)
 from console.api.requests.served_model import ServedModel
 from console.api.requests.structured_output import json_grammar
+from console.api.requests.thinking import ThinkingOptions
 from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
 from engine.errors import InvalidRequest
@@ -26,13 +34,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "mcp_servers": Refusal("this server calls no other servers", ([],)),
     "output_format": Refusal("use output_config.format, which replaced it"),
     "speed": Refusal("there is only one speed", ("standard",)),
-    "thinking": Refusal(NO_THINKING, ({"type": "disabled"},)),
 }
-
-_OUTPUT_REFUSED: Mapping[str, Refusal] = {
-    "effort": Refusal("state the length of the answer in a message"),
-}
-"""Fields of output_config."""
 
 _TOOLS_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal("only the model calls tools", (["direct"],)),
@@ -44,9 +46,7 @@ _TOOLS_REFUSED: Mapping[str, Refusal] = {
 BLOCKS_REFUSED: Mapping[str, Refusal] = {
     "document": Refusal(TEXT_ONLY),
     "image": Refusal(TEXT_ONLY),
-    "redacted_thinking": Refusal(NO_THINKING),
     "search_result": Refusal("put search results into text blocks"),
-    "thinking": Refusal(NO_THINKING),
 }
 """Blocks of a message's content."""
 
@@ -117,19 +117,45 @@ class FormatField(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """Format and effort of the answer."""
+    """Format of the answer, and how hard to think before it."""
 
     model_config = _STRICT
 
     format: FormatField | None = None
-    effort: Annotated[object, WithJsonSchema({"enum": [*_OUTPUT_REFUSED["effort"].neutral, None]})] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
     def requested_formats(self, max_bytes: int) -> Iterator[RequestedFormat]:
         """Yield the format under its field's name; raises InvalidRequest."""
-        _OUTPUT_REFUSED["effort"].check("output_config.effort", self.effort)
         if self.format is not None:
             name = "output_config.format.schema"
             yield name, partial(json_grammar, self.format.json_schema, name, max_bytes=max_bytes)
+
+
+class ThinkingField(BaseModel):
+    """Thinking before the answer. enabled: for max budget_tokens; adaptive: for as long as the model likes.
+
+    display: omitted leaves the text out of the answer's thinking blocks.
+    """
+
+    model_config = ConfigDict(
+        **_STRICT,
+        json_schema_extra={
+            "if": {"properties": {"type": {"const": "enabled"}}},
+            "then": {"required": ["budget_tokens"], "properties": {"budget_tokens": {"type": "integer"}}},
+            "else": {"properties": {"budget_tokens": {"type": "null"}}},
+        },
+    )
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int | None, Field(ge=1)] = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest where the budget is missing, or has no meaning."""
+        if (self.budget_tokens is None) == (self.type == "enabled"):
+            raise InvalidRequest(
+                "thinking.budget_tokens is for the type enabled, which needs it", param="thinking.budget_tokens"
+            )
 
 
 def read_tools(fields: Sequence[ToolField] | None) -> tuple[Tool, ...]:
@@ -176,6 +202,8 @@ _USE_BLOCK = _block_schema(
     input={"type": "object"},
     caller={"enum": [None, {"type": "direct"}], "type": ["null", "object"]},
 )
+_THINKING_BLOCK = _block_schema("thinking", thinking=ANY_TEXT, signature=TEXT_OR_NULL)
+_REDACTED_BLOCK = _block_schema("redacted_thinking", data=TEXT_OR_NULL)
 
 
 def _message_schema(role: str, *blocks: JsonSchema) -> JsonSchema:
@@ -184,7 +212,7 @@ def _message_schema(role: str, *blocks: JsonSchema) -> JsonSchema:
 
 _MESSAGES = conversation_schema(
     _message_schema("user", _TEXT_BLOCK, _RESULT_BLOCK),
-    _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK),
+    _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK, _THINKING_BLOCK, _REDACTED_BLOCK),
     _message_schema("system", _TEXT_BLOCK),
 )
 """A conversation as Anthropic has it."""
@@ -197,6 +225,9 @@ class ConversationBody(SamplingFields):
     """A conversation to answer, or to count the tokens of.
 
     system: a string or text blocks.  stop_sequences: `stop` by its name here.  n: each request has one answer.
+    thinking: enabled, adaptive or disabled; left out, it is up to the model.
+    output_config: format is JSON by a schema; effort is how hard to think: for models without efforts of their own,
+    low and medium are budgets of 1,024 and 4,096 tokens.
     include_stop_str_in_output: the stop sequence is a field of the answer, not part of its text.
     """
 
@@ -204,7 +235,6 @@ class ConversationBody(SamplingFields):
     inert = _INERT
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {
         "messages[].content[] of type ": BLOCKS_REFUSED,
-        "output_config.": _OUTPUT_REFUSED,
         "tools[].": _TOOLS_REFUSED,
     }
     aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "stop_sequences": "stop"}
@@ -216,13 +246,27 @@ class ConversationBody(SamplingFields):
     tools: list[ToolField] | None = None
     tool_choice: ChoiceField | None = None
     output_config: OutputConfig | None = None
+    thinking: ThinkingField | None = None
     n: Literal[1] = 1
     include_stop_str_in_output: Literal[False] = False
 
     @property
     def asks_for_format(self) -> bool:
         """True if the answer has a format."""
-        return self.output_config is not None or super().asks_for_format
+        return (self.output_config is not None and self.output_config.format is not None) or super().asks_for_format
+
+    @property
+    def thinking_options(self) -> ThinkingOptions:
+        """The thinking that is requested; raises InvalidRequest."""
+        field, effort = self.thinking, self.output_config.effort if self.output_config is not None else None
+        if field is not None:
+            field.check()
+        return ThinkingOptions(
+            enabled=None if field is None else field.type != "disabled",
+            effort=effort or "",
+            budget=None if field is None else field.budget_tokens,
+            names=("output_config.effort", "thinking.budget_tokens"),
+        )
 
     def tool_use(self, model: ServedModel) -> ToolUse:
         """Return the tools for the prompt; raises InvalidRequest. Compiling their grammars may take a while."""
@@ -243,3 +287,19 @@ class MessagesBody(ConversationBody):
     clamped: ClassVar[Mapping[str, str]] = {**SAMPLING_CLAMPED, "max_tokens": ROOM}
 
     max_tokens: Annotated[int, Field(ge=1)]
+
+    @property
+    def omits_thinking(self) -> bool:
+        """True if thinking blocks come without their text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def thinking_options(self) -> ThinkingOptions:
+        """The thinking that is requested; raises InvalidRequest, also for a budget with no room for the answer."""
+        options = super().thinking_options
+        if options.budget is not None and options.budget >= self.max_tokens:
+            raise InvalidRequest(
+                f"thinking.budget_tokens is {options.budget}; it must be less than max_tokens, {self.max_tokens}",
+                param="thinking.budget_tokens",
+            )
+        return options

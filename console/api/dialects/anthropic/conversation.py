@@ -1,6 +1,7 @@
 """Anthropic's messages as OpenAI's, which chat templates take.
 
-Consecutive turns of one side become one turn. The result of a tool becomes a message of its own.
+Consecutive turns of one side become one turn. The result of a tool becomes a message of its own, and thinking a field
+of the assistant's.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ _BLOCK_FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    "thinking": frozenset({"type", "thinking", "signature", "cache_control"}),
+    "redacted_thinking": frozenset({"type", "data", "cache_control"}),
 }
-"""Fields of each block. cache_control changes nothing: prefixes are cached by what they are."""
+"""Fields of each block. cache_control changes nothing: prefixes are cached by what they are. No signature is checked,
+and redacted thinking, which only Anthropic can read, is dropped."""
 
-_BLOCKS_BY_ROLE = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
+_BLOCKS_BY_ROLE = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
 _ONE_TURN = ("user", "assistant")
 
 
@@ -55,7 +63,7 @@ def _check_last(turn: Message, where: str) -> None:
     if turn.get("tool_calls"):
         raise InvalidRequest(f"{where} calls tools whose tool_result blocks are missing", param=where)
     if not turn["content"] or turn["content"][-1].isspace():
-        wrong = "ends with white space" if turn["content"] else "is empty"
+        wrong = "ends with white space" if turn["content"] else "has no text"
         raise InvalidRequest(f"{where} starts the answer, and {wrong}", param=where)
 
 
@@ -76,6 +84,8 @@ def _turn(role: str, blocks: Sequence[Message]) -> Message:
     turn: Message = {"role": role, "content": _text(blocks)}
     if calls := [_call(block) for block in blocks if block["type"] == "tool_use"]:
         turn["tool_calls"] = calls
+    if thought := _lines(block["thinking"] for block in blocks if block["type"] == "thinking"):
+        turn["reasoning_content"] = thought
     return turn
 
 
@@ -105,10 +115,17 @@ def _merge_turns(turns: Iterable[Message]) -> list[Message]:
 
 def _join_turns(turns: Sequence[Message]) -> Message:
     """Join turns of one side."""
-    whole: Message = {**turns[0], "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
+    whole: Message = {**turns[0], "content": _lines(turn["content"] for turn in turns)}
     if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
         whole["tool_calls"] = calls
+    if thought := _lines(turn.get("reasoning_content", "") for turn in turns):
+        whole["reasoning_content"] = thought
     return whole
+
+
+def _lines(texts: Iterable[str]) -> str:
+    """Return the texts that are not empty, each on a line of its own."""
+    return "\n".join(filter(None, texts))
 
 
 def _text(blocks: Iterable[Message]) -> str:
@@ -141,6 +158,10 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Message:
             return _text_block(block, where)
         case "tool_use":
             return _tool_use(block, where)
+        case "thinking":
+            return {"type": "thinking", "thinking": _string(block, "thinking", where)}
+        case "redacted_thinking":
+            return {"type": "redacted_thinking"}
         case _:
             return _tool_result(block, where)
 

@@ -54,6 +54,13 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking", tag_field="type"):
+    """Thinking of the model before its answer. signature: always empty, for nothing verifies it."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"):
     """A call of a tool. input: by the tool's own schema; empty at the start of a streamed one."""
 
@@ -62,7 +69,13 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
     input: JsonObject
 
 
-Block = TextBlock | ToolUseBlock
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """thinking_tokens: those of the answer's tokens that are thinking."""
+
+    thinking_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +88,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputDetails
     why: WhyField = msgspec.UNSET
 
 
@@ -115,6 +129,18 @@ class TextDelta(msgspec.Struct, frozen=True, tag="text_delta", tag_field="type")
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta", tag_field="type"):
+    """More thinking."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta", tag_field="type"):
+    """The signature of a thinking block, which is complete."""
+
+    signature: str = ""
+
+
 class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta", tag_field="type"):
     """More of a call's input as JSON text."""
 
@@ -125,7 +151,7 @@ class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", tag_fie
     """More of a block."""
 
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop", tag_field="type"):
@@ -162,6 +188,7 @@ def usage_of(generation: Generation) -> Usage:
         input_tokens=tokens.prompt - tokens.cached,
         cache_read_input_tokens=tokens.cached,
         output_tokens=tokens.output,
+        output_tokens_details=OutputDetails(tokens.thinking),
         why=generation.why,
     )
 
@@ -192,6 +219,13 @@ class BlockWriter:
         self._reader = reader
         self._index = 0
         self._open: type[Block] | None = None
+
+    async def thinking(self, text: str, *, omitted: bool) -> None:
+        """Send more of the thinking, which comes before the text. omitted: send the block without it."""
+        if text:
+            await self._begin(ThinkingBlock(""))
+            if not omitted:
+                await self._chunks.send(BlockDelta(self._index, ThinkingDelta(text)))
 
     async def text(self, text: str) -> None:
         """Send more of the answer."""
@@ -226,14 +260,13 @@ class BlockWriter:
             await self._chunks.send(BlockStart(self._index, block))
 
     async def _close(self) -> None:
+        if self._open is ThinkingBlock:
+            await self._chunks.send(BlockDelta(self._index, SignatureDelta()))
         if self._open is not None:
             self._open = None
             await self._chunks.send(BlockStop(self._index))
             self._index += 1
 
-
-_QUIET = {"enable_thinking": False}
-"""For templates with thinking, which this dialect's answers lack."""
 
 _COUNTED = {"messages": [{"role": "user", "content": "Hello"}]}
 _EXAMPLE = {**_COUNTED, "max_tokens": 16}
@@ -258,7 +291,8 @@ class Messages:
         use = await _tool_use(body, model)
         params = use.apply_to(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(request, body, model, use)
-        call = _Call(model, params, use.reader("toolu_"))
+        params = body.thinking_options.apply_to(params, model, prompt)
+        call = _Call(model, params, use.reader("toolu_"), omits_thinking=body.omits_thinking)
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return json_response(await call.answer(generation))
@@ -282,22 +316,30 @@ async def _prompt(request: web.Request, body: ConversationBody, model: ServedMod
     model.check_length(len(body.messages), "messages")
     messages = await run_offloaded(request, partial(read_conversation, body.system, body.messages))
     turns = await run_offloaded(request, partial(read_messages, messages))
-    return await chat_prompt(model, turns, continue_final=goes_on(messages), variables=_QUIET, tools=use.definitions)
+    variables = body.thinking_options.variables(model)
+    return await chat_prompt(model, turns, continue_final=goes_on(messages), variables=variables, tools=use.definitions)
 
 
 class _Call:
-    """One request and its answer. reader: parses tool calls; None without tools."""
+    """One request and its answer. reader: parses tool calls; None without tools.
 
-    def __init__(self, model: ServedModel, params: SamplingParams, reader: CallReader | None) -> None:
+    omits_thinking: thinking blocks come without their text.
+    """
+
+    def __init__(
+        self, model: ServedModel, params: SamplingParams, reader: CallReader | None, *, omits_thinking: bool
+    ) -> None:
         self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._params = params
         self._reader = reader
+        self._omits_thinking = omits_thinking
 
     async def answer(self, generation: Generation) -> Message:
         """Return the whole answer."""
         [answer] = await generation.answers()
-        content = blocks_of(answer.text, self._reader)
+        thought = [ThinkingBlock("" if self._omits_thinking else answer.thinking)] if answer.thinking else []
+        content = [*thought, *blocks_of(answer.text, self._reader)]
         return self._message(generation, content, self._ending(generation, answer.finish, answer.stop_reason))
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
@@ -308,6 +350,7 @@ class _Call:
                 if blocks is None:
                     await chunks.send(MessageStart(self._message(generation, [], None)))
                     blocks = BlockWriter(chunks, self._reader)
+                await blocks.thinking(delta.thinking, omitted=self._omits_thinking)
                 await blocks.text(delta.text)
                 if delta.finish is not None:
                     await blocks.finish()
