@@ -70,7 +70,7 @@ async def test_calls_come_back_in_openai_s_shape(tmp_path: Path) -> None:
         answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW])
     [choice] = answer["choices"]
     [call] = choice["message"].pop("tool_calls")
-    assert choice["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "tool_calls"
     assert call.pop("id").startswith("call_")
     assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
@@ -170,6 +170,7 @@ async def test_a_malformed_call_is_given_as_content_without_its_control_token(tm
         "role": "assistant",
         "content": 'So [{"name": "get_weather", "arguments": {"city" "Paris"}}]',
         "refusal": None,
+        "annotations": [],
     }
 
 

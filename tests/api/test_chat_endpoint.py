@@ -38,7 +38,12 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": answer_to(HELLO_PROMPT, 5), "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": answer_to(HELLO_PROMPT, 5),
+                    "refusal": None,
+                    "annotations": [],
+                },
                 "logprobs": None,
                 "finish_reason": "length",
                 "stop_reason": None,
@@ -49,6 +54,7 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
             "completion_tokens": 5,
             "total_tokens": len(HELLO_PROMPT) + 5,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

@@ -45,6 +45,7 @@ async def test_the_answer_has_openai_s_shape(api: Served) -> None:
             "completion_tokens": 5,
             "total_tokens": 9,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

@@ -149,3 +149,15 @@ async def test_a_refusal_raises_openai_s_error(api: Served) -> None:
 async def test_a_client_that_asks_elsewhere_would_be_found_out(elsewhere: str) -> None:
     with pytest.raises(AssertionError, match="was asked"):
         await asyncio.open_connection(elsewhere, 80)
+
+
+async def test_chat_over_the_responses_api(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(CALL, then=EOS_ID)) as api:
+        model = ChatOpenAI(base_url=f"{api.url}/v1", api_key=KEY, model="fake", use_responses_api=True, max_retries=0)
+        answer = await model.bind_tools([get_weather]).ainvoke(HELLO)
+        chunks = [chunk async for chunk in model.bind_tools([get_weather]).astream(HELLO)]
+    assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("get_weather", {"city": "Paris"})]
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert [call["args"] for call in whole.tool_calls] == [{"city": "Paris"}]

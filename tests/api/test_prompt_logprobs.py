@@ -172,6 +172,7 @@ async def test_best_of_gives_the_likeliest_answers_and_counts_all(tmp_path: Path
             "completion_tokens": 16,
             "total_tokens": 18,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
 

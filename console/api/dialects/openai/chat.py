@@ -74,6 +74,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    annotations: list[None] = []
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatCall] | msgspec.UnsetType = msgspec.UNSET

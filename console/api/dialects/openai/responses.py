@@ -442,7 +442,7 @@ class Responses:
 
     def routes(self) -> list[web.RouteDef]:
         """Return their places and handlers."""
-        one = "/v1/responses/{response_id}"
+        one = "/v1/responses/{response_id:resp_[0-9a-f]+}"
         return [
             web.post("/v1/responses", self._post),
             web.post("/v1/responses/input_tokens", self._count),
