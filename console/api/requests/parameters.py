@@ -82,7 +82,7 @@ FRONTEND_INERT = frozenset(
         "api_server",  # the frontend's own note of where it sends this, as the next two
         "api_type",
         "cache_prompt",  # prefixes are always cached
-        "include_reasoning",  # answers have no thinking apart from their text
+        "include_reasoning",  # a raw prompt's answer has no thinking apart from its text
         "legacy_api",
         "num_ctx",  # the context is as long as the model was loaded with
         "speculative_ngram",  # how an answer is computed, which does not change it
