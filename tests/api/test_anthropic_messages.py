@@ -19,8 +19,8 @@ HELLO_PROMPT = "user: hello\nassistant: "
 Event = tuple[str, dict[str, Any]]
 
 
-def text_block(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+def text_block(text: str) -> dict[str, str | None]:
+    return {"type": "text", "text": text, "citations": None}
 
 
 async def ask(api: Served, **body: Any) -> dict[str, Any]:
@@ -74,12 +74,18 @@ async def test_the_answer_has_anthropic_s_shape(api: Served) -> None:
         "content": [text_block(expected_text(HELLO_PROMPT.encode(), 5))],
         "stop_reason": "max_tokens",
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": {
             "input_tokens": len(HELLO_PROMPT),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 5,
             "output_tokens_details": {"thinking_tokens": 0},
+            "cache_creation": None,
+            "inference_geo": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
         },
     }
 

@@ -72,9 +72,9 @@ async def test_calls_are_tool_use_blocks_after_the_text(tmp_path: Path) -> None:
     async with calling(tmp_path, saying(f"Let me look.\n{PARIS}{PARIS}", then=EOS_ID)) as api:
         answer = await ask(api)
     text, *used = answer["content"]
-    assert text == {"type": "text", "text": "Let me look."}
+    assert text == {"type": "text", "text": "Let me look.", "citations": None}
     assert len({block.pop("id") for block in used}) == 2
-    assert used == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Paris"}}] * 2
+    assert used == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Paris"}, "caller": {"type": "direct"}}] * 2
     assert answer["stop_reason"] == "tool_use"
 
 
@@ -151,7 +151,7 @@ async def test_a_named_tool_is_used_once_and_has_an_id_as_anthropic_writes_them(
 async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
     async with calling(tmp_path, saying(BROKEN, then=EOS_ID)) as api:
         answer = await ask(api)
-    assert answer["content"] == [{"type": "text", "text": BROKEN}]
+    assert answer["content"] == [{"type": "text", "text": BROKEN, "citations": None}]
     assert answer["stop_reason"] == "end_turn"
 
 

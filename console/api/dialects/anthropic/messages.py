@@ -52,6 +52,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
     """Text of the answer."""
 
     text: str
+    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking", tag_field="type"):
@@ -61,12 +62,17 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking", tag_field="type
     signature: str = ""
 
 
+class Caller(msgspec.Struct, frozen=True, tag="direct", tag_field="type"):
+    """Only the model calls tools."""
+
+
 class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"):
     """A call of a tool. input: by the tool's own schema; empty at the start of a streamed one."""
 
     id: str
     name: str
     input: JsonObject
+    caller: Caller = Caller()
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -89,6 +95,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputDetails
+    cache_creation: None = None
+    inference_geo: None = None
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
     why: WhyField = msgspec.UNSET
 
 
@@ -101,6 +111,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message", tag_fiel
     content: list[Block]
     stop_reason: StopReason | None
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
     usage: Usage
 
 
