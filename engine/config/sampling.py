@@ -50,7 +50,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model writes before its answer, between markers; stop strings and the grammar apply after it.
+    """Text of the model before its answer, between markers; stop strings and the grammar apply after it.
 
     answer: what an answer without thinking begins with, "" where that is nothing.  inside: the prompt ends with the
     opening marker, or, where it has begun, with some of the thinking.  budget: most tokens of thinking, None where it

@@ -315,18 +315,18 @@ class OutputProcessor:
         """Return the thinking and the text that detokenizer, splitter and stop matcher hold back."""
         thinking, text, _ = self._visible(self._detokenizer.flush())
         if self._thinking is not None:
-            more, held = self._thinking.flush()
-            thinking, text = thinking + more, text + self._stops.push(held)[0]
+            more, rest = self._thinking.flush()
+            thinking, text = thinking + more, text + self._stops.push(rest)[0]
         return thinking, text + self._stops.flush()
 
     def _visible(self, raw: str) -> tuple[str, str, bool]:
         """Return the thinking and the answer that are visible now, and whether a stop string ends the answer."""
         thinking, answer = ("", raw) if self._thinking is None else self._split(self._thinking, raw)
-        held = self._stops.num_held_back
+        num_before = self._stops.num_held_back
         text, stopped = self._stops.push(answer) if self._tokens >= self._min_tokens else (answer, False)
         if self._banned is not None and self._banned_from is None:
             # Thinking is watched, too; after a stop string, only what is visible before it.
-            unseen = len(answer) - max(0, len(text) - held) if stopped else 0
+            unseen = len(answer) - max(0, len(text) - num_before) if stopped else 0
             self._banned_from = self._banned.push(raw[: len(raw) - unseen], self._character_from)
         return thinking, text, stopped
 

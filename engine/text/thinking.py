@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from engine.backends.base import TokenMask
-from engine.config import SamplingParams, Thinking
+from engine.config import SamplingParams, Thinking, ThinkingName
+from engine.errors import InvalidRequest
 from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -19,7 +22,7 @@ class ThinkingFormat:
     """Markers of one format. open, close: around the thinking.  answer: what an answer without thinking begins with,
     "" where that is nothing."""
 
-    name: str
+    name: ThinkingName
     open: str
     close: str
     answer: str = ""
@@ -41,9 +44,9 @@ FORMATS: tuple[ThinkingFormat, ...] = (
     ThinkingFormat("granite", "Here is my thought process:", "Here is my response:"),
     ThinkingFormat("think", "<think>", "</think>"),
 )
-"""The first one that a model knows is its format. "think" is that of Qwen3, QwQ, DeepSeek-R1, GLM, MiniMax and others."""
+"""The first one that a model knows is its format. "think" is that of Qwen3, DeepSeek-R1, GLM and many more."""
 
-BY_NAME = {each.name: each for each in FORMATS}
+BY_NAME: Mapping[str, ThinkingFormat] = {each.name: each for each in FORMATS}
 
 
 def format_of(tokenizer: Tokenizer, setting: str = "auto") -> ThinkingFormat | None:
@@ -82,7 +85,48 @@ def thinking_after(
         return None
     else:
         inside = tail.endswith(found.open)
-    return Thinking(open=found.open, close=found.close, answer=found.answer, inside=inside, budget=budget)
+    begun = inside and not tail.endswith(found.open)
+    return Thinking(open=found.open, close=found.close, answer=found.answer, inside=inside, begun=begun, budget=budget)
+
+
+def with_thinking(
+    found: ThinkingFormat | None,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    continues: bool,
+    budget: int | None = None,
+) -> SamplingParams:
+    """Return the parameters of an answer whose thinking is kept apart; the others as in `thinking_after`."""
+    thinking = thinking_after(found, prompt, continues=continues, budget=budget) if found is not None else None
+    if thinking is None:
+        return params
+    shown = (*params.shown_token_ids, *marker_ids(tokenizer, thinking))
+    return msgspec.structs.replace(params, thinking=thinking, shown_token_ids=tuple(dict.fromkeys(shown)))
+
+
+def template_variables(enabled: bool | None) -> dict[str, Any]:
+    """Return the variables that switch thinking on or off, as chat templates name them; None leaves it to the model."""
+    return {} if enabled is None else {"enable_thinking": enabled, "thinking": enabled}
+
+
+def thinking_to_continue(turns: Sequence[Mapping[str, object]]) -> str:
+    """Return the thinking of a last turn that has nothing else; "" of another."""
+    *_, last = turns
+    has_more = last.get("tool_calls") or str(last.get("content") or "").strip()
+    return "" if has_more else str(last.get("reasoning_content") or "")
+
+
+def reopened(found: ThinkingFormat | None, prompt: str, thinking: str) -> str:
+    """Return a prompt that goes on with thinking which was stopped. prompt: up to where the answer begins.
+
+    Raises InvalidRequest where the model does not think, or the prompt has ended the thinking.
+    """
+    tail = prompt.rstrip()
+    if found is None or tail.endswith(found.close):
+        raise InvalidRequest("the last message cannot be continued: it has thinking alone", param="messages")
+    return f"{prompt}{'' if tail.endswith(found.open) else found.open}{thinking}"
 
 
 def marker_ids(tokenizer: Tokenizer, thinking: Thinking) -> tuple[int, ...]:
@@ -106,25 +150,25 @@ class ThinkingSplitter:
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._held = ""
+        self._pending = ""
         self._is_inside = self.has_thought = thinking.inside
         self._in_answer = False
-        self._drops_blanks = thinking.inside
+        self._drops_blanks = thinking.inside and not thinking.begun
 
     @property
     def is_over(self) -> bool:
-        """Whether all text from here on is the answer."""
+        """True if all text from here on is the answer."""
         return self._in_answer and not self._drops_blanks
 
     @property
     def in_answer(self) -> bool:
-        """Whether the thinking has ended, or there is none."""
+        """True if the thinking has ended, or there is none."""
         return self._in_answer
 
     def push(self, text: str) -> tuple[str, str]:
         """Take more text; return the thinking and the answer that are new."""
         if not self._in_answer:
-            text, self._held = self._held + text, ""
+            text, self._pending = self._pending + text, ""
         if not self._in_answer and not self._is_inside:
             text = self._opened(text)
         thinking = ""
@@ -134,15 +178,15 @@ class ThinkingSplitter:
 
     def flush(self) -> tuple[str, str]:
         """Return what is held back, when no more comes."""
-        held, self._held = self._held, ""
-        return (held.rstrip(), "") if self._is_inside else ("", held)
+        rest, self._pending = self._pending, ""
+        return (rest.rstrip(), "") if self._is_inside else ("", rest)
 
     def _opened(self, text: str) -> str:
         """Return the text after the marker that it begins with, if any; hold back what may be one."""
         start, markers = text.lstrip(), [each for each in (self._thinking.open, self._thinking.answer) if each]
         found = next((marker for marker in markers if start.startswith(marker)), None)
         if found is None and any(marker.startswith(start) for marker in markers):
-            self._held = text
+            self._pending = text
             return ""
         if found == self._thinking.open:
             self._is_inside = self.has_thought = self._drops_blanks = True
@@ -161,7 +205,7 @@ class ThinkingSplitter:
         close = self._thinking.close
         begun = next((n for n in range(min(len(close) - 1, len(text)), 0, -1) if close.startswith(text[-n:])), 0)
         visible = text[: len(text) - begun].rstrip()
-        self._held = text[len(visible) :]
+        self._pending = text[len(visible) :]
         if visible:
             self._drops_blanks = False
         return visible, ""

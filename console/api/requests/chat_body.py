@@ -119,7 +119,7 @@ class ChatBody(OpenAiFields, ConversationFields):
 
     @property
     def thinking(self) -> ThinkingOptions:
-        """What is asked of the thinking."""
+        """The client's wishes for the thinking."""
         return replace(super().thinking, budget=self.thinking_token_budget)
 
     @property

@@ -52,6 +52,7 @@ async def chat_prompt(
         variables=variables,
         tools=tools,
         client=model.client,
+        thinking=model.thinking,
     )
     text = await as_text(model.tokenizer)
     ids = (await model.encode([text], add_special_tokens=False))[0]
@@ -135,11 +136,11 @@ class ConversationFields(Body):
 
     @property
     def thinking(self) -> ThinkingOptions:
-        """What is asked of the thinking; chat_template_kwargs may say it, too."""
+        """The client's wishes for the thinking, which chat_template_kwargs may have, too."""
         enabled, effort = self.enable_thinking, self.reasoning_effort or ""
         given = self.chat_template_kwargs
-        if enabled is None and isinstance(said := given.get("enable_thinking", given.get("thinking")), bool):
-            enabled = said
+        if enabled is None and isinstance(wish := given.get("enable_thinking", given.get("thinking")), bool):
+            enabled = wish
         return ThinkingOptions(enabled, effort)
 
     async def tool_use(self, model: ServedModel) -> ToolUse:

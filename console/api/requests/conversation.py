@@ -18,6 +18,8 @@ from console.api.tools import (
 )
 from console.api.tools.openai import read_calls
 from engine.errors import InvalidRequest
+from engine.text.thinking import format_of as thinking_format
+from engine.text.thinking import reopened, thinking_to_continue
 from engine.text.tokenizer import Tokenizer
 
 Turn = dict[str, object]
@@ -66,16 +68,20 @@ async def render(
     variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, object]] | None = None,
     client: str = "",
+    thinking: str = "auto",
 ) -> str:
-    """Return the prompt text. continue_final: it ends with the text of the last turn, which the answer continues.
+    """Return the prompt text. continue_final: it ends with the text of the last turn, or with its thinking where it has
+    nothing else, which the answer continues.
 
-    tools: their definitions for the template.  client: the sender of the request.
+    tools: their definitions for the template.  client: the sender of the request.  thinking: as in ServedModel.
     Raises InvalidRequest where the template cannot render the turns.
     """
     if reserved := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
     if any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
+    if stopped := thinking_to_continue(turns) if continue_final else "":
+        turns, continue_final, add_generation_prompt = turns[:-1], False, True
     rendered = partial(
         tokenizer.apply_chat_template,
         add_generation_prompt=add_generation_prompt,
@@ -84,11 +90,12 @@ async def render(
         **variables,
     )
     try:
-        return await rendered(turns, client)
+        text: str = await rendered(turns, client)
     except InvalidRequest:
         if all(turn["content"] is not None for turn in turns):
             raise
-        return await rendered(without_null_content(turns), client)
+        text = await rendered(without_null_content(turns), client)
+    return reopened(thinking_format(tokenizer, thinking), text, stopped) if stopped else text
 
 
 def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-import msgspec
-
 from console.api.requests.prompts import Prompt
 from console.api.requests.served_model import ServedModel
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest
-from engine.text.thinking import format_of, marker_ids, thinking_after
+from engine.text.thinking import format_of, template_variables, with_thinking
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -25,7 +23,7 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class ThinkingOptions:
-    """What a client asks for. enabled: None leaves it to the model.  effort: "" leaves it to the model.
+    """A client's wishes for the thinking. enabled: None leaves it to the model.  effort: "" leaves it to the model.
     budget: most tokens of thinking.  names: the client's names of effort and budget, for errors.
     """
 
@@ -43,9 +41,9 @@ class ThinkingOptions:
         """Return the variables of the model's chat template that say so, as models name them."""
         found: dict[str, object] = {}
         if self.is_off:
-            found = {"enable_thinking": False, "thinking": False}
+            found = template_variables(False)
         elif self.enabled or self.effort:
-            found = {"enable_thinking": True, "thinking": True}
+            found = template_variables(True)
         if self.effort and model.tokenizer.template_uses(_EFFORT):
             found[_EFFORT] = self.effort
         return found
@@ -66,11 +64,7 @@ class ThinkingOptions:
             budget = 0
         elif budget is None and not model.tokenizer.template_uses(_EFFORT):
             budget = EFFORT_TOKENS.get(self.effort)
-        thinking = thinking_after(found, prompt.text, continues=prompt.continues, budget=budget)
-        if thinking is None:
-            return params
-        shown = (*params.shown_token_ids, *marker_ids(model.tokenizer, thinking))
-        return msgspec.structs.replace(params, thinking=thinking, shown_token_ids=tuple(dict.fromkeys(shown)))
+        return with_thinking(found, params, model.tokenizer, prompt.text, continues=prompt.continues, budget=budget)
 
 
 AS_THE_MODEL_DOES = ThinkingOptions()

@@ -52,13 +52,13 @@ class OutputText(msgspec.Struct, frozen=True, tag="output_text", tag_field="type
 
 
 class SummaryText(msgspec.Struct, frozen=True, tag="summary_text", tag_field="type"):
-    """What the model thought, as a summary; it is all of it."""
+    """Thinking of the model as a summary, unabridged."""
 
     text: str
 
 
 class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text", tag_field="type"):
-    """What the model thought."""
+    """Thinking of the model."""
 
     text: str
 
@@ -86,7 +86,7 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag="function_call", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning", tag_field="type"):
-    """What the model thought before the answer: the summary where one was requested, else the content."""
+    """Thinking of the model before its answer: the summary where one was requested, else the content."""
 
     id: str
     summary: list[SummaryText] = []

@@ -212,7 +212,7 @@ class ResponsesBody(SamplingFields):
 
     @property
     def thinking(self) -> ThinkingOptions:
-        """What is asked of the thinking."""
+        """The client's wishes for the thinking."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         return ThinkingOptions(None, effort or "", names=("reasoning.effort", "reasoning.effort"))
 
@@ -284,11 +284,11 @@ def _read_tool(field: object, where: str) -> Tool:
         raise InvalidRequest(f"{where} should be an object with type, name and parameters", param=where)
     if kind != "function":
         raise InvalidRequest(f"{where} of type {kind} is not supported: {_HOSTED}", param=where)
-    known = {"name": str, "description": str, "parameters": dict, "strict": bool}
+    types = {"name": str, "description": str, "parameters": dict, "strict": bool}
     given = {name: value for name, value in field.items() if name != "type" and value is not None}
     for name, value in given.items():
-        if not isinstance(value, known.get(name, ())):
-            wrong = "has a wrong type" if name in known else "is not a field of a function"
+        if not isinstance(value, types.get(name, ())):
+            wrong = "has a wrong type" if name in types else "is not a field of a function"
             raise InvalidRequest(f"{where}.{name} {wrong}", param=f"{where}.{name}")
     if "name" not in given:
         raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
@@ -349,9 +349,9 @@ def _message(item: Mapping[str, object], where: str) -> Message:
             raise InvalidRequest(f"{where} of type {kind} is not supported", param=f"{where}.type")
 
 
-def _check_fields(item: Mapping[str, object], known: set[str], where: str) -> None:
+def _check_fields(item: Mapping[str, object], allowed: set[str], where: str) -> None:
     for name, value in item.items():
-        if name not in known and name not in _ECHOED and value is not None:
+        if name not in allowed and name not in _ECHOED and value is not None:
             raise InvalidRequest(f"{where}.{name} is not a field of this item", param=f"{where}.{name}")
 
 
