@@ -15,16 +15,19 @@ from engine.config import SamplingParams
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. thinking: before an answer, which templates may show or leave out."""
 
     role: Literal["system", "user", "assistant"]
     content: str
+    thinking: str = ""
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of an answer, with the running numbers. finish is set on the last one only."""
+    """New text of an answer, with the running numbers. thinking: new text of it, before that of the answer.
+    finish is set on the last one only."""
 
     text: str
+    thinking: str = ""
     output_tokens: int
     ttft_s: float | None = None
     tokens_per_s: float | None = None
@@ -50,11 +53,18 @@ class ConversationLink(Protocol):
     """Coroutines raise engine.errors.EngineError. A model's name may be that of one of its adapters."""
 
     def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator (aclose) cancels the request.
 
-        continue_answer: the last message is an answer that the model goes on with; the deltas hold what is new.
+        continue_answer: the last message is an answer that the model goes on with, or thinking alone; the deltas hold
+        what is new.  enable_thinking: None leaves it to the model.
         """
 
     async def count_tokens(self, messages: Sequence[ChatMessage], draft: str, model: str = "") -> DraftCount:
@@ -71,17 +81,15 @@ class DeltaFeed:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = Lock()
-        self._texts: list[str] = []
-        self._last: ChatDelta | None = None
+        self._deltas: list[ChatDelta] = []
         self._closed = False
         self._ready = asyncio.Event()
 
     def put(self, delta: ChatDelta) -> None:
         """Hand over a delta; safe from any thread."""
         with self._lock:
-            is_first = self._last is None
-            self._texts.append(delta.text)
-            self._last = delta
+            is_first = not self._deltas
+            self._deltas.append(delta)
         if is_first:  # the screen's loop has one callback to run, however many come
             self._loop.call_soon_threadsafe(self._ready.set)
 
@@ -96,9 +104,11 @@ class DeltaFeed:
     def _take(self) -> ChatDelta | None:
         """Return the deltas since the last time, merged into one."""
         with self._lock:
-            last, texts = self._last, self._texts
-            self._last, self._texts = None, []
-        return None if last is None else msgspec.structs.replace(last, text="".join(texts))
+            deltas, self._deltas = self._deltas, []
+        if not deltas:
+            return None
+        text, thinking = "".join(each.text for each in deltas), "".join(each.thinking for each in deltas)
+        return msgspec.structs.replace(deltas[-1], text=text, thinking=thinking)
 
     async def __aiter__(self) -> AsyncIterator[ChatDelta]:
         while True:

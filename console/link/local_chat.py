@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from weakref import ReferenceType, ref
 
 from console.link.chat import ChatDelta, ChatMessage, DeltaFeed, DraftCount, stream_deltas
@@ -12,8 +14,14 @@ from console.runtime.loops import EngineLoop
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import NoModelLoaded, from_info
-from engine.requests.request import Encode
 from engine.snapshot import Snapshot
+from engine.text.thinking import (
+    format_of,
+    reopened,
+    template_variables,
+    thinking_to_continue,
+    with_thinking,
+)
 from engine.text.tokenizer import Tokenizer
 
 
@@ -26,13 +34,19 @@ class LocalConversation:
         self._counted = _Counted()
 
     def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
 
         def begin(feed: DeltaFeed) -> Future[None]:
-            encode = _encoder(messages, continue_answer=continue_answer)
-            return self._loop.submit(_converse(self._engine, encode, params, model, feed, continue_answer))
+            prompt = _Prompt(messages, continues=continue_answer, enable_thinking=enable_thinking)
+            return self._loop.submit(_converse(self._engine, prompt, params, model, feed))
 
         return stream_deltas(begin)
 
@@ -62,7 +76,7 @@ class _Counted:
         for counted_with, turns, tokens in self._histories:
             if counted_with() is tokenizer and turns == messages:
                 return tokens
-        tokens = len(await _encoder([*messages, ChatMessage(role="user", content="")])(tokenizer))
+        tokens = len(await _Prompt([*messages, ChatMessage(role="user", content="")]).ids(tokenizer))
         self._histories = [(ref(tokenizer), messages, tokens), *self._histories[:1]]
         return tokens
 
@@ -78,40 +92,61 @@ def context_of(snapshot: Snapshot, model: str) -> int:
     return loaded.max_model_len if loaded is not None else 0
 
 
-def _encoder(messages: Sequence[ChatMessage], *, continue_answer: bool = False) -> Encode:
-    """Return a function from a model's tokenizer to the prompt ids of the messages."""
-    turns = [{"role": turn.role, "content": turn.content} for turn in messages]
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What a model is sent: as text, and as ids. The fields are those of `ConversationLink.chat`."""
 
-    async def encode(tokenizer: Tokenizer) -> list[int]:
+    messages: Sequence[ChatMessage]
+    continues: bool = False
+    enable_thinking: bool | None = None
+
+    async def text(self, tokenizer: Tokenizer, thinking: str = "auto") -> str:
+        """Return the text for a model. thinking: the model's setting, as `format_of` takes it."""
+        turns = list(map(_turn, self.messages))
+        stopped = thinking_to_continue(turns) if self.continues else ""
         text = await tokenizer.apply_chat_template(
-            turns, add_generation_prompt=not continue_answer, continue_final=continue_answer
+            turns[:-1] if stopped else turns,
+            add_generation_prompt=bool(stopped) or not self.continues,
+            continue_final=self.continues and not stopped,
+            **template_variables(self.enable_thinking),
         )
+        return reopened(format_of(tokenizer, thinking), text, stopped) if stopped else text
+
+    async def ids(self, tokenizer: Tokenizer, thinking: str = "auto") -> list[int]:
+        """Return the text's tokens, made off the loop."""
+        text = await self.text(tokenizer, thinking)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
 
-    return encode
+
+def _turn(message: ChatMessage) -> dict[str, object]:
+    """Return a message as chat templates read it, which name thinking in two ways."""
+    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    return turn | ({"reasoning_content": message.thinking, "thinking": message.thinking} if message.thinking else {})
 
 
-async def _converse(
-    engine: Engine,
-    encode: Encode,
-    params: SamplingParams,
-    model: str,
-    feed: DeltaFeed,
-    continue_answer: bool,
-) -> None:
+async def _converse(engine: Engine, prompt: _Prompt, params: SamplingParams, model: str, feed: DeltaFeed) -> None:
     """Encode off the loop, submit and forward one chat; runs on the engine's loop."""
     serving = await engine.serving(model)
+    tokenizer, thinking = serving.tokenizer, serving.spec.thinking
+    text = await prompt.text(tokenizer, thinking)
     request = GenerateRequest(
-        prompt_ids=await encode(serving.tokenizer),
-        params=params,
+        prompt_ids=await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False),
+        params=with_thinking(
+            format_of(tokenizer, thinking),
+            params,
+            tokenizer,
+            text,
+            continues=prompt.continues,
+            budget=0 if prompt.enable_thinking is False else None,
+        ),
         source="chat",
         client="console",
         tenant="console",
         model=model,
         key=serving.key,
         adapter=serving.adapter,
-        encode=encode,
-        continues=continue_answer,
+        encode=partial(prompt.ids, thinking=thinking),
+        continues=prompt.continues,
     )
     stream = engine.submit(request)
     try:
@@ -133,6 +168,7 @@ async def forward(stream: RequestStream, feed: DeltaFeed) -> None:
 def _chat_delta(delta: StreamDelta, tokens_per_s: float | None) -> ChatDelta:
     return ChatDelta(
         text=delta.text,
+        thinking=delta.thinking,
         output_tokens=delta.output_tokens,
         ttft_s=delta.ttft_s,
         tokens_per_s=tokens_per_s,

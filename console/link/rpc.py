@@ -354,7 +354,13 @@ class NullConversation(RpcGroup):
         self._refusal = refusal
 
     def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Refused once it is listened to."""
         return _Refused(self._refusal())

@@ -143,7 +143,7 @@ async def test_a_continued_answer_goes_on_where_it_was(tmp_path: Path) -> None:
     async with serving_tools(tmp_path, THINKS, saying(" noon?</think>Yes.", then=EOS_ID)) as api:
         answer = await api.post(CHAT, messages=[*HELLO, begun], continue_final_message=True)
     message = answer["choices"][0]["message"]
-    assert (message["reasoning"], message["content"]) == ("noon?", "Yes.")
+    assert (message["reasoning"], message["content"]) == (" noon?", "Yes.")
 
 
 async def test_thinking_that_never_ends_leaves_no_content(tmp_path: Path) -> None:

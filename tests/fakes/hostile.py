@@ -121,7 +121,13 @@ class _Conversation(RpcGroup):
         self._link = link
 
     async def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Its words, each with a hostile one; a link and a block of code, too."""
         yield ChatDelta(text=f"[a](http:e{HOSTILE}) `{HOSTILE}`\n```python\n{HOSTILE}\n```\n", output_tokens=1)

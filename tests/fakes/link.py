@@ -319,12 +319,17 @@ def _entry(number: int, result: BenchResult) -> BenchEntry:
 
 
 class FakeConversation(FakeGroup):
-    """A model that counts words as tokens. continued: the chats that went on with an answer."""
+    """A model that counts words as tokens. continued: the chats that went on with an answer.
+
+    thinking: before its answers.  enabled: what each chat asked of it.
+    """
 
     def __init__(self, link: FakeLink, group: str) -> None:
         super().__init__(link, group)
         self.context = 8192
         self.continued: list[list[ChatMessage]] = []
+        self.thinking = ""
+        self.enabled: list[bool | None] = []
 
     @property
     def counted(self) -> list[str]:
@@ -332,21 +337,33 @@ class FakeConversation(FakeGroup):
         return [each["draft"] for each in self._link.asked_for("conversation.count_tokens")]
 
     async def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
-        """`answer` in words, each a delta; hold("chat") stops before every word."""
+        """`thinking` and `answer` in words, each a delta; hold("chat") stops before every word."""
         link = self._link
         self._check()
         link.chats.append((list(messages), params))
         link.chat_models.append(model)
+        self.enabled.append(enable_thinking)
         if continue_answer:
             self.continued.append(list(messages))
-        words = link.answers.get(model, link.answer).split(" ")
+        thoughts, words = self.thinking.split(), link.answers.get(model, link.answer).split(" ")
         try:
+            for index, word in enumerate(thoughts):
+                await link.wait("chat")
+                is_first = index == 0 and not continue_answer
+                yield ChatDelta(text="", thinking=word if is_first else f" {word}", output_tokens=index + 1)
+                await asyncio.sleep(0)
             for index, word in enumerate(words):
                 await link.wait("chat")
                 yield ChatDelta(
-                    text=word if index == 0 and not continue_answer else f" {word}",
+                    text=word if index == 0 and (thoughts or not continue_answer) else f" {word}",
                     output_tokens=index + 1,
                     ttft_s=0.08,
                     tokens_per_s=45.0,

@@ -52,7 +52,13 @@ class PacedChat:
     """ConversationLink: the same answer, repeated until it is stopped; a word counts as a token."""
 
     async def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Yield a word every WORD_S."""
         tokens = 0

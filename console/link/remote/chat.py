@@ -34,6 +34,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 class _New(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -54,7 +55,12 @@ class _Chunk(msgspec.Struct):
 
 
 def chat_body(
-    messages: Sequence[ChatMessage], params: SamplingParams, model: str, *, continue_answer: bool
+    messages: Sequence[ChatMessage],
+    params: SamplingParams,
+    model: str,
+    *,
+    continue_answer: bool = False,
+    enable_thinking: bool | None = None,
 ) -> dict[str, Any]:
     """The request. Raises InvalidRequest for parameters that cannot be sent."""
     for name in _NOT_SENT:
@@ -68,11 +74,16 @@ def chat_body(
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     return {
-        "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
+        "messages": [
+            {"role": turn.role, "content": turn.content}
+            | ({"reasoning_content": turn.thinking} if turn.thinking else {})
+            for turn in messages
+        ],
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
         **({"model": model} if model else {}),
         **({"continue_final_message": True} if continue_answer else {}),
+        **({} if enable_thinking is None else {"enable_thinking": enable_thinking}),
         **sampling,
     }
 
@@ -89,12 +100,12 @@ async def deltas(instance: Instance, body: Mapping[str, Any]) -> AsyncGenerator[
                 raise OutOfReach(f"{instance.address.name} sent an unreadable answer") from None
             usage = chunk.usage or _Usage()
             for choice in chunk.choices or ():
-                text = choice.delta.content or ""
-                length += len(text)
+                text, thinking = choice.delta.content or "", choice.delta.reasoning_content or ""
+                length += len(text) + len(thinking)
                 if length > MAX_ANSWER:
                     raise OutOfReach(f"{instance.address.name} sends an answer of more than {MAX_ANSWER:,} characters")
-                if text or choice.finish_reason:
-                    yield stopwatch.delta(text, usage.completion_tokens, usage.prompt_tokens, choice.finish_reason)
+                if text or thinking or choice.finish_reason:
+                    yield stopwatch.delta(text, thinking, usage, choice.finish_reason)
 
 
 class _Stopwatch:
@@ -103,18 +114,19 @@ class _Stopwatch:
         self._began = clock()
         self._first_at: float | None = None
 
-    def delta(self, text: str, tokens: int, prompt_tokens: int, finish: str | None) -> ChatDelta:
-        now = self._clock()
+    def delta(self, text: str, thinking: str, usage: _Usage, finish: str | None) -> ChatDelta:
+        now, tokens = self._clock(), usage.completion_tokens
         if self._first_at is None:
             self._first_at = now
         decoding_s = now - self._first_at
         return ChatDelta(
             text=text,
+            thinking=thinking,
             output_tokens=tokens,
             ttft_s=self._first_at - self._began,
             tokens_per_s=(tokens - 1) / decoding_s if decoding_s > 0 and tokens > 1 else None,
             finish=_reason(finish),
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=usage.prompt_tokens,
         )
 
 

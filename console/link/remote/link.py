@@ -209,12 +209,19 @@ class RemoteConversation(RpcGroup):
         self._link = link
 
     def chat(
-        self, messages: Sequence[ChatMessage], params: SamplingParams, model: str = "", *, continue_answer: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        model: str = "",
+        *,
+        continue_answer: bool = False,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[ChatDelta]:
         """Stream an answer; closing the iterator cancels the request."""
 
         def begin(feed: DeltaFeed) -> Future[None]:
-            return self._link.converse(chat_body(messages, params, model, continue_answer=continue_answer), feed)
+            body = chat_body(messages, params, model, continue_answer=continue_answer, enable_thinking=enable_thinking)
+            return self._link.converse(body, feed)
 
         return stream_deltas(begin)
 
