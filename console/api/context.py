@@ -210,6 +210,7 @@ class ApiContext:
         self.check_choices(len(prompts), body.answers_each)
         self._check_prompt_logprobs(prompts, body.answers_each, params, model)
         params, call = apply_limits(params, self.settings), call_of(request)
+        call.tool_format = next((prompt.tool_format for prompt in prompts if prompt.tool_format), "")
         generation = Generation(
             self.engine,
             request_id,

@@ -15,7 +15,7 @@ from engine.config import Grammar
 from engine.engine import GenerateRequest, RequestStream
 from tests.api.harness import Served, serving
 from tests.fakes.backend import FakeBackend, Gate, Reply, letters, saying
-from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec
+from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec, write_fake_model
 from tests.fakes.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL, UNKNOWN, write_tool_model
 
 CHAT = "/v1/chat/completions"
@@ -264,16 +264,33 @@ async def test_ids_of_another_model_s_calls_are_made_to_fit_the_template(tmp_pat
     assert prompt.count(fitted) == 2
 
 
-async def test_a_model_whose_template_knows_no_tools_says_so(api: Served) -> None:
-    error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER])
-    assert error["param"] == "tools"
-    assert error["message"] == "tools are not supported: this model's chat template has none"
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "be kind"}]], ids=["none", "own"])
+async def test_a_template_without_tools_has_them_in_its_system_message(
+    tmp_path: Path, system: list[dict[str, str]]
+) -> None:
+    backend = FakeBackend(reply=saying(PARIS, then=EOS_ID))
+    async with serving(tmp_path, backend, spec=fake_spec(write_fake_model(tmp_path))) as api:
+        async with api.http.post(CHAT, json={"messages": [*system, *HELLO], "tools": [WEATHER]}) as response:
+            answer = await response.json()
+            assert response.headers["X-Tool-Format"] == "Hermes (default)"
+        prompt = bytes(backend.submitted[-1].prompt_ids).decode()
+        plain = await api.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
+        assert "X-Tool-Format" not in plain.headers
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], answer["choices"][0]["finish_reason"]) == ("get_weather", "tool_calls")
+    assert prompt.startswith("system: be kind\n\nYou may call" if system else "system: You may call")
+    assert json.dumps(WEATHER) in prompt
+    assert prompt.endswith("user: hello\nassistant: ")
 
 
-async def test_past_calls_are_refused_where_the_template_would_leave_them_out(api: Served) -> None:
-    error = await api.refusal(CHAT, messages=ANSWERED)
-    assert error["param"] == "messages"
-    assert "tool_calls" in error["message"]
+async def test_past_calls_and_results_are_text_where_the_template_has_no_tools(api: Served) -> None:
+    results = [{**ANSWERED[-1], "content": text} for text in ("noon", "CET")]
+    await api.post(CHAT, messages=[*ANSWERED[:-1], *results, *HELLO], max_tokens=1)
+    assert bytes(api.backend.submitted[-1].prompt_ids).decode() == (
+        'user: hello\nassistant: <tool_call>\n{"name": "now", "arguments": {"zone": "CET"}}\n</tool_call>\n'
+        "user: <tool_response>\nnoon\n</tool_response>\n<tool_response>\nCET\n</tool_response>\n"
+        "user: hello\nassistant: "
+    )
 
 
 async def test_a_format_that_is_not_known_is_named_not_passed_over(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from tests.api.harness import Served
 from tests.api.test_api_tools import serving_tools
-from tests.fakes.backend import FakeBackend
 from tests.fakes.model import EOS_ID
 from tests.fakes.tool_templates import HERMES
 

@@ -116,6 +116,10 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
     return resolve_dialect
 
 
+TOOL_FORMAT = "X-Tool-Format"
+"""Header of an answer whose tools were described in the system prompt, as the chat template has none."""
+
+
 def response_headers(
     dialects: DialectRegistry,
     share: Callable[[web.Request, web.StreamResponse], None],
@@ -127,6 +131,8 @@ def response_headers(
             call.began = True
             for name in (REQUEST_ID, *dialects.request_id_headers(request)):
                 response.headers[name] = call.request_id
+            if call.tool_format:
+                response.headers[TOOL_FORMAT] = f"{call.tool_format} (default)"
             response.headers["Server"] = SERVER
         share(request, response)
 

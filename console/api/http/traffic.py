@@ -63,7 +63,7 @@ class Call:
     client: None before authentication.  agent: its User-Agent.  failure: None on success.
     sent_bytes: of a streamed answer.
     format_error: makes the body of an error for the client.  request_id: X-Request-Id of the answer.
-    prompt_field: name of the prompt in its body.
+    prompt_field: name of the prompt in its body.  tool_format: the default format of calls, where that was used.
     arrived: when it came, by the loop's clock.  began: True once the answer's headers are sent.
     is_allowed: returns whether it still may be answered: keys can be revoked while answers last.
     """
@@ -83,6 +83,7 @@ class Call:
     format_error: ErrorFormatter = envelope
     request_id: str = ""
     prompt_field: str = "prompt"
+    tool_format: str = ""
     arrived: float = 0.0
     began: bool = False
     is_allowed: Callable[[], bool] = lambda: True

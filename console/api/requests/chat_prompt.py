@@ -18,7 +18,7 @@ from console.api.requests.prompts import Prompt
 from console.api.requests.schemas import MESSAGES, TOOL_CHOICE
 from console.api.requests.served_model import ServedModel
 from console.api.requests.thinking import Effort, ThinkingOptions
-from console.api.tools import ToolUse, tool_use
+from console.api.tools import DEFAULT, ToolUse, has_tools, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
 from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
@@ -61,6 +61,7 @@ async def chat_prompt(
         text,
         None if tools else partial(_encode, as_text),
         continues=continue_final,
+        tool_format=DEFAULT.name if tools and not has_tools(model.tokenizer) else "",
         shared_tokens=await _system_tokens(model, turns, text, ids, variables, tools) if model.shares_system else 0,
     )
 

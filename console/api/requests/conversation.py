@@ -9,8 +9,10 @@ from typing import Any
 from console.api.http.json_bounds import JsonBounds
 from console.api.requests.parameters import MESSAGE_REFUSED
 from console.api.tools import (
+    as_plain_turns,
     convert_call_ids,
     format_of,
+    has_tools,
     tool_calls_turn,
     tool_result_turn,
     with_tool_names,
@@ -78,7 +80,9 @@ async def render(
     """
     if reserved := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
-    if any("tool_calls" in turn for turn in turns):
+    if not has_tools(tokenizer) and (tools or any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns)):
+        turns, tools = as_plain_turns(turns, tools), None
+    elif any("tool_calls" in turn for turn in turns):
         turns = _with_calls(tokenizer, turns)
     if stopped := thinking_to_continue(turns) if continue_final else "":
         turns, continue_final, add_generation_prompt = turns[:-1], False, True

@@ -26,7 +26,7 @@ class Prompt:
     """One prompt: the ids to continue, compact, and the text that stands before the answer.
 
     encode: makes the ids again for another model; None where the client gave ids.  continues: as in BackendRequest.
-    shared_tokens: as in GenerateRequest.
+    shared_tokens: as in GenerateRequest.  tool_format: the default format of calls, where the chat template has none.
     """
 
     ids: array[int]
@@ -34,6 +34,7 @@ class Prompt:
     encode: Encode | None = None
     continues: bool = True
     shared_tokens: int = 0
+    tool_format: str = ""
 
     def answer_text(self, tokenizer: Tokenizer, params: SamplingParams) -> IncrementalDetokenizer:
         """Return the detokenizer of one answer, before its first token, as the worker has it."""

@@ -23,17 +23,19 @@ from console.api.tools.calls import (
     ToolCall,
     ToolChoice,
     arguments_of,
+    as_plain_turns,
     convert_call_ids,
     tool_calls_turn,
     tool_result_turn,
     with_tool_names,
     without_null_content,
 )
-from console.api.tools.formats import ToolFormat, format_of, require_format
+from console.api.tools.formats import DEFAULT, ToolFormat, format_of, has_tools, require_format
 from console.api.tools.stream_reader import CallReader, read_answer
 from console.api.tools.tool_use import NO_TOOLS, ToolUse, finish_of, tool_use
 
 __all__ = [
+    "DEFAULT",
     "NO_TOOLS",
     "AnswerPiece",
     "CallArguments",
@@ -50,9 +52,11 @@ __all__ = [
     "ToolFormat",
     "ToolUse",
     "arguments_of",
+    "as_plain_turns",
     "convert_call_ids",
     "finish_of",
     "format_of",
+    "has_tools",
     "read_answer",
     "require_format",
     "tool_calls_turn",

@@ -170,6 +170,47 @@ def convert_call_ids(turns: Sequence[Turn], tool_format: ToolFormat | None) -> l
     return converted
 
 
+_INSTRUCTIONS = """You may call functions to answer. Their signatures, as JSON schemas:
+<tools>
+{}
+</tools>
+
+To call one, write a JSON object with its name and arguments between these tags, and nothing after them:
+<tool_call>
+{{"name": "function", "arguments": {{"argument": "value"}}}}
+</tool_call>
+
+The results come back between <tool_response> and </tool_response>."""
+
+
+def as_plain_turns(turns: Sequence[Turn], definitions: Sequence[Mapping[str, object]] | None) -> list[Turn]:
+    """Return a conversation with tools for a chat template that has none: definitions in the system message, calls and
+    results as text."""
+    plain: list[Turn] = []
+    if definitions:
+        text = _INSTRUCTIONS.format("\n".join(map(json.dumps, definitions)))
+        has_system = bool(turns) and turns[0]["role"] == "system"
+        system = f"{turns[0]['content']}\n\n{text}" if has_system else text
+        plain, turns = [{"role": "system", "content": system}], turns[has_system:]
+    for turn in turns:
+        if turn["role"] == "tool":
+            result = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            if plain and plain[-1].get("is_result"):
+                plain[-1]["content"] = f"{plain[-1]['content']}\n{result}"
+            else:
+                plain.append({"role": "user", "content": result, "is_result": True})
+            continue
+        calls = [
+            "<tool_call>\n"
+            + json.dumps({name: call["function"][name] for name in ("name", "arguments")}, ensure_ascii=False)
+            + "\n</tool_call>"
+            for call in _calls(turn)
+        ]
+        text = "\n".join([*([str(turn["content"])] if turn["content"] else []), *calls])
+        plain.append({**{name: value for name, value in turn.items() if name != "tool_calls"}, "content": text})
+    return [{name: value for name, value in turn.items() if name != "is_result"} for turn in plain]
+
+
 def without_null_content(turns: Sequence[Turn]) -> list[Turn]:
     """Replace content None by "", which not all templates accept."""
     return [turn | {"content": ""} if turn["content"] is None else turn for turn in turns]

@@ -78,6 +78,9 @@ FORMATS: tuple[ToolFormat, ...] = (
 )
 """The first one that matches a template is its format."""
 
+DEFAULT = FORMATS[-1]
+"""Format for models whose chat template has no tools: it is described in the system prompt."""
+
 _MARKER = re.compile(r"<[|｜/\w][^<>\s{}]{2,60}>|\[/?[A-Z_]{4,40}\]")
 _CALLING = re.compile(r"call|tool|function|action|invoke", re.IGNORECASE)
 
@@ -90,13 +93,22 @@ def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
     return next((supported for supported in FORMATS if supported.matches(template.source)), None)
 
 
+def has_tools(tokenizer: Tokenizer) -> bool:
+    """Return whether the model's chat template has tools."""
+    template = tokenizer.tool_template
+    return template is not None and template.uses("tools")
+
+
 def require_format(tokenizer: Tokenizer) -> ToolFormat:
-    """Return the model's format; raises InvalidRequest with the reason where there is none."""
+    """Return the model's format, the default one where its chat template has no tools; raises InvalidRequest with the
+    reason where there is none."""
     if (tool_format := format_of(tokenizer)) is not None:
         return tool_format
     template = tokenizer.tool_template
-    if template is None or not template.uses("tools"):
-        raise InvalidRequest("tools are not supported: this model's chat template has none", param="tools")
+    if template is None:
+        raise InvalidRequest("tools are not supported: this model has no chat template", param="tools")
+    if not template.uses("tools"):
+        return DEFAULT
     markers = ", ".join(_markers_in(template.source))
     supported = ", ".join(dict.fromkeys(each.name for each in FORMATS))
     raise InvalidRequest(
