@@ -293,6 +293,17 @@ async def test_past_calls_and_results_are_text_where_the_template_has_no_tools(a
     )
 
 
+async def test_allowed_tools_are_the_only_ones_in_the_prompt(tmp_path: Path) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=choice)
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+        error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER], tool_choice=choice)
+    assert ("now" in prompt, "get_weather" in prompt) == (True, False)
+    assert (error["param"], "'now'" in error["message"]) == ("tool_choice", True)
+
+
 async def test_a_format_that_is_not_known_is_named_not_passed_over(tmp_path: Path) -> None:
     async with serving_tools(tmp_path, UNKNOWN, saying("ok", then=EOS_ID)) as api:
         error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER])

@@ -302,3 +302,26 @@ async def test_many_token_ids_are_read_beside_the_event_loop(api: Served, monkey
     await api.post("/v1/completions", prompt=[79, 110], max_tokens=1)
     await api.post("/v1/completions", prompt=[79, 110, 99, 101], max_tokens=1)
     assert [thread is threading.current_thread() for thread in threads] == [True, False]
+
+
+async def test_token_ids_come_where_they_are_requested(api: Served) -> None:
+    body = {"prompt": "one", "max_tokens": 4, "return_token_ids": True}
+    [choice] = (await api.post("/v1/completions", **body))["choices"]
+    assert bytes(choice["prompt_token_ids"]) == b"one"
+    assert bytes(choice["token_ids"]).decode() == choice["text"]
+    events = [event for event in await api.events("/v1/completions", **body) if event != "[DONE]"]
+    pieces = [event["choices"][0] for event in events]
+    assert [token for piece in pieces for token in piece["token_ids"]] == choice["token_ids"]
+    assert ["prompt_token_ids" in piece for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+
+
+async def test_token_ids_of_a_chat_come_where_they_are_requested(api: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "return_token_ids": True}
+    answer = await api.post("/v1/chat/completions", **body)
+    [choice] = answer["choices"]
+    assert bytes(answer["prompt_token_ids"]) == b"user: hello\nassistant: "
+    assert bytes(choice["token_ids"]).decode() == choice["message"]["content"]
+    events = [event for event in await api.events("/v1/chat/completions", **body) if event != "[DONE]"]
+    pieces = [piece for event in events for piece in event["choices"]]
+    assert [token for piece in pieces for token in piece.get("token_ids", [])] == choice["token_ids"]
+    assert ["prompt_token_ids" in event for event in events] == [True] + [False] * (len(events) - 1)

@@ -25,8 +25,10 @@ from engine.errors import InvalidRequest
 
 _TOOLS_INSTEAD = "use tools and tool_choice, which replaced it"
 
+OPENAI_REFUSED = {name: refusal for name, refusal in SAMPLING_REFUSED.items() if name != "return_token_ids"}
+
 _REFUSED: Mapping[str, Refusal] = {
-    **SAMPLING_REFUSED,
+    **OPENAI_REFUSED,
     "add_special_tokens": Refusal("the chat template adds the special tokens", (False,)),
     "audio": Refusal(TEXT_ONLY),
     "chat_template": Refusal("the model's own chat template is used"),
@@ -77,11 +79,13 @@ class StreamOptions(BaseModel):
 class OpenAiFields(SamplingFields):
     """Fields of completions and chat besides sampling.
 
-    prompt_logprobs: number of alternatives per prompt token, as in vLLM.
+    prompt_logprobs: number of alternatives per prompt token, as in vLLM.  return_token_ids: add the ids of prompt and
+    answer, as in vLLM.
     """
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool = False
 
     def check_prompt_logprobs(self) -> None:
         """Raise InvalidRequest for prompt_logprobs in a stream, whose chunks have no place for them."""

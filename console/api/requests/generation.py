@@ -45,6 +45,7 @@ class GeneratedAnswer:
 
     text: str = ""
     thinking: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: StoppedBy = None
@@ -248,6 +249,7 @@ class Generation:
             async for choice, delta in deltas:
                 pieces[choice].append(delta.text)
                 answers[choice].thinking += delta.thinking
+                answers[choice].token_ids += delta.token_ids
                 answers[choice].logprobs.extend(delta.logprobs)
                 answers[choice].finish = delta.finish
                 answers[choice].stop_reason = self.stop_reason(delta)

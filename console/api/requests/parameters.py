@@ -57,7 +57,7 @@ SAMPLING_REFUSED: Mapping[str, Refusal] = {
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "penalty_alpha": Refusal(_NO_SAMPLER, (0,)),
     "prompt_logprobs": Refusal("use /v1/completions or /v1/chat/completions"),
-    "return_token_ids": Refusal("use logprobs", (False,)),
+    "return_token_ids": Refusal("use /v1/completions or /v1/chat/completions", (False,)),
     "return_tokens_as_token_ids": Refusal("tokens are returned as text", (False,)),
     "skew": Refusal(_NO_SAMPLER, (0,)),
     "smoothing_curve": Refusal(_NO_SAMPLER, (1,)),

@@ -207,6 +207,39 @@ TOOL_CHOICE = WithJsonSchema(
                 "required": ["type", "function"],
                 "additionalProperties": False,
             },
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "allowed_tools"},
+                    "allowed_tools": {
+                        "type": "object",
+                        "properties": {
+                            "mode": {"enum": ["auto", "required"]},
+                            "tools": {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "properties": {
+                                        "type": {"const": "function"},
+                                        "function": {
+                                            "type": "object",
+                                            "properties": {"name": ANY_TEXT},
+                                            "required": ["name"],
+                                            "additionalProperties": False,
+                                        },
+                                    },
+                                    "required": ["type", "function"],
+                                    "additionalProperties": False,
+                                },
+                            },
+                        },
+                        "required": ["mode", "tools"],
+                        "additionalProperties": False,
+                    },
+                },
+                "required": ["type", "allowed_tools"],
+                "additionalProperties": False,
+            },
         ]
     }
 )

@@ -41,10 +41,11 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 class ToolChoice(msgspec.Struct, frozen=True):
     """Choice of the client: no calls, as the model decides, or at least one. name: of the tool, with mode
-    "required"."""
+    "required".  allowed: names of the tools that may be called, None for all."""
 
     mode: ToolMode = "auto"
     name: str = ""
+    allowed: frozenset[str] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):

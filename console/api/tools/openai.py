@@ -66,7 +66,8 @@ def read_tool(field: FunctionField, where: str) -> Tool:
 
 
 def read_choice(value: object) -> ToolChoice:
-    """Return `tool_choice`: none, auto, required, or {"type": "function", "function": {"name": ...}}; None is auto."""
+    """Return `tool_choice`: none, auto, required, {"type": "function", "function": {"name": ...}}, or, of some tools,
+    {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}; None is auto."""
     match value:
         case None:
             return _MODES["auto"]
@@ -74,11 +75,21 @@ def read_choice(value: object) -> ToolChoice:
             return _MODES[value]
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not others and not more:
             return ToolChoice("required", name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            return ToolChoice(mode, allowed=frozenset(_allowed_name(tool) for tool in tools))
         case _:
             raise InvalidRequest(
                 'tool_choice should be none, auto, required or {"type": "function", "function": {"name": ...}}',
                 param="tool_choice",
             )
+
+
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+        case _:
+            raise InvalidRequest("tool_choice should name allowed tools of type function", param="tool_choice")
 
 
 def read_calls(value: object, where: str) -> list[ToolCall]:

@@ -289,6 +289,8 @@ def tool_use(
     in the choice.
     """
     _check_choice(tools, choice)
+    if choice.allowed is not None:
+        tools = [tool for tool in tools if tool.name in choice.allowed]
     if not tools or choice.mode == "none":
         return NO_TOOLS
     tool_format = require_format(tokenizer)
@@ -325,5 +327,5 @@ def _check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise InvalidRequest(f"tools has two named {duplicates[0]!r}", param="tools")
     if not tools and choice.mode == "required":
         raise InvalidRequest("tool_choice requires a call, but tools is empty", param="tool_choice")
-    if choice.name and choice.name not in counts:
-        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not in tools", param="tool_choice")
+    if unknown := sorted((choice.allowed or {choice.name}) - {*counts, ""}):
+        raise InvalidRequest(f"tool_choice names {unknown[0]!r}, which is not in tools", param="tool_choice")

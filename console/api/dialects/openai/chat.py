@@ -12,13 +12,22 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.openai.common import Usage, UsageField, now, prompt_logprobs_of, usage_of, usage_so_far
+from console.api.dialects.openai.common import (
+    TokenIds,
+    Usage,
+    UsageField,
+    now,
+    prompt_logprobs_of,
+    usage_of,
+    usage_so_far,
+)
 from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
 from console.api.requests.chat_body import ChatBody
 from console.api.requests.conversation import Turn, read_messages, with_negative_prompt
 from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, respond
 from console.api.requests.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
+from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import sampling_params
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
@@ -97,23 +106,28 @@ ChatFinish = FinishReason | Literal["tool_calls"]
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One answer. stop_reason: vLLM's, the stop string or the id of the stop token that ended it."""
+    """One answer. stop_reason: vLLM's, the stop string or the id of the stop token that ended it.
+
+    token_ids: where requested.
+    """
 
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
     stop_reason: StoppedBy = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A piece of one answer. stop_reason: as in ChatChoice, with the end of the answer."""
+    """A piece of one answer. stop_reason: as in ChatChoice, with the end of the answer.  token_ids: where requested."""
 
     index: int
     delta: ChatPiece
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish | None = None
     stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +144,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +160,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: UsageField = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 def message_of(text: str, calls: Sequence[ToolCall], thinking: str = "") -> ChatAnswer:
@@ -209,7 +225,7 @@ class Chat:
         params = use.apply_to(params)
         prompt = await body.prompt(model, turns, use)
         params = body.thinking.apply_to(params, model, prompt)
-        call = _Call(body, model, use, partial(prompt.answer_text, model.tokenizer, params))
+        call = _Call(body, model, use, prompt, partial(prompt.answer_text, model.tokenizer, params))
         async with self._context.generate(request, call.id, body, model, [prompt], params) as generation:
             if not body.stream:
                 return await call.answer(generation)
@@ -230,7 +246,12 @@ class _Call:
     """One request and its answer. answer_text: makes the detokenizer of one choice."""
 
     def __init__(
-        self, body: ChatBody, model: ServedModel, use: ToolUse, answer_text: Callable[[], IncrementalDetokenizer]
+        self,
+        body: ChatBody,
+        model: ServedModel,
+        use: ToolUse,
+        prompt: Prompt,
+        answer_text: Callable[[], IncrementalDetokenizer],
     ) -> None:
         self.id = new_id("chatcmpl")
         self._body = body
@@ -238,6 +259,7 @@ class _Call:
         self._use = use
         self._texts = defaultdict[int, IncrementalDetokenizer](answer_text)
         self._include_usage = body.include_usage
+        self._prompt_ids: TokenIds = list(prompt.ids) if body.return_token_ids else msgspec.UNSET
         self._created = now()
         self._fingerprint = model.fingerprint
 
@@ -256,6 +278,7 @@ class _Call:
             choices=[self._choice(i, answer) for i, answer in enumerate(answers)],
             usage=usage,
             prompt_logprobs=prompt_logprobs_of(answers[0].prompt_logprobs, self._model, self._body),
+            prompt_token_ids=self._prompt_ids,
         )
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
@@ -267,7 +290,8 @@ class _Call:
                 if i not in opened:
                     opened[i] = self._use.reader()
                     opening = ChatChunkChoice(i, ChatPiece(role="assistant", content=""))
-                    await chunks.send(self._chunk([opening], so_far()))
+                    first = self._prompt_ids if len(opened) == 1 else msgspec.UNSET
+                    await chunks.send(self._chunk([opening], so_far(), first))
                 for piece in self._pieces(i, delta, opened[i]):
                     await chunks.send(self._chunk([piece], so_far()))
                 if delta.finish:
@@ -283,27 +307,31 @@ class _Call:
         text, calls = (answer.text, []) if reader is None else read_answer(reader, answer.text)
         message = message_of(text, calls, answer.thinking if self._body.include_reasoning else "")
         finish = finish_of(reader, answer.finish)
-        return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason)
+        ids: TokenIds = answer.token_ids if self._body.return_token_ids else msgspec.UNSET
+        return ChatChoice(i, message, self._logprobs(i, answer.logprobs), finish, answer.stop_reason, ids)
 
     def _pieces(self, i: int, delta: StreamDelta, reader: CallReader | None) -> Iterator[ChatChunkChoice]:
-        """Yield the chunks of a delta; its log-probabilities go with the first."""
+        """Yield the chunks of a delta; its log-probabilities and ids go with the first."""
         logprobs = self._logprobs(i, delta.logprobs)
+        ids: TokenIds = delta.token_ids if self._body.return_token_ids else msgspec.UNSET
         added = [ChatPiece(content=delta.text)] if delta.text else []
         if reader is not None:
             read = reader.feed(delta.text) + (reader.finish() if delta.finish else [])
             added = [piece for found in read if (piece := piece_of(found)) is not None]
         if delta.thinking and self._body.include_reasoning:
             added.insert(0, ChatPiece(reasoning_content=delta.thinking, reasoning=delta.thinking))
-        if not added and delta.logprobs:
+        if not added and (delta.logprobs or ids):
             added = [ChatPiece(content="")]
         for piece in added:
-            yield ChatChunkChoice(i, piece, logprobs)
-            logprobs = None
+            yield ChatChunkChoice(i, piece, logprobs, token_ids=ids)
+            logprobs, ids = None, msgspec.UNSET
 
     def _logprobs(self, i: int, records: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(records, self._texts[i]) if self._body.logprobs else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageField) -> ChatChunk:
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: UsageField, prompt_ids: TokenIds = msgspec.UNSET
+    ) -> ChatChunk:
         return ChatChunk(
             id=self.id,
             created=self._created,
@@ -311,4 +339,5 @@ class _Call:
             system_fingerprint=self._fingerprint,
             choices=choices,
             usage=usage,
+            prompt_token_ids=prompt_ids,
         )

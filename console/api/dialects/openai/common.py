@@ -36,6 +36,9 @@ class Usage(msgspec.Struct, frozen=True):
     why: WhyField = msgspec.UNSET
 
 
+TokenIds = list[int] | msgspec.UnsetType
+"""Ids of a prompt or an answer, where requested."""
+
 UsageField = Usage | msgspec.UnsetType | None
 """Absent from chunks, or, where requested, null in all but the last, or in each the usage so far."""
 

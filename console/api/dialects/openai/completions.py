@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.openai.common import UsageField, now, prompt_logprobs_of, usage_of, usage_so_far
+from console.api.dialects.openai.common import TokenIds, UsageField, now, prompt_logprobs_of, usage_of, usage_so_far
 from console.api.requests.body import read
-from console.api.requests.chat_body import OPENAI_INERT, OpenAiFields
+from console.api.requests.chat_body import OPENAI_INERT, OPENAI_REFUSED, OpenAiFields
 from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, best_of_each, respond
 from console.api.requests.logprobs import (
     CompletionLogprobs,
@@ -22,7 +22,7 @@ from console.api.requests.logprobs import (
     completion_logprobs,
     join_logprobs,
 )
-from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, SAMPLING_REFUSED, Refusal
+from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, Refusal
 from console.api.requests.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import limit_length, sampling_params
 from console.api.requests.schemas import PROMPTS, describes
@@ -48,7 +48,7 @@ _ALIASES = {
 
 
 _REFUSED: Mapping[str, Refusal] = {
-    **SAMPLING_REFUSED,
+    **OPENAI_REFUSED,
     "add_bos_token": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
     "grammar_retain_state": Refusal("a grammar is per request", (False,)),
     "memory": Refusal("put it into the prompt", ("",)),
@@ -93,6 +93,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     """One answer, or a piece of it.
 
     stop_reason: vLLM's, the stop string or the id of the stop token that ended it; in a stream with the answer's end.
+    token_ids, prompt_token_ids: where requested, the latter in the first piece.
     """
 
     index: int
@@ -101,6 +102,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     stop_reason: StoppedBy | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +189,8 @@ class _Call:
                 answer.finish,
                 answer.stop_reason,
                 prompt_logprobs_of(answer.prompt_logprobs, self._model, self._body),
+                self._ids(answer.token_ids),
+                self._prompt_ids(i),
             )
             for i, answer in enumerate(answers)
         ]
@@ -197,19 +202,37 @@ class _Call:
         if self._body.echo and self._body.logprobs is None:
             for i in range(len(self._offsets)):
                 await chunks.send(self._completion([CompletionChoice(i, self._echo(i), None, None)], so_far()))
+        started = set[int]()
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
                 if delta.prompt_logprobs:
                     echoed = await self._model.offload(partial(self._echoed_logprobs, i, delta.prompt_logprobs))
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))
                 logprobs = self._logprobs(i, delta.logprobs)
-                if delta.text or delta.logprobs or delta.finish:
+                if delta.text or delta.logprobs or delta.finish or (self._body.return_token_ids and delta.token_ids):
                     stopped = generation.stop_reason(delta) if delta.finish else msgspec.UNSET
-                    choice = CompletionChoice(i, delta.text, logprobs, delta.finish, stopped)
+                    choice = CompletionChoice(
+                        i,
+                        delta.text,
+                        logprobs,
+                        delta.finish,
+                        stopped,
+                        token_ids=self._ids(delta.token_ids),
+                        prompt_token_ids=msgspec.UNSET if i in started else self._prompt_ids(i),
+                    )
+                    started.add(i)
                     await chunks.send(self._completion([choice], so_far()))
         if self._include_usage:
             await chunks.send(self._completion([], usage_of(generation)))
         await chunks.send_raw(DONE)
+
+    def _ids(self, token_ids: list[int]) -> TokenIds:
+        return token_ids if self._body.return_token_ids else msgspec.UNSET
+
+    def _prompt_ids(self, choice: int) -> TokenIds:
+        return (
+            self._ids(list(self._prompts[choice // self._body.n].ids)) if self._body.return_token_ids else msgspec.UNSET
+        )
 
     def _echo(self, choice: int) -> str:
         return self._prompts[choice // self._body.n].text if self._body.echo else ""

@@ -17,7 +17,7 @@ from console.api.requests.served_model import ServedModel
 from console.api.requests.structured_output import json_grammar, json_object_grammar
 from console.api.requests.thinking import Effort, ThinkingOptions
 from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
-from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
+from console.api.tools.openai import MAX_TOOLS, FunctionField, read_choice, read_tool
 from engine.config import MAX_LOGPROBS
 from engine.errors import InvalidRequest
 
@@ -231,25 +231,16 @@ class ResponsesBody(SamplingFields):
 
     def tool_use(self, model: ServedModel) -> ToolUse:
         """Return the tools for the prompt. Raises InvalidRequest; compiling their grammars may take a while."""
-        tools, choice = self._chosen(read_tools(self.tools))
-        return tool_use(model.tokenizer, tools, choice, parallel=self.parallel_tool_calls)
+        return tool_use(model.tokenizer, read_tools(self.tools), self._choice(), parallel=self.parallel_tool_calls)
 
-    def _chosen(self, tools: Sequence[Tool]) -> tuple[Sequence[Tool], ToolChoice]:
-        """Return the tools that may be called, and whether one has to be."""
+    def _choice(self) -> ToolChoice:
         match self.tool_choice:
-            case None | "auto":
-                return tools, ToolChoice("auto")
-            case "none" | "required" as mode:
-                return tools, ToolChoice(mode)
+            case None | "none" | "auto" | "required":
+                return read_choice(self.tool_choice)
             case {"type": "function", "name": str(name)}:
-                return tools, ToolChoice("required", name)
-            case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-                names = {each.get("name") for each in allowed if isinstance(each, dict)}
-                if unknown := sorted(map(str, names - {tool.name for tool in tools})):
-                    raise InvalidRequest(
-                        f"tool_choice names {unknown[0]!r}, which is not in tools", param="tool_choice"
-                    )
-                return [tool for tool in tools if tool.name in names], ToolChoice(mode)
+                return ToolChoice("required", name)
+            case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+                return read_choice({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
             case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
                 raise InvalidRequest(f"tool_choice of type {kind} is not supported: {_HOSTED}", param="tool_choice")
             case _:
