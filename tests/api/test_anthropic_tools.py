@@ -74,7 +74,10 @@ async def test_calls_are_tool_use_blocks_after_the_text(tmp_path: Path) -> None:
     text, *used = answer["content"]
     assert text == {"type": "text", "text": "Let me look.", "citations": None}
     assert len({block.pop("id") for block in used}) == 2
-    assert used == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Paris"}, "caller": {"type": "direct"}}] * 2
+    assert (
+        used
+        == [{"type": "tool_use", "name": "get_weather", "input": {"city": "Paris"}, "caller": {"type": "direct"}}] * 2
+    )
     assert answer["stop_reason"] == "tool_use"
 
 
