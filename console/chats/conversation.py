@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import msgspec
 from console.chats.records import ChatSettings, Conversation, SecondBranch, Tree, Turn, TurnNote
 from console.chats.store import ChatStore
 from console.link.chat import ChatDelta, ChatMessage
-from engine.errors import EngineError
+from engine.errors import EngineError, InvalidRequest
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class OpenChat:
                 sent.pop()
             else:
                 sent.append(turn)
-        return system + [ChatMessage(role=turn.role, content=turn.content) for turn in sent]
+        return system + [ChatMessage(role=turn.role, content=turn.content, thinking=turn.thinking) for turn in sent]
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -123,14 +124,16 @@ class OpenChat:
         return turn
 
     def resume_answer(self, branch: Branch) -> Turn | None:
-        """The last answer of a branch, to be removed on with; None where there is none with words in it.
+        """The last answer of a branch, or its thinking, to be continued; None where there is none with words in it.
 
         Blanks at its end go: the model sees none of them, and says its own.
         """
         turn = self.tree.get(branch.leaf)
-        if turn is None or turn.role != "assistant" or not turn.content.strip():
+        if turn is None or turn.role != "assistant" or not (turn.content.strip() or turn.thinking.strip()):
             return None
-        resumed = msgspec.structs.replace(turn, content=turn.content.rstrip(), unfinished=True)
+        resumed = msgspec.structs.replace(
+            turn, content=turn.content.rstrip(), thinking=turn.thinking.rstrip(), unfinished=True
+        )
         self.keep(resumed)
         return resumed
 
@@ -221,18 +224,29 @@ class AnswerStream:
     """turn: the answer as far as it came, its note with a sentence where it failed.
 
     keep: writes the answer down; show: takes it each time there is more of it.
+    is_refused: True if its thinking was to be continued and cannot be; the answer is as it was then.
     """
 
-    def __init__(self, turn: Turn, keep: Callable[[Turn], None], show: Callable[[Turn], None]) -> None:
+    def __init__(
+        self,
+        turn: Turn,
+        keep: Callable[[Turn], None],
+        show: Callable[[Turn], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.turn = turn
+        self.is_refused = False
+        self._clock = clock
+        self._thinking_since: float | None = None
         self._keep = keep
         self._show = show
-        self._before = turn.note
+        self._before = turn
         self._new = asyncio.Event()
 
     async def run(self, deltas: AsyncIterator[ChatDelta]) -> None:
         """Take all of it; what came is kept when this is cancelled, and when the model fails, too."""
         finish, problem = "cancelled", ""
+        before = self._before
         keeper = asyncio.create_task(self._keep_up())
         try:
             async with contextlib.aclosing(deltas) as stream:  # type: ignore[type-var]
@@ -241,6 +255,8 @@ class AnswerStream:
                     finish = delta.finish or finish
         except EngineError as error:
             finish, problem = "error", error.message
+            if isinstance(error, InvalidRequest) and before.is_thinking and self.turn is before:
+                finish, problem, self.is_refused = before.note.finish, before.note.problem, True
         except Exception:
             log.exception("an answer failed")
             finish, problem = "error", "The answer failed unexpectedly; see the log."
@@ -251,15 +267,27 @@ class AnswerStream:
             self._keep(self.turn)
 
     def _take(self, delta: ChatDelta) -> None:
+        before = self._before.note
         note = TurnNote(
-            model=self._before.model,
-            output_tokens=self._before.output_tokens + delta.output_tokens,
-            tokens_per_s=delta.tokens_per_s if delta.tokens_per_s is not None else self._before.tokens_per_s,
+            model=before.model,
+            output_tokens=before.output_tokens + delta.output_tokens,
+            tokens_per_s=delta.tokens_per_s if delta.tokens_per_s is not None else before.tokens_per_s,
             ttft_s=delta.ttft_s,
+            thinking_s=self._thinking_s(delta),
         )
-        self.turn = msgspec.structs.replace(self.turn, content=self.turn.content + delta.text, note=note)
+        self.turn = msgspec.structs.replace(
+            self.turn, content=self.turn.content + delta.text, thinking=self.turn.thinking + delta.thinking, note=note
+        )
         self._new.set()
         self._show(self.turn)
+
+    def _thinking_s(self, delta: ChatDelta) -> float:
+        """Return how long the thinking took, up to this delta; it ends with the first words of the answer."""
+        if delta.thinking and self._thinking_since is None:
+            self._thinking_since = self._clock()
+        if self._thinking_since is None or self.turn.content:
+            return self.turn.note.thinking_s
+        return self._before.note.thinking_s + self._clock() - self._thinking_since
 
     async def _keep_up(self) -> None:
         """The first words at once, then once a second for as long as there are new ones."""

@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 
 from console.chats.records import ChatSettings, Conversation, Role, Tree, Turn, TurnNote
 from console.chats.store import ChatStore
+from console.text import duration
 from engine.config import quote_value
 from engine.errors import InvalidRequest
 
@@ -39,6 +40,7 @@ class ExportedTurn(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     role: Role
     content: str
+    thinking: str = ""
     note: TurnNote = TurnNote()
 
 
@@ -67,6 +69,7 @@ def export(conversation: Conversation, tree: Tree) -> Export:
                 parent=number[turn.parent] if turn.parent is not None else None,
                 role=turn.role,
                 content=turn.content,
+                thinking=turn.thinking,
                 note=turn.note,
             )
             for turn in turns
@@ -101,7 +104,8 @@ def read_into(store: ChatStore, exported: Export) -> int:
     ids: dict[int, int] = {}
     for turn in exported.turns:
         parent = ids[turn.parent] if turn.parent is not None else None
-        ids[turn.id] = store.add(chat, parent, turn.role, turn.content, note=turn.note).id
+        added = store.add(chat, parent, turn.role, turn.content, thinking=turn.thinking, note=turn.note)
+        ids[turn.id] = added.id
     store.show(chat, ids.get(exported.shown) if exported.shown is not None else None)
     return chat
 
@@ -114,8 +118,18 @@ def to_markdown(title: str, settings: ChatSettings, turns: Sequence[Turn]) -> st
     for turn in turns:
         who = "You" if turn.role == "user" else turn.note.model or "Model"
         ended = {"cancelled": " (stopped)", "error": " (failed)"}.get(turn.note.finish, "")
-        parts.append(f"## {who}{ended}\n\n{turn.content.strip() or turn.note.problem}")
+        parts.append(f"## {who}{ended}")
+        if turn.thinking:
+            summary = f"<summary>{thinking_time(turn.note)}</summary>"
+            parts.append(f"<details>{summary}\n\n{turn.thinking.strip()}\n\n</details>")
+        if text := turn.content.strip() or turn.note.problem:
+            parts.append(text)
     return "\n\n".join(parts) + "\n"
+
+
+def thinking_time(note: TurnNote) -> str:
+    """Return "Thought for 12 s"."""
+    return f"Thought for {duration(note.thinking_s) if note.thinking_s >= 1 else 'less than 1 s'}"
 
 
 def file_name(title: str, kind: Kind) -> str:

@@ -56,6 +56,8 @@ def describe_settings(settings: ChatSettings) -> str:
         for name in settings.__struct_fields__
         if name in PARAMETERS and (value := getattr(settings, name)) is not None
     ]
+    if settings.enable_thinking is not None:
+        parts.append(f"thinking {'on' if settings.enable_thinking else 'off'}")
     if settings.system_prompt:
         parts.append("system prompt")
     return " · ".join(parts) or "model defaults"

@@ -34,18 +34,20 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    enable_thinking: bool | None = None
 
 
 class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers under an answer. finish: how it ended, "" while it has not; "cancelled" is stopped.
 
-    problem: one sentence where it failed.
+    thinking_s: from the first of the thinking to the first of the answer.  problem: one sentence where it failed.
     """
 
     model: str = ""
     output_tokens: int = 0
     tokens_per_s: float | None = None
     ttft_s: float | None = None
+    thinking_s: float = 0.0
     finish: str = ""
     problem: str = ""
 
@@ -53,6 +55,7 @@ class TurnNote(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One message. parent: the turn before it, None for a first one; turns with the same parent are other branches.
 
+    thinking: of the model, before an answer.
     unfinished: an answer that is being given, or was when the program ended unexpectedly.
     """
 
@@ -60,13 +63,19 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None = None
     role: Role
     content: str
+    thinking: str = ""
     note: TurnNote = TurnNote()
     unfinished: bool = False
 
     @property
     def failed(self) -> bool:
         """True if it is an answer that failed before its first word."""
-        return not self.content and bool(self.note.problem)
+        return not (self.content or self.thinking) and bool(self.note.problem)
+
+    @property
+    def is_thinking(self) -> bool:
+        """True if it has thinking and no answer yet."""
+        return bool(self.thinking) and not self.content
 
 
 class SecondBranch(msgspec.Struct, frozen=True, kw_only=True):

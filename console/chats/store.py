@@ -47,7 +47,8 @@ UPDATE conversation SET leaf = (SELECT MAX(id) FROM turn WHERE turn.conversation
 CREATE INDEX turn_unfinished ON turn(id) WHERE unfinished;
 CREATE TABLE preset (name TEXT PRIMARY KEY, settings BLOB NOT NULL);
 """
-_STEPS = (_TABLES_1, _TREES_2)
+_THINKING_3 = "ALTER TABLE turn ADD COLUMN thinking TEXT NOT NULL DEFAULT ''"
+_STEPS = (_TABLES_1, _TREES_2, _THINKING_3)
 """_STEPS[n] makes version n + 1 of version n; a new file goes through all of them."""
 VERSION = len(_STEPS)
 
@@ -165,7 +166,9 @@ class ChatStore:
 
     def tree(self, conversation: int) -> Tree:
         """All that was said, in all branches."""
-        sql = "SELECT id, parent, role, content, note, unfinished FROM turn WHERE conversation = ? ORDER BY id"
+        sql = (
+            "SELECT id, parent, role, content, thinking, note, unfinished FROM turn WHERE conversation = ? ORDER BY id"
+        )
         rows = self._rows(sql, conversation)
         return Tree(_turn(row) for row in rows)
 
@@ -176,6 +179,7 @@ class ChatStore:
         role: Role,
         content: str,
         *,
+        thinking: str = "",
         note: TurnNote = TurnNote(),  # noqa: B008 - frozen
         unfinished: bool = False,
     ) -> Turn:
@@ -184,21 +188,29 @@ class ChatStore:
 
         def write(db: sqlite3.Connection) -> Turn:
             cursor = db.execute(
-                "INSERT INTO turn (conversation, parent, role, content, note, unfinished) VALUES (?, ?, ?, ?, ?, ?)",
-                (conversation, parent, role, content, _json(note), unfinished),
+                "INSERT INTO turn (conversation, parent, role, content, thinking, note, unfinished)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (conversation, parent, role, content, thinking, _json(note), unfinished),
             )
             db.execute("UPDATE conversation SET changed = ? WHERE id = ?", (time.time(), conversation))
             if role == "user":
                 db.execute(titled, (_title(content), conversation))
-            new = _new_id(cursor)
-            return Turn(id=new, parent=parent, role=role, content=content, note=note, unfinished=unfinished)
+            return Turn(
+                id=_new_id(cursor),
+                parent=parent,
+                role=role,
+                content=content,
+                thinking=thinking,
+                note=note,
+                unfinished=unfinished,
+            )
 
         return self._write(write)
 
     def keep(self, turn: Turn) -> None:
         """Write down how far a turn has come."""
-        sql = "UPDATE turn SET content = ?, note = ?, unfinished = ? WHERE id = ?"
-        self._execute(sql, turn.content, _json(turn.note), turn.unfinished, turn.id)
+        sql = "UPDATE turn SET content = ?, thinking = ?, note = ?, unfinished = ? WHERE id = ?"
+        self._execute(sql, turn.content, turn.thinking, _json(turn.note), turn.unfinished, turn.id)
 
     def remove(self, turn_ids: Sequence[int]) -> None:
         """Forget turns, and with them all that follows them."""
@@ -300,9 +312,15 @@ def _conversation(row: tuple[int, str, bytes, float, int | None, bytes | None]) 
     )
 
 
-def _turn(row: tuple[int, int | None, Role, str, bytes, int]) -> Turn:
+def _turn(row: tuple[int, int | None, Role, str, str, bytes, int]) -> Turn:
     return Turn(
-        id=row[0], parent=row[1], role=row[2], content=row[3], note=_note.decode(row[4]), unfinished=bool(row[5])
+        id=row[0],
+        parent=row[1],
+        role=row[2],
+        content=row[3],
+        thinking=row[4],
+        note=_note.decode(row[5]),
+        unfinished=bool(row[6]),
     )
 
 

@@ -94,7 +94,7 @@ def context_of(snapshot: Snapshot, model: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What a model is sent: as text, and as ids. The fields are those of `ConversationLink.chat`."""
+    """The prompt of a chat, as text and as ids. The fields are those of `ConversationLink.chat`."""
 
     messages: Sequence[ChatMessage]
     continues: bool = False

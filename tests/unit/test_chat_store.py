@@ -132,6 +132,23 @@ def test_a_version_1_file_becomes_a_tree_without_loss(tmp_path: Path) -> None:
     assert store.problem == ""
 
 
+def test_a_version_2_file_has_no_thinking_and_takes_some(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    before = ChatStore(path)
+    chat = before.create(ChatSettings())
+    say(before, chat, "Q", "A")
+    before.close()
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE turn DROP COLUMN thinking")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+    store = ChatStore(path)
+    question, answer = store.tree(chat).all()
+    assert (question.content, answer.content, answer.thinking) == ("Q", "A", "")
+    added = store.add(chat, question.id, "assistant", "B", thinking="Hm.")
+    assert store.tree(chat).get(added.id) == added
+
+
 def test_a_file_of_a_newer_version_is_refused_in_one_sentence_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
     with sqlite3.connect(path) as db:
@@ -252,6 +269,6 @@ def test_a_preset_without_a_system_prompt_or_model_leaves_those_there_are() -> N
 
 
 def test_settings_are_described_in_a_line() -> None:
-    settings = ChatSettings(temperature=0.3, top_p=0.9, max_tokens=200, system_prompt="x")
-    assert describe_settings(settings) == "temperature 0.3 · top_p 0.9 · max 200 tokens · system prompt"
+    settings = ChatSettings(temperature=0.3, top_p=0.9, max_tokens=200, enable_thinking=False, system_prompt="x")
+    assert describe_settings(settings) == "temperature 0.3 · top_p 0.9 · max 200 tokens · thinking off · system prompt"
     assert describe_settings(ChatSettings()) == "model defaults"

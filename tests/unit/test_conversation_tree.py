@@ -10,7 +10,7 @@ import pytest
 from console.chats import Branch, ChatSettings, ChatStore, OpenChat, Turn, TurnNote
 from console.chats.conversation import AnswerStream
 from console.chats.export import code_blocks, export, file_name, from_json, read_into, to_json, to_markdown
-from console.link.chat import ChatDelta
+from console.link.chat import ChatDelta, ChatMessage
 from engine.errors import InvalidRequest, QueueFull
 
 
@@ -156,6 +156,37 @@ async def test_going_on_adds_to_the_same_answer_and_to_its_tokens(chat: OpenChat
     await (answering := AnswerStream(turn, chat.keep, lambda turn: None)).run(deltas(" fast", "."))
     assert (answering.turn.content, answering.turn.note.output_tokens) == ("It is fast.", 4)
     assert len(chat.tree) == 2
+
+
+async def test_thinking_is_timed_until_the_answer_begins_and_goes_on_where_it_was_stopped(
+    store: ChatStore, chat: OpenChat
+) -> None:
+    chat.ask("Q")
+    now = 10.0
+
+    def clock() -> float:
+        return now
+
+    async def answering(*pieces: tuple[str, str, float]) -> AsyncIterator[ChatDelta]:
+        nonlocal now
+        for thinking, text, at in pieces:
+            now = at
+            yield ChatDelta(text=text, thinking=thinking, output_tokens=1)
+
+    stream = AnswerStream(chat.begin_answer(chat.branches[0], "demo"), chat.keep, lambda turn: None, clock)
+    await stream.run(answering(("Is it", "", 10.0), (" noon ", "", 14.0)))
+    assert (stream.turn.thinking, stream.turn.note.thinking_s, stream.turn.note.finish) == (
+        "Is it noon ",
+        4.0,
+        "cancelled",
+    )
+    resumed = chat.resume_answer(chat.branches[0])
+    assert resumed is not None
+    assert chat.messages(chat.branches[0])[-1] == ChatMessage(role="assistant", content="", thinking="Is it noon")
+    stream = AnswerStream(resumed, chat.keep, lambda turn: None, clock)
+    await stream.run(answering(("?", "", 20.0), ("", "Yes", 23.0), ("", ".", 30.0)))
+    kept = reopened(store, chat).path(chat.branches[0])[-1]
+    assert (kept.thinking, kept.content, kept.note.thinking_s) == ("Is it noon?", "Yes.", 7.0)
 
 
 def test_there_is_nothing_to_go_on_with_after_a_question(chat: OpenChat) -> None:
