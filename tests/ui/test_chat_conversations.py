@@ -314,7 +314,9 @@ async def test_every_action_of_the_chat_is_in_the_palette_while_typing() -> None
     from console.tui.commands import entries
     from console.tui.screens.chat.screen import CHAT_BINDINGS
 
-    async with console(FakeLink(answer="    code")).run_test() as pilot:
+    link = FakeLink(answer="    code")
+    link.conversation.thinking = "Hm."
+    async with console(link).run_test() as pilot:
         await opened(pilot)
         await asked(pilot, "Q")
         offered = {entry.title for entry in entries(pilot.app.screen)}

@@ -102,7 +102,8 @@ class Pane:
         self._start(turn, messages, params, continues=False)
 
     async def go_on(self) -> bool:
-        """Let the model go on with its last answer; False where there is none."""
+        """Let the model go on with its last answer, or answer again where its thinking cannot be continued; False
+        where there is none."""
         params = self._params()
         turn = self.chat.resume_answer(self.branch)
         if turn is None:
@@ -165,7 +166,13 @@ class Pane:
 
     def _start(self, turn: Turn, messages: list[ChatMessage], params: SamplingParams, *, continues: bool) -> None:
         answering = AnswerStream(turn, self.chat.keep, self._grow)
-        deltas = self._console.link.conversation.chat(messages, params, self.model, continue_answer=continues)
+        deltas = self._console.link.conversation.chat(
+            messages,
+            params,
+            self.model,
+            continue_answer=continues,
+            enable_thinking=self.branch.settings.enable_thinking,
+        )
 
         async def run() -> None:
             try:
@@ -173,6 +180,8 @@ class Pane:
             finally:
                 self._finish(answering)
                 self.transcript.call_later(self._refresh_keys)
+            if answering.is_refused and self.chat.again(self.branch, turn.id):
+                await self.answer()
 
         self._worker = self.transcript.run_worker(run(), group="answer", exclusive=True, exit_on_error=False)
         self._refresh_keys()
@@ -190,7 +199,7 @@ class Pane:
     def _finish(self, answering: AnswerStream) -> None:
         """Keep what came; it runs to its end even when the answer was stopped."""
         turn = answering.turn
-        if not turn.content and not turn.failed:
+        if not (turn.content or turn.thinking or turn.failed):
             self.chat.delete(turn)
         self.transcript.replace(turn)
         if (widget := self.transcript.answer(turn.id)) is not None:

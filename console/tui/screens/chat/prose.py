@@ -131,8 +131,8 @@ class Prose(Widget):
         prose: Prose
         href: str
 
-    def __init__(self, markdown: str = "", *, grows: bool = False) -> None:
-        super().__init__()
+    def __init__(self, markdown: str = "", *, grows: bool = False, classes: str | None = None) -> None:
+        super().__init__(classes=classes)
         self._grows = grows
         self._source = ""
         self._blocks: list[Block] = []

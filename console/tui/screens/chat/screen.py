@@ -58,6 +58,14 @@ CHAT_BINDINGS: list[BindingType] = [
     _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy the selected message, or the last answer", show=True),
     _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the previous one"),
     _key(
+        "alt+u",
+        "thinking",
+        "Thinking",
+        "thinking",
+        "Show or hide the thinking of the selected or last answer",
+        show=True,
+    ),
+    _key(
         "alt+d",
         "delete",
         "Delete",
@@ -85,6 +93,7 @@ CHAT_BINDINGS: list[BindingType] = [
 NO_MODEL = "No model loaded. Press F2 to choose one; your question is kept."
 NOTHING_ASKED = "No question to regenerate."
 NOTHING_SAID = "No answer to continue."
+NO_THINKING = "No thinking before this answer."
 NO_BRANCH = "No more branches. Ctrl+R regenerates, Alt+E edits."
 NOTHING_TO_DELETE = "No turn to delete."
 TOO_LONG = "Too long for the terminal clipboard. Alt+W exports the conversation."
@@ -118,7 +127,7 @@ class ChatScreen(ConversationsScreen):
         answering = any(pane.answering for pane in self._panes)
         asked = any(turn.role == "user" for turn in path)
         answer = self.pane.turn("assistant")
-        answered = bool(path) and path[-1].role == "assistant" and bool(path[-1].content)
+        answered = bool(path) and path[-1].role == "assistant" and bool(path[-1].content or path[-1].thinking)
         states: dict[str, bool | str] = dict.fromkeys(("chat.up", "chat.down", "chat.turn.delete"), bool(path))
         states |= dict.fromkeys(("chat.rename", "chat.export", "chat.export.json"), self._chat.id is not None)
         return (
@@ -131,6 +140,7 @@ class ChatScreen(ConversationsScreen):
                 "chat.continue": ready and answered and not answering,
                 "chat.edit": asked,
                 "chat.copy": answer is not None or self.pane.transcript.selected is not None,
+                "chat.thinking": answer is not None and bool(answer.thinking),
                 "chat.code": answer is not None and may_have_code(answer.content),
             }
         )
@@ -232,7 +242,7 @@ class ChatScreen(ConversationsScreen):
         after = len(self._chat.tree.beneath(turn.id)) - 1
         kind = "question" if turn.role == "user" else "answer"
         follows = f"Also deletes {plural(after, 'following turn')}, in all branches.\n" if after else ""
-        words = clip(" ".join(turn.content.split()) or turn.note.problem, _QUOTED)
+        words = clip(" ".join((turn.content or turn.thinking).split()) or turn.note.problem, _QUOTED)
         question = ConfirmScreen(f"Delete this {kind}?", f"{words}\n{follows}", yes="Delete", no="Keep")
 
         async def delete(sure: bool | None) -> None:
@@ -349,6 +359,16 @@ class ChatScreen(ConversationsScreen):
             self._at = 1
             self.action_settings()
         self._show_list()
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    async def action_thinking(self) -> None:
+        """Show or hide what the model thought before the selected or last answer."""
+        turn = self.pane.turn("assistant")
+        if turn is None or not turn.thinking:
+            self.notify(NO_THINKING, severity="warning")
+        else:
+            await self.pane.transcript.toggle_thinking(turn.id)
 
     # -- copying -----------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,7 @@ _ROWS = tuple(PARAMETERS[name] for name in ChatSettings.__struct_fields__ if nam
 """Parameters in the form."""
 
 MODEL_IN_VIEW = "Selected model"
+_THINKING: dict[str, bool | None] = {"Model default": None, "On": True, "Off": False}
 
 
 def sampling(settings: ChatSettings, defaults: SamplingParams) -> SamplingParams:
@@ -164,8 +165,18 @@ class ChatSettingsScreen(Dialog[ChatSettings | None]):
                     value=self._settings.model,
                     allow_blank=False,
                     compact=True,
+                    id="model",
                 )
-            yield Label("System prompt")
+            with Horizontal(classes="model"):
+                yield Label("Thinking")
+                yield Select(
+                    [(name, name) for name in _THINKING],
+                    value="Model default",
+                    allow_blank=False,
+                    compact=True,
+                    id="thinking",
+                )
+            yield Label("System prompt", classes="prompt")
             yield TextArea(self._settings.system_prompt, id="system", compact=True, placeholder="None")
             with Grid():
                 for row in _ROWS:
@@ -212,7 +223,9 @@ class ChatSettingsScreen(Dialog[ChatSettings | None]):
 
     def _fill(self, settings: ChatSettings) -> None:
         self.query_one("#system", TextArea).text = settings.system_prompt
-        select: Select[str] = self.query_one(Select)
+        names = {value: name for name, value in _THINKING.items()}
+        self.query_one("#thinking", Select).value = names[settings.enable_thinking]
+        select: Select[str] = self.query_one("#model", Select)
         if settings.model in ("", *self._models, self._settings.model):
             select.value = settings.model
         for row in _ROWS:
@@ -236,7 +249,8 @@ class ChatSettingsScreen(Dialog[ChatSettings | None]):
     def _read(self) -> ChatSettings:
         values = {row.name: self._number(row) for row in _ROWS}
         return ChatSettings(
-            model=str(self.query_one(Select).value),
+            model=str(self.query_one("#model", Select).value),
+            enable_thinking=_THINKING[str(self.query_one("#thinking", Select).value)],
             system_prompt=self.query_one("#system", TextArea).text.strip(),
             **values,  # type: ignore[arg-type]
         )

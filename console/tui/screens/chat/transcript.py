@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from console.chats import Turn
 from console.text import plural
-from console.tui.screens.chat.turn import Answer, BranchPosition, Question, TurnWidget
+from console.tui.screens.chat.turn import Answer, BranchPosition, Question, ThinkingLine, TurnWidget
 from console.tui.widgets.glyphs import for_terminal
 
 # Which turns of a long conversation are mounted: a bounded number, by turns and by length. Pure.
@@ -163,6 +163,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         self._window = TurnWindow()
         self._place_of: PlaceOf = lambda turn: BranchPosition()
         self._sliding = False
+        self._unfolded: set[int] = set()
         self.selected: int | None = None
         self.border_title = "Chat"
 
@@ -202,7 +203,7 @@ class ChatTranscript(VerticalScroll, can_focus=True):
 
     @property
     def _lengths(self) -> list[int]:
-        return [len(turn.content) for turn in self._path]
+        return [len(turn.content) + (len(turn.thinking) if turn.id in self._unfolded else 0) for turn in self._path]
 
     @property
     def _limits(self) -> WindowLimits:
@@ -255,6 +256,25 @@ class ChatTranscript(VerticalScroll, can_focus=True):
         if turn.role == "user":
             return Question(turn, self._place_of(turn))
         return Answer(turn, self._place_of(turn), self)
+
+    # -- thinking ----------------------------------------------------------------------------------------------------
+
+    def is_unfolded(self, turn_id: int) -> bool:
+        """Return whether the thinking of an answer is shown."""
+        return turn_id in self._unfolded
+
+    async def toggle_thinking(self, turn_id: int) -> None:
+        """Unfold the thinking of an answer, from its beginning where no more of it comes, or fold it."""
+        self._unfolded ^= {turn_id}
+        if (answer := self.answer(turn_id)) is not None:
+            answer.show_thinking()
+            if turn_id in self._unfolded and not answer.turn.unfinished:
+                await self.go_to(turn_id)
+
+    async def on_thinking_line_clicked(self, event: ThinkingLine.Clicked) -> None:
+        """A click on the line about the thinking."""
+        event.stop()
+        await self.toggle_thinking(event.turn_id)
 
     # -- scrolling ---------------------------------------------------------------------------------------------------
 

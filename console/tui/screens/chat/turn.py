@@ -1,5 +1,5 @@
-"""One turn in the transcript: a question as it was typed, or an answer as Markdown; beneath, numbers and what can be
-done with it."""
+"""One turn in the transcript: a question as it was typed, or an answer as Markdown under its folded thinking; beneath,
+numbers and what can be done with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from console import text
 from console.chats import Turn, TurnNote
-from console.chats.export import may_have_code
+from console.chats.export import may_have_code, thinking_time
 from console.tui.screens.chat.prose import Prose
 from console.tui.widgets.glyphs import for_terminal
 from engine.text.printable import printable_lines
@@ -169,12 +169,82 @@ class Question(TurnWidget):
         self.query_one(Foot).show("", self._place, _QUESTION_ACTIONS if self._offered else ())
 
 
+class ThinkingLine(Static):
+    """Says how long a model thought before an answer; a click shows or hides what."""
+
+    DEFAULT_CSS = """
+    ThinkingLine { height: 1; color: $muted; &:hover { color: $primary; } }
+    """
+
+    @dataclass
+    class Clicked(Message):
+        """The line above the answer of that id was clicked."""
+
+        turn_id: int
+
+    def __init__(self, turn_id: int) -> None:
+        super().__init__(markup=False)
+        self._turn_id = turn_id
+        self._shown = ""
+
+    def show(self, turn: Turn, *, unfolded: bool) -> None:
+        """Say "▸ Thought for 12 s", or "◌ Thinking… 3 s" while the answer has not begun."""
+        under_way = turn.unfinished and turn.is_thinking
+        sign = "▾" if unfolded else "◌" if under_way else "▸"
+        words = f"Thinking… {text.duration(turn.note.thinking_s)}" if under_way else thinking_time(turn.note)
+        if (shown := f"{sign} {words}") != self._shown:
+            self._shown = shown
+            self.update(for_terminal(self.app, Content(shown)), layout=False)
+
+    def on_click(self) -> None:
+        """Post it."""
+        self.post_message(self.Clicked(self._turn_id))
+
+
+class Thought(Widget):
+    """The thinking before an answer, folded into a line."""
+
+    DEFAULT_CSS = """
+    Thought {
+        height: auto;
+        & > Prose { color: $muted; margin: 0 0 1 2; }
+    }
+    """
+
+    def __init__(self, turn: Turn, *, unfolded: bool) -> None:
+        super().__init__()
+        self._turn = turn
+        self._unfolded = unfolded
+        self._line, self._prose, self._text = ThinkingLine(turn.id), Prose(), ""
+
+    def compose(self) -> ComposeResult:
+        """The line, and room for the text."""
+        self.show(self._turn, unfolded=self._unfolded)
+        yield self._line
+        yield self._prose
+
+    def show(self, turn: Turn, *, unfolded: bool) -> None:
+        """Show how far the thinking has come, and its text where it is unfolded."""
+        self._turn, self._unfolded = turn, unfolded
+        self._line.show(turn, unfolded=unfolded)
+        self._prose.display = unfolded
+        if unfolded and turn.thinking != self._text:
+            if turn.thinking.startswith(self._text):
+                self._prose.append(turn.thinking[len(self._text) :])
+            else:
+                self._prose.update(turn.thinking)
+            self._text = turn.thinking
+
+
 class StreamingText(Protocol):
     """The container of an answer."""
 
     @property
     def follows(self) -> bool:
         """True while its end is in view."""
+
+    def is_unfolded(self, turn_id: int) -> bool:
+        """Return whether the thinking of an answer is shown."""
 
 
 class Answer(TurnWidget):
@@ -187,6 +257,8 @@ class Answer(TurnWidget):
     DEFAULT_CSS = """
     Answer {
         & > Prose { margin: 0 0 1 0; }
+        &.-thinking > Prose { display: none; }
+        &.-thinking > Thought { margin: 0 0 1 0; }
     }
     """
 
@@ -197,13 +269,16 @@ class Answer(TurnWidget):
         self._wake = asyncio.Event()
 
     def compose(self) -> ComposeResult:
-        """Text above, numbers below."""
-        yield Prose(self.turn.content, grows=self.turn.unfinished)
+        """Text under its thinking, numbers below."""
+        if self.turn.thinking:
+            yield Thought(self.turn, unfolded=self._streams.is_unfolded(self.turn.id))
+        yield Prose(self.turn.content, grows=self.turn.unfinished, classes="answer")
         yield Foot(self.turn.id)
 
     def on_mount(self) -> None:
         """Only an answer that still grows needs a writer."""
         super().on_mount()
+        self.set_class(self.turn.is_thinking, "-thinking")
         if self.turn.unfinished:
             self._start()
 
@@ -211,7 +286,8 @@ class Answer(TurnWidget):
         """The answer goes on."""
         self.turn = turn
         self._written = len(turn.content)
-        self.query_one(Prose).update(turn.content, grows=True)
+        self._prose.update(turn.content, grows=True)
+        self.show_thinking()
         self.show_foot()
         self._start()
 
@@ -227,14 +303,30 @@ class Answer(TurnWidget):
         if not self.is_mounted:
             return
         self._written = len(turn.content)
-        self.query_one(Prose).update(turn.content)
+        self._prose.update(turn.content)
+        self.show_thinking()
         self.show_foot()
+
+    def show_thinking(self) -> None:
+        """Show the thinking, as far as there is any."""
+        self.set_class(self.turn.is_thinking, "-thinking")
+        if not self.turn.thinking:
+            return
+        unfolded = self._streams.is_unfolded(self.turn.id)
+        if found := self.query(Thought):
+            found.first().show(self.turn, unfolded=unfolded)
+        else:
+            self.mount(Thought(self.turn, unfolded=unfolded), before=0)
+
+    @property
+    def _prose(self) -> Prose:
+        return self.query_one("Prose.answer", Prose)
 
     def show_foot(self) -> None:
         """Numbers, or why there is no answer."""
         if not self.is_mounted and not self.is_attached:
             return
-        waiting = self.turn.unfinished and not self.turn.content
+        waiting = self.turn.unfinished and not (self.turn.content or self.turn.thinking)
         problem = self.turn.note.problem if not self.turn.unfinished else ""
         words = problem or ("waiting for the first token" if waiting else note_line(self.turn.note))
         offered = self._actions() if self._offered and not self.turn.unfinished else ()
@@ -252,19 +344,23 @@ class Answer(TurnWidget):
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:
-        prose, shown_s = self.query_one(Prose), 0.0
+        prose, shown_s, thought = self._prose, 0.0, len(self.turn.thinking)
         while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
             text = self.turn.content[self._written :]
-            if not self.turn.unfinished or not text:
+            if not self.turn.unfinished or not (text or len(self.turn.thinking) > thought):
                 continue
             if not (self.is_on_screen and self._streams.follows):
                 self.set_timer(MIN_INTERVAL_S * 4, self._wake.set)
                 continue
-            self._written += len(text)
             started = time.perf_counter()
-            prose.append(text)
+            if not self._written or len(self.turn.thinking) > thought:
+                thought = len(self.turn.thinking)
+                self.show_thinking()
+            self._written += len(text)
+            if text:
+                prose.append(text)
             if started - shown_s >= NUMBERS_INTERVAL_S:
                 shown_s = started
                 self.show_foot()
