@@ -185,6 +185,7 @@ class Runtime:
         try:
             spec = await self._find(name, partial(find_model, settings, name))
         except ModelLoadFailed as error:  # not a mistyped name or setting: the model or the machine is at fault
+            log.warning("%s could not be loaded: %s", name, error.message)
             add_failed_load(self.engine.alerts, name, error, "Nothing was changed.")
             raise
         own = self._free_name(spec.name) if beside and renames else spec.name

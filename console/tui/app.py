@@ -401,7 +401,7 @@ class EricApp(StyledApp, inherit_bindings=False):
             f"Drain? {text.plural(unfinished, 'request')} {'finishes' if unfinished == 1 else 'finish'} first."
             if unfinished
             else "Drain? No request is running.",
-            "New requests, from the API and from Chat, get a 503 until you resume (D).\n"
+            "New requests, from the API and from Chat, get a 503 until you resume: D on Dashboard or API.\n"
             "Models stay loaded; /ready says that the server is draining.",
             yes="Drain",
             no="Cancel",
@@ -486,7 +486,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         question = FinishOrCutScreen(
             f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished.",
             "Finish: new requests are refused, and the console quits after the last one.\n"
-            "Quit now: clients get partial answers.",
+            "Quit now: clients get an error, after what has been streamed.",
             finish="Finish them first",
             cut="Quit now",
             no="Cancel",

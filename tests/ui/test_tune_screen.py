@@ -301,11 +301,14 @@ def test_tuning_fits_a_small_terminal() -> None:
     assert shows(app, *knobs, *plots, "u sets max prompts back to 16", terminal_size=(80, 24), run_before=_third)
 
 
-async def test_a_sample_load_is_started_shown_and_stopped_by_one_key() -> None:
+async def test_a_sample_load_asks_while_requests_run_and_is_stopped_by_the_same_key() -> None:
     app = _app()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("s")
+        await until(pilot, lambda: "Send sample requests for 30 s?" in screen_text(app))
+        assert _link(app).names() == []
+        await pilot.press("y")
         await until(pilot, lambda: "sample load: 32 clients, 30 s left; s stops it" in screen_text(app))
         await pilot.press("s")
         await until(pilot, lambda: "sample load" not in screen_text(app))

@@ -144,7 +144,7 @@ class AppScreen(Screen[T]):
         else:
             question = ConfirmScreen(
                 f"Cancel {row.id}?",
-                "The client gets the partial answer.",
+                "Its client gets an error, after what has been streamed.",
                 yes="Cancel it",
                 no="Keep it",
             )

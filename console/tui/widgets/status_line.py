@@ -185,6 +185,8 @@ def _state(snapshot: Snapshot, brevity: int, room: int, alarm: str) -> Content:
     state = model_state(status.state)
     if status.error is not None and status.state == "failed":
         return Content.styled(text.clip(f"{state.glyph} failed: {status.error.message}", room), state.style)
+    if status.state == "ready" and snapshot.target_workers and not _ready_workers(snapshot):
+        return Content.styled("◌ restarting", alarm or "$warning")
     if status.progress is None or status.state != "loading":
         return Content.styled(f"{state.glyph} {state.word}", alarm or state.style)
     words = (f" {text.progress(status.progress)}", state.style) if brevity < 3 else ""

@@ -157,9 +157,9 @@ class LoadForm:
                 raise ValueError(f"one of {', '.join(named)}")
             return self._with(name, named[line])
         if field.kind == "number":
-            return self._with(name, int(line) if field.is_whole else float(line))
+            return self._with(name, _number(line, field))
         if field.kind == "list":
-            return self._with(name, tuple(map(int if field.is_whole else float, line.split(","))))
+            return self._with(name, tuple(_number(part, field) for part in line.split(",")))
         return self._with(name, line)
 
     def out_of_range(self, name: str) -> str:
@@ -201,3 +201,11 @@ def _rungs(least: int, most: int) -> list[int]:
         rungs |= {power, power + power // 2, 2 * power}
         power *= 2
     return sorted(rung for rung in rungs if least <= rung <= most)
+
+
+def _number(text: str, field: Field) -> float:
+    """Return a number as it was typed; raises ValueError with what it should be."""
+    try:
+        return int(text) if field.is_whole else float(text)
+    except ValueError:
+        raise ValueError("a whole number is needed" if field.is_whole else "a number is needed") from None

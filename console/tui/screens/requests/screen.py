@@ -199,7 +199,7 @@ class RequestsScreen(RequestActions):
         else:
             question = ConfirmScreen(
                 f"Cancel {text.plural(len(rows), 'request')} of {group}?",
-                "The client gets the partial answer.",
+                "Clients get an error, after what has been streamed.",
                 yes="Cancel them",
                 no="Keep them",
             )

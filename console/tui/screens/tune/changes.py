@@ -24,6 +24,9 @@ _COLUMNS = (
     Column("", 17, drop=3),
 )
 _MODEL = Column("model", 16, grow=12, drop=4)
+_CLEARLY_DIFFERENT = 0.1
+"""Share from which a change that its noise may explain is called unclear, and not the same."""
+
 _VERDICTS = {"better": "$success", "worse": "$error", "same": "$muted"}
 _OUTCOMES = {
     "measuring": State("◔", "measuring", "$worker-loading"),
@@ -93,7 +96,8 @@ def delta_cell(delta: Delta | None) -> Cell:
     if delta is None:
         return cell("–", "$muted")
     if delta.verdict == "same":
-        return cell(f"≈ same {delta.relative:+.0%}", _VERDICTS["same"])
+        words = "≈ same" if abs(delta.relative) < _CLEARLY_DIFFERENT else "? unclear"
+        return cell(f"{words} {delta.relative:+.0%}", _VERDICTS["same"])
     glyph = "↑" if delta.after > delta.before else "↓"
     return cell(f"{glyph} {delta.verdict} {_percent(delta.relative)}", _VERDICTS[delta.verdict])
 

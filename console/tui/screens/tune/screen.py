@@ -20,6 +20,7 @@ from console.link.tuning import TuningReport
 from console.tui.keymap import API_SWITCH, KNOBS, READOUT, ConsoleBinding
 from console.tui.screens.benches.panel import BenchesPanel
 from console.tui.screens.dashboard.panels.advice import AdvicePanel, AdvisedScreen
+from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.tune.autotune import NOTHING_YET, TuningPanel, points_of
 from console.tui.screens.tune.changes import EffectTable, effect_details
 from console.tui.screens.tune.workload import WorkloadPanel
@@ -447,9 +448,20 @@ class TuneScreen(AdvisedScreen):
             self.perform(self.link.tuning.stop_load(), done="Sample load stopped")
         elif self.console.view.model is None:
             self.notify("No model loaded. Press 2 to load one.", severity="warning")
+        elif self.console.view.published.running + self.console.view.published.queued:
+            question = ConfirmScreen(
+                "Send sample requests for 30 s?",
+                "Requests are running: they get slower meanwhile.",
+                yes="Send them",
+                no="Cancel",
+            )
+            self.app.push_screen(question, lambda sure: self._start_load() if sure else None)
         else:
-            command = self.link.tuning.start_load(self.console.view.model_name)
-            self.perform(command, done="Sample load running for 30 s. After 10 s, change a setting with [ ] or - +.")
+            self._start_load()
+
+    def _start_load(self) -> None:
+        command = self.link.tuning.start_load(self.console.view.model_name)
+        self.perform(command, done="Sample load running for 30 s. After 10 s, change a setting with [ ] or - +.")
 
     def action_use_best(self) -> None:
         """Turn the knobs to it, and start with it from now on."""
