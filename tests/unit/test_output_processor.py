@@ -105,7 +105,7 @@ def test_nothing_comes_after_the_end() -> None:
 def test_an_answer_that_its_backend_ends_gives_its_held_text() -> None:
     subject = stage(stop=("fox jumps",))
     assert feed(subject, ids_of("the fox"))[0] == "the "
-    assert subject.flush() == "fox"
+    assert subject.flush() == ("", "fox")
 
 
 def test_replayed_ids_that_end_the_answer_say_so() -> None:
