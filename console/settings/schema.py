@@ -279,7 +279,7 @@ class Settings(ServedSettings):
     ] = "auto"
     thinking: Annotated[
         ThinkingName,
-        Flag("Engine", when="load"),
+        Flag("Model"),
         Field(description="Markers of the model's thinking; auto: by its chat template; off: leave it in the answer"),
     ] = "auto"
     deterministic: Annotated[

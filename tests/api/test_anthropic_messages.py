@@ -247,7 +247,6 @@ async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
         ({"tools": [{"name": "no way", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [{"name": "x", "input_schema": {}, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tools": [{"name": "x", "input_schema": {}}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences"),

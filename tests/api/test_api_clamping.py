@@ -28,6 +28,7 @@ FEWEST = 3
 CHAT = [{"role": "user", "content": "x"}]
 LONG = "x" * 100
 KOBOLD, COMPLETIONS, MESSAGES = "/api/v1/generate", "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 
 SAMPLING: dict[str, tuple[dict[str, Any], str, Any]] = {
     "top_k": ({"top_k": -1}, "top_k", 0),
@@ -50,6 +51,7 @@ TO_ROOM: dict[tuple[str, str], tuple[str, dict[str, Any], str, Any]] = {
     ("KoboldBody", "prompt"): (KOBOLD, {"max_length": 60, "prompt": LONG}, "max_tokens", 60),
     ("TextgenBody", "prompt"): (KOBOLD, {"max_new_tokens": 60, "prompt": LONG}, "max_tokens", 60),
     ("TextgenBody", "truncation_length"): (KOBOLD, {"max_new_tokens": 9, "truncation_length": 500}, "max_tokens", 9),
+    ("ResponsesBody", "max_output_tokens"): (RESPONSES, {"max_output_tokens": 500}, "max_tokens", CHAT_ROOM),
     ("MessagesBody", "max_tokens"): ("/v1/messages", {"max_tokens": 500}, "max_tokens", CHAT_ROOM),
     ("Options", "num_ctx"): ("/api/generate", {"options": {"num_ctx": 500}}, "max_tokens", CHAT_ROOM),
     ("Options", "num_predict"): ("/api/generate", {"options": {"num_predict": 500}}, "max_tokens", CHAT_ROOM),
@@ -59,6 +61,7 @@ TO_ROOM: dict[tuple[str, str], tuple[str, dict[str, Any], str, Any]] = {
 DEFAULTS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("CompletionBody", "max_tokens"): (COMPLETIONS, {}),
     ("ChatBody", "max_tokens"): (MESSAGES, {}),
+    ("ResponsesBody", "max_output_tokens"): (RESPONSES, {}),
     ("GenerateBody", "max_tokens"): ("/generate", {}),
     ("TgiParameters", "max_new_tokens"): ("/generate", {"parameters": {}}),
     ("KoboldBody", "max_length"): (KOBOLD, {}),
@@ -79,6 +82,8 @@ async def small(tmp_path: Path) -> AsyncIterator[Served]:
 
 def prompted(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """A body with what it has to have."""
+    if path == RESPONSES:
+        return {"input": "x", **body}
     if "messages" in path or "chat" in path:
         return {"messages": CHAT, "max_tokens": 1, **body} if path == "/v1/messages" else {"messages": CHAT, **body}
     if "parameters" in body:

@@ -209,7 +209,6 @@ async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
         ("/api/generate", {"format": "xml"}, "format"),
         ("/api/generate", {"format": {"type": "x"}}, "format"),
         ("/api/chat", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
-        ("/api/chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "x"}}]}, "tools"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {"images": ["aGk="]}, "images"),
         ("/api/generate", {"think": True}, "think"),

@@ -101,7 +101,6 @@ async def test_the_body_decides_whose_tokenize_it_is(api: Served) -> None:
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
-        ("/tokenize", {"messages": HELLO, "tools": [NOW]}, "tools"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {}, "tokens"),
