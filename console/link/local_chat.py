@@ -16,6 +16,7 @@ from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import NoModelLoaded, from_info
 from engine.snapshot import Snapshot
 from engine.text.thinking import (
+    begun_in,
     format_of,
     reopened,
     template_variables,
@@ -136,7 +137,7 @@ async def _converse(engine: Engine, prompt: _Prompt, params: SamplingParams, mod
             params,
             tokenizer,
             text,
-            continues=prompt.continues,
+            begun=begun_in(list(map(_turn, prompt.messages))) if prompt.continues else "",
             budget=0 if prompt.enable_thinking is False else None,
         ),
         source="chat",

@@ -69,6 +69,7 @@ class ChatTemplate:
         self._process: _Process | None = None
         self._is_closed = False
         self._broken = ""
+        self._used: dict[str, bool] = {}
 
     def warm_up(self) -> Future[object]:
         """Start the process and compile the template, so that the first rendering waits for neither; undoes `close`."""
@@ -82,7 +83,12 @@ class ChatTemplate:
         return self._thread.submit(self._end_if_unused)
 
     def uses(self, variable: str) -> bool:
-        """Return whether an expression or a statement of the template has that name in it."""
+        """Return whether an expression or a statement of the template has that name in it; found once for each name."""
+        if variable not in self._used:
+            self._used[variable] = self._finds(variable)
+        return self._used[variable]
+
+    def _finds(self, variable: str) -> bool:
         if len(self.source) > MAX_SOURCE:
             return False
         is_inside = False

@@ -56,12 +56,12 @@ def format_of(tokenizer: Tokenizer, setting: str = "auto") -> ThinkingFormat | N
     """
     if setting != "auto":
         return BY_NAME.get(setting)
-    templates = tokenizer.template_sources
     return next(
         (
             each
             for each in FORMATS
-            if any(each.close in source or each.open in source for source in templates)
+            if tokenizer.template_contains(each.close)
+            or tokenizer.template_contains(each.open)
             or None not in (tokenizer.token_to_id(each.open), tokenizer.token_to_id(each.close))
         ),
         None,
@@ -69,24 +69,29 @@ def format_of(tokenizer: Tokenizer, setting: str = "auto") -> ThinkingFormat | N
 
 
 def thinking_after(
-    found: ThinkingFormat, prompt: str, *, continues: bool, budget: int | None = None
+    found: ThinkingFormat, prompt: str, *, begun: str = "", budget: int | None = None
 ) -> Thinking | None:
     """Return how an answer to `prompt` thinks; None where the prompt has ended the thinking already.
 
-    continues: the prompt ends with the beginning of the answer.  budget: most tokens of thinking.
+    begun: what the prompt ends with of the answer; markers before that are others' text.  budget: most tokens of
+    thinking.
     """
-    tail = prompt.rstrip()
-    if continues:
-        opened, closed = prompt.rfind(found.open), prompt.rfind(found.close)
-        if opened <= closed:
-            return None
-        inside = True
-    elif tail.endswith(found.close):
+    before = prompt.rstrip().removesuffix(begun.strip()).rstrip()
+    opened, closed = begun.rfind(found.open), begun.rfind(found.close)
+    if opened == closed == -1:
+        opened, closed = (0 if before.endswith(marker) else -1 for marker in (found.open, found.close))
+    if closed > opened or (begun.strip() and opened < 0):
         return None
-    else:
-        inside = tail.endswith(found.open)
-    begun = inside and not tail.endswith(found.open)
-    return Thinking(open=found.open, close=found.close, answer=found.answer, inside=inside, begun=begun, budget=budget)
+    inside = opened >= 0
+    has_words = inside and not prompt.rstrip().endswith(found.open)
+    return Thinking(
+        open=found.open, close=found.close, answer=found.answer, inside=inside, begun=has_words, budget=budget
+    )
+
+
+def begun_in(turns: Sequence[Mapping[str, object]]) -> str:
+    """Return what an answer that continues the last turn begins with: its text, else its thinking."""
+    return thinking_to_continue(turns) or str(turns[-1].get("content") or "")
 
 
 def with_thinking(
@@ -95,11 +100,11 @@ def with_thinking(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    continues: bool,
+    begun: str = "",
     budget: int | None = None,
 ) -> SamplingParams:
     """Return the parameters of an answer whose thinking is kept apart; the others as in `thinking_after`."""
-    thinking = thinking_after(found, prompt, continues=continues, budget=budget) if found is not None else None
+    thinking = thinking_after(found, prompt, begun=begun, budget=budget) if found is not None else None
     if thinking is None:
         return params
     shown = (*params.shown_token_ids, *marker_ids(tokenizer, thinking))

@@ -245,6 +245,7 @@ class Tokenizer:
         self.bos_token_id = folder.bos_token_id(backend.token_to_id)
         self.eos_token_ids = folder.eos_token_ids(backend.token_to_id)
         self.generation_defaults = folder.generation_defaults()
+        self._contained: dict[str, bool] = {}
         self._templates = {
             name: ChatTemplate(source, folder.special_tokens()) for name, source in folder.chat_templates().items()
         }
@@ -395,10 +396,11 @@ class Tokenizer:
     def _used_templates(self) -> set[ChatTemplate]:
         return {template for template in (self._chat_template, self.tool_template) if template is not None}
 
-    @property
-    def template_sources(self) -> list[str]:
-        """The sources of the chat templates in use."""
-        return [template.source for template in self._used_templates]
+    def template_contains(self, text: str) -> bool:
+        """Return whether a chat template in use has that text in its source; found once for each text."""
+        if text not in self._contained:
+            self._contained[text] = any(text in template.source for template in self._used_templates)
+        return self._contained[text]
 
     def template_uses(self, variable: str) -> bool:
         """Return whether a chat template has an expression or a statement with that name in it."""

@@ -172,6 +172,9 @@ async def test_a_stored_response_is_followed_shown_and_deleted(tmp_path: Path) -
         assert second.previous_response_id == first.id
         found = await client.responses.retrieve(first.id)
         assert (found.output_text, found.metadata) == ("Good day", {"a": "b"})
+        named = {"role": "user", "content": "hm", "id": None}
+        third = await client.responses.create(model="fake", input=[named])  # type: ignore[list-item]
+        assert (await client.responses.input_items.list(third.id)).data[0].id
         items = await client.responses.input_items.list(first.id)
         assert [item.content[0].text for item in items.data] == ["hello"]  # type: ignore[union-attr]
         await client.responses.delete(first.id)

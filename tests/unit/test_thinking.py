@@ -78,20 +78,23 @@ def test_the_format_is_known_by_tokens_or_by_the_setting(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continues", "inside"),
+    ("prompt", "begun", "inside"),
     [
-        ("user: hi\nassistant: ", False, False),
-        ("user: hi\nassistant: <think>\n", False, True),
-        ("user: hi\nassistant: <think>\n\n</think>\n\n", False, None),
-        ("user: hi\nassistant: <think>I wonder", True, True),
-        ("user: hi\nassistant: <think>I know</think>The", True, None),
-        ("user: hi\nassistant: The", True, None),
+        ("user: hi\nassistant: ", "", False),
+        ("user: hi\nassistant: <think>\n", "", True),
+        ("user: hi\nassistant: <think>\n\n</think>\n\n", "", None),
+        ("user: hi\nassistant: <think>I wonder", "<think>I wonder", True),
+        ("user: hi\nassistant: <think>\nI wonder", "I wonder", True),
+        ("user: hi\nassistant: <think>I know</think>The", "<think>I know</think>The", None),
+        ("user: hi\nassistant: <think>\n\n</think>\n\nThe", "The", None),
+        ("user: hi\nassistant: The", "The", None),
+        ("user: what is <think>?\nassistant: The", "The", None),
     ],
 )
 def test_the_prompt_says_whether_the_answer_begins_inside_the_thinking(
-    prompt: str, continues: bool, inside: bool | None
+    prompt: str, begun: str, inside: bool | None
 ) -> None:
-    found = thinking_after(BY_NAME["think"], prompt, continues=continues)
+    found = thinking_after(BY_NAME["think"], prompt, begun=begun)
     assert (None if found is None else found.inside) == inside
 
 

@@ -22,6 +22,7 @@ from console.api.tools import DEFAULT, ToolUse, has_tools, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
 from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
+from engine.text.thinking import begun_in
 from engine.text.tokenizer import Tokenizer
 
 _QUESTION = "ThisIsWhereTheFirstQuestionBegins"
@@ -61,6 +62,7 @@ async def chat_prompt(
         text,
         None if tools else partial(_encode, as_text),
         continues=continue_final,
+        begun=begun_in(turns) if continue_final else "",
         tool_format=DEFAULT.name if tools and not has_tools(model.tokenizer) else "",
         shared_tokens=await _system_tokens(model, turns, text, ids, variables, tools) if model.shares_system else 0,
     )

@@ -80,9 +80,10 @@ async def render(
     """
     if reserved := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
-    if not has_tools(tokenizer) and (tools or any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns)):
+    has_calls = any("tool_calls" in turn for turn in turns)
+    if (tools or has_calls or any(turn["role"] == "tool" for turn in turns)) and not has_tools(tokenizer):
         turns, tools = as_plain_turns(turns, tools), None
-    elif any("tool_calls" in turn for turn in turns):
+    elif has_calls:
         turns = _with_calls(tokenizer, turns)
     if stopped := thinking_to_continue(turns) if continue_final else "":
         turns, continue_final, add_generation_prompt = turns[:-1], False, True

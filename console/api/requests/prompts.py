@@ -26,13 +26,15 @@ class Prompt:
     """One prompt: the ids to continue, compact, and the text that stands before the answer.
 
     encode: makes the ids again for another model; None where the client gave ids.  continues: as in BackendRequest.
-    shared_tokens: as in GenerateRequest.  tool_format: the default format of calls, where the chat template has none.
+    begun: text of the answer that it ends with.  shared_tokens: as in GenerateRequest.
+    tool_format: the default format of calls, where the chat template has none.
     """
 
     ids: array[int]
     text: str
     encode: Encode | None = None
     continues: bool = True
+    begun: str = ""
     shared_tokens: int = 0
     tool_format: str = ""
 

@@ -189,57 +189,24 @@ MESSAGES = conversation_schema(
 )
 """A conversation as OpenAI has it."""
 
+
+def closed_object(*required: str, **fields: JsonSchema) -> JsonSchema:
+    """Return the schema of an object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+_NAMED_FUNCTION = closed_object(
+    "type", "function", type={"const": "function"}, function=closed_object("name", name=ANY_TEXT)
+)
+_ALLOWED_TOOLS = closed_object(
+    "mode", "tools", mode={"enum": ["auto", "required"]}, tools={"type": "array", "items": _NAMED_FUNCTION}
+)
 TOOL_CHOICE = WithJsonSchema(
     {
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": ANY_TEXT},
-                        "required": ["name"],
-                        "additionalProperties": False,
-                    },
-                },
-                "required": ["type", "function"],
-                "additionalProperties": False,
-            },
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "allowed_tools"},
-                    "allowed_tools": {
-                        "type": "object",
-                        "properties": {
-                            "mode": {"enum": ["auto", "required"]},
-                            "tools": {
-                                "type": "array",
-                                "items": {
-                                    "type": "object",
-                                    "properties": {
-                                        "type": {"const": "function"},
-                                        "function": {
-                                            "type": "object",
-                                            "properties": {"name": ANY_TEXT},
-                                            "required": ["name"],
-                                            "additionalProperties": False,
-                                        },
-                                    },
-                                    "required": ["type", "function"],
-                                    "additionalProperties": False,
-                                },
-                            },
-                        },
-                        "required": ["mode", "tools"],
-                        "additionalProperties": False,
-                    },
-                },
-                "required": ["type", "allowed_tools"],
-                "additionalProperties": False,
-            },
+            _NAMED_FUNCTION,
+            closed_object("type", "allowed_tools", type={"const": "allowed_tools"}, allowed_tools=_ALLOWED_TOOLS),
         ]
     }
 )

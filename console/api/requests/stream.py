@@ -34,12 +34,12 @@ class Framing:
 SSE = Framing("text/event-stream", lambda document: b"data: %b\n\n" % document, b": ping\n\n")
 
 
-def _named(document: bytes) -> bytes:
+def named_event(document: bytes) -> bytes:
     """Return an event named by the type of its data, {"type":"message_start",...}."""
     return b"event: %b\ndata: %b\n\n" % (document.split(b'"', 4)[3], document)
 
 
-NAMED_EVENTS = Framing("text/event-stream", _named, b": ping\n\n")
+NAMED_EVENTS = Framing("text/event-stream", named_event, b": ping\n\n")
 JSON_LINES = Framing("application/x-ndjson", lambda document: b"%b\n" % document)
 
 

@@ -64,7 +64,4 @@ class ThinkingOptions:
             budget = 0
         elif budget is None and not model.tokenizer.template_uses(_EFFORT):
             budget = EFFORT_TOKENS.get(self.effort)
-        return with_thinking(found, params, model.tokenizer, prompt.text, continues=prompt.continues, budget=budget)
-
-
-AS_THE_MODEL_DOES = ThinkingOptions()
+        return with_thinking(found, params, model.tokenizer, prompt.text, begun=prompt.begun, budget=budget)

@@ -24,7 +24,7 @@ from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import sampling_params
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
-from console.api.requests.stream import ChunkStream, Framing
+from console.api.requests.stream import ChunkStream, Framing, named_event
 from console.api.tools import (
     AnswerPiece,
     CallArguments,
@@ -205,12 +205,7 @@ def usage_of(generation: Generation) -> Usage:
     )
 
 
-def _as_event(document: bytes) -> bytes:
-    """Return an event named by the type of its data, {"type":"message_start",...}."""
-    return b"event: %b\ndata: %b\n\n" % (document.split(b'"', 4)[3], document)
-
-
-EVENTS = Framing("text/event-stream", _as_event, _as_event(b'{"type":"ping"}'))
+EVENTS = Framing("text/event-stream", named_event, named_event(b'{"type":"ping"}'))
 
 
 # The blocks of a message: its text and its tool calls.

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from console.api.requests.parameters import NO_DEFAULT_LENGTH, NOT_CUT, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
 from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields
-from console.api.requests.schemas import ANY_TEXT, SOME_TEXT, TEXT_OR_NULL, JsonSchema, text_or_parts
+from console.api.requests.schemas import ANY_TEXT, SOME_TEXT, TEXT_OR_NULL, closed_object, text_or_parts
 from console.api.requests.served_model import ServedModel
 from console.api.requests.structured_output import json_grammar, json_object_grammar
 from console.api.requests.thinking import Effort, ThinkingOptions
@@ -110,12 +110,8 @@ class StreamOptions(BaseModel):
 Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 
 
-def _object(required: Sequence[str], **fields: JsonSchema) -> JsonSchema:
-    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
-
-
 _PARTS = text_or_parts(
-    *(_object(("type", "text"), type={"const": kind}, text=ANY_TEXT) for kind in ("input_text", "output_text"))
+    *(closed_object("type", "text", type={"const": kind}, text=ANY_TEXT) for kind in ("input_text", "output_text"))
 )
 _INPUT = WithJsonSchema(
     {
@@ -126,8 +122,9 @@ _INPUT = WithJsonSchema(
                 "minItems": 1,
                 "items": {
                     "anyOf": [
-                        _object(
-                            ("role", "content"),
+                        closed_object(
+                            "role",
+                            "content",
                             type={"const": "message"},
                             role={"enum": ["user", "assistant", "system", "developer"]},
                             content=_PARTS,
@@ -135,16 +132,21 @@ _INPUT = WithJsonSchema(
                             status=TEXT_OR_NULL,
                             phase=TEXT_OR_NULL,
                         ),
-                        _object(
-                            ("type", "call_id", "name", "arguments"),
+                        closed_object(
+                            "type",
+                            "call_id",
+                            "name",
+                            "arguments",
                             type={"const": "function_call"},
                             call_id=SOME_TEXT,
                             name=SOME_TEXT,
                             arguments={"type": "string", "contentMediaType": "application/json"},
                             id=TEXT_OR_NULL,
                         ),
-                        _object(
-                            ("type", "call_id", "output"),
+                        closed_object(
+                            "type",
+                            "call_id",
+                            "output",
                             type={"const": "function_call_output"},
                             call_id=SOME_TEXT,
                             output=_PARTS,
@@ -160,7 +162,7 @@ _CHOICE = WithJsonSchema(
     {
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
-            _object(("type", "name"), type={"const": "function"}, name=ANY_TEXT),
+            closed_object("type", "name", type={"const": "function"}, name=ANY_TEXT),
         ]
     }
 )
